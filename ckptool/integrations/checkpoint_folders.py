@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ckptool.checkpoint.paths import file_problem
@@ -21,95 +21,97 @@ from ckptool.training.store import SavedState, file_digest, newest_whole, read_j
 
 SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
+Say = Callable[[str], Any]
 
 
-def staged(target: str, *, make: bool = True) -> str:
-    """The path to write a checkpoint to until it is complete, without what a killed run left there.
+@contextmanager
+def committed(target: str, step: int, main: bool, wait: Callable[[], Any]) -> Iterator[str]:
+    """The path where all processes write a checkpoint, which is complete when the body ends, and gets its name.
 
-    make: make the folder that it is in, which one process does, before the others write.
+    main: true in the process that makes folders, and removes what a killed run left.  wait: waits for all processes.
     """
-    folder = os.path.join(os.path.dirname(target), STAGING)
-    if make:
-        shutil.rmtree(folder, ignore_errors=True)
-        make_folder(folder)
-    return os.path.join(folder, os.path.basename(target))
+    hidden = os.path.join(os.path.dirname(target), STAGING)
+    temporary = os.path.join(hidden, os.path.basename(target))
+    if main:
+        shutil.rmtree(hidden, ignore_errors=True)
+        make_folder(hidden)
+    wait()
+    yield temporary
+    wait()
+    if main:
+        describe(temporary, step)
+        move_folder(temporary, target)
+        shutil.rmtree(hidden, ignore_errors=True)
+    wait()
 
 
-def commit_folder(temporary: str, target: str, step: int) -> None:
-    """Makes a complete checkpoint, written to the path that `staged` gave, visible; one that is there is replaced."""
-    describe(temporary, step)
-    move_folder(temporary, target)
-    with suppress(OSError):
-        os.rmdir(os.path.dirname(temporary))
+def rotate(paths: Sequence[str], keep: int) -> None:
+    """Deletes all but the last `keep` checkpoints. Each loses its name first: no kill leaves a part of it visible."""
+    for path in paths[: max(0, len(paths) - max(0, keep))]:
+        hidden = os.path.join(os.path.dirname(path), STAGING)
+        shutil.rmtree(hidden, ignore_errors=True)
+        make_folder(hidden)
+        os.rename(path, os.path.join(hidden, os.path.basename(path)))
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def describe(folder: str, step: int) -> None:
-    """Writes the sidecar of a folder. Raises `FileProblem`."""
-    paths = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name != SIDECAR]
-    files = {}
-    for path in sorted(paths):
-        files[os.path.relpath(path, folder)] = {"bytes": os.path.getsize(path), "sha256": file_digest(path)}
-        _sync(path)
-    write_json(os.path.join(folder, SIDECAR), {"step": step, "files": files})
+    """Syncs the files of a folder, and writes its sidecar. Raises `FileProblem`."""
+    files = _files(folder)
+    for path in files.values():
+        try:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise file_problem(error, path, "write") from error
+    facts = {name: {"bytes": os.path.getsize(path), "sha256": file_digest(path)} for name, path in files.items()}
+    write_json(os.path.join(folder, SIDECAR), {"step": step, "files": facts})
 
 
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise file_problem(error, path, "write") from error
-    finally:
-        os.close(fd)
-
-
-def remove_checkpoint(path: str) -> None:
-    """Deletes a checkpoint. It loses its name first: no kill leaves a part of it visible."""
-    hidden = staged(path)
-    with suppress(FileNotFoundError):
-        os.rename(path, hidden)
-    shutil.rmtree(os.path.dirname(hidden), ignore_errors=True)
+def _files(folder: str) -> dict[str, str]:
+    """The paths of the files in a folder, and in those in it, by their names there."""
+    paths = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name != SIDECAR)
+    return {os.path.relpath(path, folder): path for path in sorted(paths) if stat.S_ISREG(os.lstat(path).st_mode)}
 
 
 def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:
     """The checkpoints in a folder, oldest first, whole or not. name: matches theirs, with the step as its group."""
-    found = []
-    for each in os.listdir(folder) if os.path.isdir(folder) else ():
-        if match := name.fullmatch(each):
-            path = os.path.join(folder, each)
-            found.append(SavedState(int(match[1]), path, read_json(os.path.join(path, SIDECAR))))
-    return sorted(found, key=lambda saved: saved.step)
+    matches = [
+        found for each in (os.listdir(folder) if os.path.isdir(folder) else ()) if (found := name.fullmatch(each))
+    ]
+    paths = {os.path.join(folder, found[0]): int(found[1]) for found in matches}
+    there = [SavedState(step, path, read_json(os.path.join(path, SIDECAR))) for path, step in paths.items()]
+    return sorted(there, key=lambda saved: saved.step)
 
 
-def newest_folder(folder: str, name: re.Pattern[str], say: Callable[[str], Any]) -> SavedState | None:
-    """The newest whole checkpoint in a folder, None where there is none at all; says which it skipped, and why.
+def newest_folder(folder: str, name: re.Pattern[str], say: Say) -> str | None:
+    """The newest whole checkpoint in a folder; see `newest`."""
+    return newest(folder, saved_folders(folder, name), check_folder, say)
 
-    Raises `NoneValid` where all are damaged or incomplete.
+
+def newest(folder: str, there: list[SavedState], check: Callable[[SavedState], Any], say: Say) -> str | None:
+    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; None where there are none.
+
+    say: called with which it skipped, and why. Raises `NoneValid` where all are damaged or incomplete.
     """
-    there = saved_folders(folder, name)
-    return newest_whole(
-        folder, there, check_folder, lambda saved, error: say(f"skipped {printable(saved.path)}: {error.what}")
+    found = newest_whole(
+        folder, there, check, lambda saved, error: say(f"skipped {printable(saved.path)}: {error.what}")
     )
+    return found.path if found else None
 
 
 def check_folder(saved: SavedState) -> None:
     """Raises `Corrupt` unless every file of a checkpoint is what its sidecar says."""
-    files = (saved.sidecar or {}).get("files")
-    if not isinstance(files, dict):
+    sidecar, there = saved.sidecar or {}, _files(saved.path)
+    if not isinstance(files := sidecar.get("files"), dict):
         raise Corrupt(f"{saved.path} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")
-    if (saved.sidecar or {}).get("step") != saved.step:
+    if sidecar.get("step") != saved.step:
         raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Folders were renamed.")
     for name, facts in files.items():
-        path = os.path.join(saved.path, name)
-        if os.path.isabs(name) or ".." in name.split(os.sep) or not isinstance(facts, dict):
-            raise Corrupt(f"the sidecar of {saved.path} names {name}", "That is not a file of it.")
-        try:
-            status = os.lstat(path)
-        except (OSError, ValueError) as error:
-            raise Corrupt(f"{path} is missing", "The checkpoint was changed after it was saved.") from error
-        if not stat.S_ISREG(status.st_mode) or status.st_size != facts.get("bytes"):
-            raise Corrupt(
-                f"{path} has {status.st_size:,} bytes, not those of its sidecar", "It was truncated, or overwritten."
-            )
-        if file_digest(path) != facts.get("sha256"):
+        path, known = os.path.join(saved.path, name), facts if isinstance(facts, dict) else {}
+        if name not in there:
+            raise Corrupt(f"{path} is missing", "The checkpoint was changed after it was saved.")
+        if (size := os.path.getsize(path)) != known.get("bytes"):
+            raise Corrupt(f"{path} has {size:,} bytes, not those of its sidecar", "It was truncated, or overwritten.")
+        if file_digest(path) != known.get("sha256"):
             raise Corrupt(f"{path} does not match its sha256", "Its bytes were damaged after it was saved.")

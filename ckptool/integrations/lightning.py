@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 
 import ckptool
-from ckptool.errors import Conflict, UsageError, counted, printable
+from ckptool.integrations.checkpoint_folders import newest
+from ckptool.integrations.fetches import Fetches
 from ckptool.output import make_folder
 from ckptool.training import rng
-from ckptool.training.batches import generators_of, has_state
+from ckptool.training.batches import has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
+from ckptool.training.store import SavedState, check, commit_file, file_digest, read_json, remove_file
 
-_KEY = "ckptool"
+_KEY = "ckptool_ranks"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
 
 
@@ -33,13 +35,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
     there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
-    newest = newest_whole(
-        folder,
-        sorted(there, key=lambda saved: saved.step),
-        lambda saved: check(saved, "full"),
-        lambda saved, error: say(f"skipped {printable(saved.path)}: {error.what}"),
-    )
-    return newest.path if newest else None
+    return newest(folder, sorted(there, key=lambda saved: saved.step), lambda saved: check(saved, "full"), say)
 
 
 def _saved(path: str) -> SavedState:
@@ -86,64 +82,69 @@ class DurableCheckpointIO(CheckpointIO):
 class ExactResume(Callback):
     """Saves the random states with each checkpoint, and restores them: `callbacks=[ExactResume(), …]`.
 
-    In the middle of an epoch this needs a train_dataloader that saves its place (torchdata's StatefulDataLoader);
-    others are refused there, both in saving and in resuming. Validation does not change the random numbers of training.
+    In the middle of an epoch, batches that were trained on are fetched again, but by a loader that saves its place
+    (torchdata's StatefulDataLoader). Validation does not change the random numbers of training.
     Raises `Conflict` for another number of processes.
     """
 
     def __init__(self) -> None:
-        self._saved: dict[str, Any] | None = None
+        self._fetches = Fetches()
         self._trained: rng.State | None = None
+        self._has_noted = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Notes with which random states batches are fetched, from before the first iterator is made."""
+        load = trainer.fit_loop._load_combined_loader_states
+
+        def load_and_note() -> None:
+            load()
+            loader = trainer.fit_loop._combined_loader
+            loader.__class__ = type("Noted", (_Noted, type(loader)), {"fetches": self._fetches})
+
+        trainer.fit_loop._load_combined_loader_states = load_and_note
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the random states of all processes."""
-        if self._saved:  # nothing was trained since
-            checkpoint[_KEY] = self._saved
-            return
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        middle = progress.current.ready > 0 and not progress.is_last_batch
-        if middle:
-            _refuse_loaders(trainer)
-        else:  # a loader with a state would go on from the end of its epoch, with other draws than one that begins
+        loop = trainer.fit_loop
+        progress, loaders = loop.epoch_loop.batch_progress, loop._combined_loader.flattened
+        inside = progress.current.ready > 0 and not progress.is_last_batch
+        if inside and loop._should_accumulate() and trainer.is_global_zero and not self._has_noted:
+            self._has_noted = True
+            to_stderr(
+                "a checkpoint was saved inside gradient accumulation. The gradients so far are not in it, and a run "
+                "that resumes from it differs: save every so many steps, ModelCheckpoint(every_n_train_steps=…)"
+            )
+        # One without a length is read ahead: its place is behind a batch that was not trained on.
+        back = all(map(has_state, loaders)) and not getattr(loop._data_fetcher, "batches", None)
+        if not (inside and back):
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        states = [rng.capture(_generators(trainer))] * trainer.world_size
+        states = [self._fetches.state(progress.current.ready if inside else 0, again=not back)] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(states, states[0])
-        checkpoint[_KEY] = {"rng": states, "middle": middle}
+        checkpoint[_KEY] = states
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes the random states, to be set later: until the data's iterator exists others draw."""
-        self._saved = checkpoint.get(_KEY) if trainer.state.fn == "fit" else None
-        if self._saved and len(self._saved["rng"]) != trainer.world_size:
-            saved = counted(len(self._saved["rng"]), "process", "processes")
-            raise Conflict(
-                f"the checkpoint was saved by {saved}, and this run has {trainer.world_size}",
-                "Random states belong to a number of processes.",
-                f"Trainer(devices={len(self._saved['rng'])}); or leave out ExactResume",
-            )
+        """Takes the random states, to be set when the data's iterator is made, and others draw no more."""
+        if trainer.state.fn != "fit":
+            return
+        if _KEY in checkpoint:
+            self._fetches.resume(checkpoint[_KEY], trainer.global_rank, trainer.world_size, "the checkpoint")
+        elif trainer.is_global_zero:
+            to_stderr("the checkpoint was saved without this ExactResume: the run goes on with other random numbers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Sets them, once the iterator of an epoch exists; an epoch that begins gets another, which draws its order."""
-        if self._saved and self._saved["middle"]:
-            _refuse_loaders(trainer)
-            self._restore(trainer, {})
-        elif self._saved:
-            self._restore(trainer, _generators(trainer))
-            iter(trainer.fit_loop._data_fetcher)
-        _leave_random_states(trainer.fit_loop.epoch_loop.val_loop)
+        """Tells each ModelCheckpoint that saved this step so, which Lightning forgets: it would save the step again, in
+        the middle of the next window of accumulation."""
+        for each in trainer.checkpoint_callbacks if self._fetches.saved else ():
+            every = getattr(each, "_every_n_train_steps", 0)
+            if every and trainer.global_step % every == 0:
+                each._last_global_step_saved = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Sets them again where the run goes on after the end of an epoch, and makes another iterator."""
-        if self._saved and not self._saved["middle"]:
-            self._restore(trainer, _generators(trainer))
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Drops them."""
-        self._saved = None
-
-    def _restore(self, trainer: Any, generators: dict[str, Any]) -> None:
-        if self._saved:
-            rng.restore(self._saved["rng"][trainer.global_rank], generators)
+        """Sets them again where the run goes on after the end of an epoch: Lightning makes another iterator."""
+        if self._fetches.saved is not None:
+            rng.restore(self._fetches.saved["start"], self._fetches.generators)
+            self._fetches.saved = None
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """Notes the random state for after validation."""
@@ -155,36 +156,20 @@ class ExactResume(Callback):
             rng.restore(self._trained, {})
 
 
-def _generators(trainer: Any) -> dict[str, Any]:
-    """The generators that the train_dataloader draws its order from."""
-    loaders = enumerate(trainer.fit_loop._combined_loader.flattened)
-    return {f"{number}.{name}": each for number, loader in loaders for name, each in generators_of(loader).items()}
+class _Noted(CombinedLoader):
+    """The loaders of a Trainer, where each fetch is noted."""
 
+    fetches: Fetches
 
-def _leave_random_states(loop: Any) -> None:
-    """Keeps a resumed run from drawing random numbers when it skips a finished validation, where there is no hook."""
-    passed = loop.increment_progress_to_evaluation_end
+    def __iter__(self) -> Any:
+        self.fetches.begin(self.flattened)
+        super().__iter__()
+        if (saved := self.fetches.saved) and saved["now"] is None:  # of the end of an epoch: others draw before a fetch
+            saved["now"] = rng.capture(self.fetches.generators)
+        for _ in range(self.fetches.trained):
+            next(self)
+        return self
 
-    def without_draws() -> None:
-        with rng.forked({}):
-            passed()
-
-    loop.increment_progress_to_evaluation_end = without_draws
-
-
-def _refuse_loaders(trainer: Any) -> None:
-    """Raises `UsageError` for loaders that do not save their place in the middle of an epoch."""
-    for loader in trainer.fit_loop._combined_loader.flattened:
-        if not has_state(loader):
-            raise UsageError(
-                f"the train_dataloader is a {type(loader).__name__}, which does not save its place in an epoch",
-                "A resumed run would begin the epoch again, and see some samples twice and others never.",
-                "Write: from torchdata.stateful_dataloader import StatefulDataLoader, and use that; "
-                "or save at the end of epochs: ModelCheckpoint(save_on_train_epoch_end=True)",
-            )
-    if getattr(trainer.fit_loop._data_fetcher, "batches", None):
-        raise UsageError(
-            "the train_dataloader has no length, and Lightning reads it one batch ahead",
-            "The saved place would be after a batch that was not trained on, which a resumed run would skip.",
-            "Give the data set a __len__; or save at the end of epochs: ModelCheckpoint(save_on_train_epoch_end=True)",
-        )
+    def __next__(self) -> Any:
+        self.fetches.fetch()
+        return super().__next__()

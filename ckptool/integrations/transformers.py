@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from glob import escape, glob
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
 from ckptool.errors import Conflict, UsageError
 from ckptool.integrations import checkpoint_folders as folders
+from ckptool.integrations.fetches import Fetches
 from ckptool.output import make_folder
+from ckptool.training import rng
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
+from ckptool.training.saving import loaded
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _STATE = "trainer_state.json"
@@ -28,12 +32,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], A
     Checkpoints that are damaged, incomplete, or without a sidecar of digests are skipped, and `say` is called with
     which, and why. Raises `NoneValid` where there are some and none is whole.
     """
-    newest = folders.newest_folder(os.fspath(output_dir), _NAME, say)
-    return newest.path if newest else None
-
-
-def _state_of(checkpoint: str) -> TrainerState:
-    return TrainerState.load_from_json(os.path.join(checkpoint, _STATE))
+    return folders.newest_folder(os.fspath(output_dir), _NAME, say)
 
 
 class DurableCheckpoints:
@@ -41,28 +40,35 @@ class DurableCheckpoints:
 
     A checkpoint is written under a hidden name, synced, described by a sidecar of digests, and renamed; only then are
     older ones deleted. `train(resume_from_checkpoint=True)` resumes from the newest whole one, or starts from the
-    beginning if there is none. Only one process at a time trains into an `output_dir`.
+    beginning if there is none; batches that were trained on are fetched again, so that the data set draws the same
+    random numbers. Only one process at a time trains into an `output_dir`.
     """
 
     _staged: str | None = None
-    _epoch_iterator: Any = None
-    _warned = False
+    _fetches: Fetches
+    _batches: Any = None  # of the epoch; None where Trainer fetches by itself
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """Trains, as `Trainer.train` does. Raises `Conflict` over checkpoints that would be overwritten."""
+        """Trains, as `Trainer.train` does. Raises `Conflict` over checkpoints that would be overwritten, and for one of
+        another number of processes."""
         folder, main = self.args.output_dir, self.args.should_save
         if main:
             make_folder(folder)
         lock = Lock(folder, "another output_dir") if main else None
         try:
             resume = self._checked(folder, resume_from_checkpoint)
-            if resume and 0 < self.args.max_steps <= (state := _state_of(resume)).global_step:
+            state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
+            if state is not None and 0 < self.args.max_steps <= state.global_step:
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.
                 self._load_from_checkpoint(resume)
                 self.state = state
                 if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                     self._load_best_model()
                 return TrainOutput(state.global_step, 0.0, {})
+            self._fetches, self._batches = Fetches(), None
+            states = [loaded(path) for path in sorted(glob(escape(resume or "") + "/ckptool-*.pt"))]
+            if states and not self.args.ignore_data_skip:
+                self._fetches.resume(states, self.args.process_index, self.args.world_size, resume)
             return super().train(resume, *args, **options)  # type: ignore[misc]
         finally:
             if lock is not None:
@@ -97,25 +103,20 @@ class DurableCheckpoints:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
         target = os.path.join(run, f"checkpoint-{step}")
-        temporary = folders.staged(target, make=main)
-        self.accelerator.wait_for_everyone()
-        self._staged = os.path.dirname(temporary)
-        try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        finally:
-            self._staged = None
-        self.accelerator.wait_for_everyone()
-        if self.state.best_model_checkpoint == temporary:
-            self.state.best_model_checkpoint = target
-            if main:
-                self.state.save_to_json(os.path.join(temporary, _STATE))
-        if main:
-            folders.commit_folder(temporary, target, step)
-            limit, kept = self.args.save_total_limit, {target, self.state.best_model_checkpoint} - {None}
+        with folders.committed(target, step, main, self.accelerator.wait_for_everyone) as temporary:
+            self._staged = os.path.dirname(temporary)
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._staged = None
+            if self.state.best_model_checkpoint == temporary:
+                self.state.best_model_checkpoint = target
+                if main:
+                    self.state.save_to_json(os.path.join(temporary, _STATE))
+        if main and (limit := self.args.save_total_limit):
+            kept = {target, self.state.best_model_checkpoint} - {None}
             others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-            for path in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))] if limit else ():
-                folders.remove_checkpoint(path)
-        self.accelerator.wait_for_everyone()
+            folders.rotate(others, limit - len(kept))
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
 
@@ -123,19 +124,29 @@ class DurableCheckpoints:
         if self._staged is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
+    def _run_epoch(self: Any, **options: Any) -> None:
+        loader = options["train_dataloader"]
+        began = options["epoch"] > options["epochs_trained"] or options["resume_from_checkpoint"] is None
+        if began or self._fetches.saved is not None:  # else of a stock Trainer
+            if callable(getattr(loader, "set_epoch", None)):
+                loader.set_epoch(options["epoch"])
+            self._length, self._batches = options["steps_in_epoch"], self._fetches.epoch(loader)
+        super()._run_epoch(**options)  # type: ignore[misc]
+
     def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **options: Any) -> Any:
-        """Fetches batches; warns once if the data set draws random numbers, which Trainer does not restore."""
-        before = (torch.get_rng_state(), random.getstate())
-        batches = super().get_batch_samples(epoch_iterator, *args, **options)  # type: ignore[misc]
-        began, self._epoch_iterator = self._epoch_iterator is not epoch_iterator, epoch_iterator
-        drew = random.getstate() != before[1] or not torch.get_rng_state().equal(before[0])
-        if drew and not began and not self._warned:
-            self._warned = True
-            to_stderr(
-                "the data set draws random numbers in this process. Resumed in the middle of an epoch, Trainer draws "
-                "different ones, and the weights differ: draw from a generator seeded by the index instead"
-            )
-        return batches
+        """The next batches, as `Trainer.get_batch_samples` gives them."""
+        return super().get_batch_samples(self._batches or epoch_iterator, *args, **options)  # type: ignore[misc]
+
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self._batches is not None:
+            fetched = self._fetches.fetched
+            state = self._fetches.state(fetched if fetched < self._length else 0)
+            torch.save(state, os.path.join(output_dir, f"ckptool-{self.args.process_index:05}.pt"))
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        with nullcontext() if self._batches is None else rng.forked({}):  # which are set where batches are fetched
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
 
 class CommitMark(TrainerCallback):

@@ -66,13 +66,18 @@ class Position:
 
 
 def has_state(loader: Any) -> bool:
-    """True for a loader that saves its own place."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    """True for a loader that saves its own place, and with it what its workers draw: see `HoldingDraws`.
+
+    Data without a state that torchdata reads again from its start, and objects that take no attribute, hold no draws.
+    """
+    workers: int = getattr(loader, "num_workers", 0)
+    data = loader.dataset if _saves(loader) and workers else None
+    again = isinstance(data, torch.utils.data.IterableDataset) and not _saves(data)
+    return _saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
 
 
-def workers_draw(loader: Any) -> bool:
-    """True for a loader that saves its own place, and not the random states of its workers."""
-    return has_state(loader) and bool(getattr(loader, "num_workers", 0))
+def _saves(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
@@ -187,7 +192,7 @@ class Batches:
         if not getattr(loader, "num_workers", 0):
             return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
         given = loader.worker_init_fn
-        loader.worker_init_fn = _WorkerInit(given)
+        loader.worker_init_fn = _WorkerInit(HoldingDraws(given) if has_state(loader) else given)
         try:
             with signals_blocked():  # workers begin with what their parent lets through
                 begun: Iterator[Any] = iter(loader)
@@ -213,6 +218,30 @@ class _WorkerInit:
         ignore_in_worker()
         if self.given is not None:
             self.given(number)
+
+
+class HoldingDraws:
+    """Starts a worker whose random states are part of its data set's state.
+
+    A StatefulDataLoader saves that for each worker, with each batch, and gives it back before the next one.
+    """
+
+    def __init__(self, given: Callable[[int], Any] | None) -> None:
+        self.given = given
+
+    def __call__(self, number: int) -> None:
+        if self.given is not None:
+            self.given(number)
+        worker = torch.utils.data.get_worker_info()
+        data: Any = worker.dataset if worker else None  # the worker's own
+        save, load = (data.state_dict, data.load_state_dict) if _saves(data) else (lambda: None, lambda state: None)
+
+        def load_with_draws(state: Any) -> None:
+            load(state["data"])
+            rng.restore(state["random"], {})
+
+        data.state_dict = lambda: {"data": save(), "random": rng.capture({})}
+        data.load_state_dict = load_with_draws
 
 
 _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -40,6 +40,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
             if trainer.pending:  # a run that was stopped in its evaluation does it again
                 _between(trainer, run, hooks, 0.0)
             for _, batches in steps:
+                run.metrics = {}
                 one_step(trainer, batches, hooks)
                 seconds = time.monotonic() - run.begun
                 _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
@@ -51,20 +52,19 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
 def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> None:
     """Evaluates, logs and saves after a step; only the first where the run is to stop in the evaluation."""
     config = trainer.config
-    metrics: dict[str, Any] = {}
     if is_due(trainer, trainer.eval_every):
         found = measured(trainer, lambda: run.stopping)
         if found is None:  # to be done again
             return
-        metrics = found
-        _remember(trainer, metrics)
+        run.metrics = found
+        _remember(trainer, found)
     trainer.pending = False
-    if trainer.world.is_first and (metrics or is_due(trainer, config.log.every)):
-        _log(trainer, run, hooks, metrics, rate)
+    if trainer.world.is_first and (run.metrics or is_due(trainer, config.log.every)):
+        _log(trainer, run, hooks, rate)
     if config.save.seconds is not None:
-        run.save(seconds=config.save.seconds, **metrics)
+        run.save(seconds=config.save.seconds)
     if is_due(trainer, config.save.every) or trainer.is_stale:
-        run.save(**metrics)
+        run.save()
     if trainer.is_stale:
         run.length["steps"] = trainer.step
 
@@ -111,9 +111,9 @@ def _remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         trainer.stale = known | changed
 
 
-def _log(trainer: Trainer, run: TrainerRun, hooks: Hooks, metrics: dict[str, float], rate: float) -> None:
+def _log(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> None:
     place = {"step": trainer.step, "epoch": trainer.epoch}
-    fact: dict[str, Any] = {**place, "loss": trainer.loss, **metrics, **hooks.facts(), **place}
+    fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **hooks.facts(), **place}
     for name, optimizer in trainer.optimizers.items():
         fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
     run.log(**{name: value for name, value in fact.items() if name not in place})

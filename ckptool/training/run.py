@@ -22,7 +22,7 @@ from torch import nn
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, printable
 from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of, workers_draw
+from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
@@ -127,6 +127,11 @@ class Run:
             if newest is not None:
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
+            if self.world.size > 2 and any(_moves_gradients(value) for value in objects.values()):
+                self.say(
+                    "DistributedDataParallel changes the order of its sums after its first step, so with more than two "
+                    "processes the last bits of a resumed run differ; find_unused_parameters=True keeps the order"
+                )
             if self.world.is_first:
                 self._note_begin()
         except BaseException:
@@ -276,11 +281,12 @@ class Run:
                 "The run would continue with other random numbers.",
                 "Use the same seed",
             )
-        if len(ranks) != self.world.size and self._seed is None:
-            self.say(
-                f"saved by {counted(len(ranks), 'process')}, resumed by {self.world.size}: their random states do not "
-                "carry over, so results differ; ckptool.Run(…, seed=7) derives them from the step"
-            )
+        if len(ranks) != self.world.size:
+            moved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
+            why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
+            if self._seed is not None:
+                why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
+            self.say(f"{moved}: {why}")
         own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = own["now"], tree["data_state"].get("ended")
         self._drawn = set(own["now"]) - {"generators"}
@@ -486,14 +492,9 @@ class Run:
         """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
         accumulation, whose gradients would be lost."""
         wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
-        if (wanted or stop) and self.world.any_rank(self._accumulates):
+        if (wanted or stop) and self.world.any_rank(self._window.is_open):
             return False, False
         return wanted, stop
-
-    @property
-    def _accumulates(self) -> bool:
-        """True while gradients are there that no optimizer has used."""
-        return self._window.is_open
 
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
@@ -501,19 +502,20 @@ class Run:
             self._commit(point, {"stop": True} if self._marked is None else {})
         if stop:
             self._saver.wait()
+            self._stop.number = max(self.world.gather(self._stop.number))  # it may have come to one process alone
             self._leave(stopped=True)
 
     def _leave(self, *, stopped: bool) -> None:
         """Notes how the loop ended; exits where it was stopped, since what follows it is for a finished one."""
-        signaled = self.world.broadcast(self._stop.number) if stopped else None
+        number = self._stop.number if stopped else 0
         if self.world.is_first:
-            self.folder.note("stop" if stopped else "done", step=self.step, signal=signaled or None)
+            self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
         if stopped:
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
-            if signaled == signal.SIGINT:
+            if number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise SystemExit(self.world.broadcast(self._stop.exit_code))
+            raise SystemExit(self._stop.exit_code)
 
     def _end(self, left: dict[str, int] | None = None) -> None:
         """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
@@ -609,11 +611,6 @@ class Run:
                 f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes in "
                 "them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
             )
-        if workers_draw(self.position.loader):
-            self._say_once(
-                "the loader's state does not hold the random numbers of its workers: if the data set draws some, a run "
-                "resumed inside an epoch differs. Draw from a generator seeded by the index, or use torch's DataLoader"
-            )
 
     def _name_unsaved(self) -> None:
         """Names, once each, what changed since the last save, is reachable from the objects, and is in no state."""
@@ -635,7 +632,7 @@ class Run:
             self._notes_given.add(text)
             self.say(text)
 
-    def log(self, step: int | None = None, **numbers: Any) -> None:
+    def log(self, /, step: int | None = None, **numbers: Any) -> None:
         """Adds a line of numbers to metrics.jsonl, for this step unless another is given; only in the first process."""
         if type(step) not in (int, type(None)):
             raise UsageError(f"run.log was given {type(step).__name__} as the step", "", "run.log(step, loss=loss)")
@@ -674,6 +671,11 @@ class _Resumed(NamedTuple):
     overwritten: set[str]
     counters: dict[str, Any]
     random: rng.State
+
+
+def _moves_gradients(value: Any) -> bool:
+    """True for DistributedDataParallel where it rebuilds its buckets after the first step."""
+    return isinstance(value, nn.parallel.DistributedDataParallel) and not value.find_unused_parameters
 
 
 def _world(objects: Objects) -> World:

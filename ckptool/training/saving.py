@@ -51,7 +51,8 @@ class Saver:
         """
         self.wait()
         facts = {**facts, "parent": self.step}
-        tree: Tree = self._in_all(lambda: to_cpu(gather(), copied=self._staging))
+        move = self._staging.copied if self._staging is not None else to_cpu
+        tree: Tree = self._in_all(lambda: move(gather()))
         divided = has_divided(tree)
         if divided and self._staging and self._writers is self.world:
             self._writers = self.world.with_own_group()
@@ -159,11 +160,9 @@ class Staging:
         return found
 
 
-def to_cpu(tree: Any, *, copied: bool | Staging | None = None) -> Any:
+def to_cpu(tree: Any, *, copied: bool = False) -> Any:
     """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
-    if copied:
-        return (copied if isinstance(copied, Staging) else Staging()).copied(tree)
-    return _moved(tree, _new_storage.cpu, {})
+    return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {})
 
 
 def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
@@ -237,15 +236,11 @@ def retention(last: int, best: Any, every: int) -> Retention:
 
 def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any, stop_after: float | None) -> None:
     """Raises `UsageError` for an argument of `ckptool.Run` that means nothing."""
+    are_signals = all(f"SIG{name}" in signal.Signals.__members__ for name in signals)
     checks = (
         ("folder", folder, bool(folder), "the name of a folder"),
         ("verify", verify, verify in ("full", "size"), "`full` or `size`"),
-        (
-            "signals",
-            signals,
-            all(f"SIG{name}" in signal.Signals.__members__ for name in signals),
-            "like ('TERM', 'INT')",
-        ),
+        ("signals", signals, are_signals, "like ('TERM', 'INT')"),
         ("seed", seed, seed is None or type(seed) is int, "a whole number, or None"),
         ("stop_after", stop_after, stop_after is None or stop_after > 0, "a number of seconds, or None"),
     )

@@ -272,17 +272,13 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     for name in changed:
         for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
             group.update(given)
-        schedule, settings, old = (
-            trainer.schedules.get(name),
-            trainer.config.optim[name].schedule,
-            before[name]["schedule"],
-        )
-        if schedule is None or settings is None or settings.follows_evaluation:
+        settings, old = trainer.config.optim[name].schedule, before[name]["schedule"]
+        if settings is None or settings.follows_evaluation:
             continue
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
-        forward_to(schedule, count)
+        forward_to(trainer.schedules[name], count)
 
 
 def load(objects: Objects, tree: dict[str, Any], where: str) -> None:

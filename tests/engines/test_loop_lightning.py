@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,19 @@ import torch
 from tests.support.killed_scripts import Scripts
 
 pytestmark = pytest.mark.engines
-try:
-    import torchdata.stateful_dataloader  # noqa: F401
-
-    STATEFUL = [{}, {"workers": 2}, {"draws": True}, {"every": 8}, {"every": 0}]
-except ImportError:
-    STATEFUL = []
-PLAIN = [{"every": 8, "stateful": False}, {"every": 0, "stateful": False}]
+HAS_TORCHDATA = find_spec("torchdata") is not None
+needs_torchdata = pytest.mark.skipif(not HAS_TORCHDATA, reason="torchdata is not installed")
+CASES: list[dict[str, Any]] = [
+    {},
+    {"workers": 2},
+    {"draws": True, "workers": 2},
+    {"draws": True, "stream": True},
+    {"draws": True, "stream": True, "workers": 1, "persist": True},
+    {"every": 8},
+    {"every": 0, "draws": True},
+    {"every": 3, "accumulate": 2},
+]
+PLAIN: dict[str, Any] = {"every": 8, "stateful": False}
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +49,32 @@ def newest(out: Path) -> tuple[str | None, list[str]]:
     return found and Path(found).name, said
 
 
-@pytest.mark.parametrize("options", [*STATEFUL, *PLAIN], ids=str)
-def test_a_run_that_was_resumed_ends_with_the_same_bytes(fit: Scripts, tmp_path: Path, options: dict[str, Any]) -> None:
-    fit.finish(tmp_path / "unbroken", 24, options=options)
-    fit.finish(tmp_path / "broken", 16 if "every" in options else 15, options=options)
-    fit.finish(tmp_path / "broken", 24, options=options)
+@pytest.mark.parametrize("stateful", [False, pytest.param(True, marks=needs_torchdata)], ids=["plain", "stateful"])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_a_run_that_was_resumed_ends_with_the_same_bytes(
+    fit: Scripts, tmp_path: Path, options: dict[str, Any], stateful: bool
+) -> None:
+    """After its first save, then again; inside an epoch, at its end, after validation."""
+    options, end = {**options, "stateful": stateful}, 12 if "accumulate" in options else 24
+    fit.finish(tmp_path / "unbroken", end, options=options)
+    for steps in (8, 8 + end // 3, end):
+        said = fit.finish(tmp_path / "broken", steps, options=options)["stderr"]
     assert_same_end(tmp_path / "broken", tmp_path / "unbroken")
+    assert "accumulation" not in said
 
 
-def test_killed_at_random_it_ends_with_the_same_bytes(fit: Scripts, tmp_path: Path) -> None:
-    options = {} if STATEFUL else PLAIN[0]
+@pytest.mark.parametrize("stateful", [False, pytest.param(True, marks=needs_torchdata)], ids=["plain", "stateful"])
+def test_killed_at_random_it_ends_with_the_same_bytes(fit: Scripts, tmp_path: Path, stateful: bool) -> None:
+    options = {"stateful": stateful, "draws": True, "accumulate": 1 + stateful}
     seconds = fit.finish(tmp_path / "unbroken", options=options)["seconds"]
     assert fit.killed_at_random(5, seconds, 2, tmp_path / "killed", options=options)
     fit.finish(tmp_path / "killed", options=options)
     assert_same_end(tmp_path / "killed", tmp_path / "unbroken")
+
+
+def test_a_checkpoint_inside_accumulation_is_noted(fit: Scripts, tmp_path: Path) -> None:
+    said = fit.finish(tmp_path, 4, options={"accumulate": 3, "seconds": 0.001, "stateful": False})["stderr"]
+    assert said.count("saved inside gradient accumulation") == 1 and "every_n_train_steps" in said
 
 
 def test_a_kill_at_any_change_in_the_folder_leaves_the_older_or_the_newer_checkpoint(
@@ -81,34 +100,22 @@ def test_a_kill_at_any_change_in_the_folder_leaves_the_older_or_the_newer_checkp
     assert not any(said for _, said in found)
 
 
-def test_a_plain_loader_in_the_middle_of_an_epoch_is_refused(fit: Scripts, tmp_path: Path) -> None:
-    answer = fit.run(tmp_path, 10, options={"stateful": False})
-    assert answer["status"] == 1
-    assert "the train_dataloader is a DataLoader, which does not save its place" in answer["stderr"]
-    assert "from torchdata.stateful_dataloader import StatefulDataLoader" in answer["stderr"]
-
-
-@pytest.mark.skipif(not STATEFUL, reason="torchdata is not installed")
-def test_a_loader_without_a_length_is_refused(fit: Scripts, tmp_path: Path) -> None:
-    assert "reads it one batch ahead" in fit.run(tmp_path, 10, options={"stream": True})["stderr"]
-
-
 def test_a_damaged_newest_checkpoint_is_skipped_and_named(fit: Scripts, tmp_path: Path) -> None:
-    fit.finish(tmp_path / "unbroken", 24, options=PLAIN[0])
+    fit.finish(tmp_path / "unbroken", 24, options=PLAIN)
     out = tmp_path / "out"
-    fit.finish(out, 16, options=PLAIN[0])
+    fit.finish(out, 16, options=PLAIN)
     with open(out / "epoch=1-step=16.ckpt", "r+b") as file:
         file.truncate(1000)
     shutil.copy(out / "epoch=1-step=16.ckpt", out / "not-ours.ckpt")
     name, said = newest(out)
     assert name == "epoch=0-step=8.ckpt"
     assert "not-ours.ckpt has no sidecar" in said[0] and "has 1,000 bytes; its sidecar says" in said[1]
-    assert "epoch=1-step=16.ckpt has 1,000 bytes" in fit.finish(out, 24, options=PLAIN[0])["stderr"]
+    assert "epoch=1-step=16.ckpt has 1,000 bytes" in fit.finish(out, 24, options=PLAIN)["stderr"]
     assert_same_end(out, tmp_path / "unbroken")
 
 
 def test_what_it_writes_stock_lightning_and_torch_read(fit: Scripts, tmp_path: Path) -> None:
-    fit.finish(tmp_path, 8, options=PLAIN[0])
+    fit.finish(tmp_path, 8, options=PLAIN)
     found = torch.load(tmp_path / "epoch=0-step=8.ckpt", weights_only=True)
     assert found["global_step"] == 8 and found["hyper_parameters"] == {"width": 16}
 

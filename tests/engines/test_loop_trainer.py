@@ -113,9 +113,23 @@ def test_the_best_checkpoint_is_known_by_its_visible_path(trainer: Scripts, tmp_
     assert best == tmp_path / f"checkpoint-{state['best_global_step']}" and best.is_dir()
 
 
-def test_a_data_set_that_draws_is_named(trainer: Scripts, tmp_path: Path) -> None:
-    assert "draws random numbers" in trainer.finish(tmp_path / "draws", 10, options={"draws": True})["stderr"]
-    assert "draws random numbers" not in trainer.finish(tmp_path / "not", 10)["stderr"]
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"accumulate": 1}, {"accumulate": 5, "every": 3}], ids=str)
+def test_a_data_set_that_draws_goes_on_with_the_same_numbers(
+    trainer: Scripts, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Inside an epoch, after the first save and after a later one."""
+    options = {**options, "draws": True}
+    trainer.finish(tmp_path / "unbroken", 20, options=options)
+    for steps in (5, 12, 20):
+        trainer.finish(tmp_path / "broken", steps, options=options)
+    assert digest(tmp_path / "broken") == digest(tmp_path / "unbroken")
+
+
+def test_what_a_stock_trainer_saved_is_resumed_as_it_resumes_it(trainer: Scripts, tmp_path: Path) -> None:
+    trainer.finish(tmp_path / "unbroken", 20)
+    trainer.finish(tmp_path / "broken", 15, options={"mixin": False})
+    trainer.finish(tmp_path / "broken", 20)
+    assert digest(tmp_path / "broken") == digest(tmp_path / "unbroken")
 
 
 def test_a_callback_alone_marks_what_is_complete(trainer: Scripts, tmp_path: Path) -> None:

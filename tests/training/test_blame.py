@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -278,30 +277,26 @@ def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
 
 # What to type -------------------------------------------------------------------------------------------------------
 
-NAMES = {  # key -> a name that is nothing, and what a call of a thing of one's own is said to be
-    "data.name": ("blobz", "data: there is no 'blobz'", "is called with args and gives a Dataset"),
-    "data.collate": ("pda", "collate: there is no 'pda'", "is called with a list of samples"),
-    "data.sampler": ("random", "data.sampler: there is no 'random'", "is called with (data set, generator)"),
-    "models.main.name": ("resnet18", "models: there is no 'resnet18'", "gives a torch.nn.Module"),
-    "models.main.init": ("xavier", "init: there is no 'xavier'", "is called with the model"),
-    "task": ("segment", "task: there is no 'segment'", "gives a ckptool.training.tasks.Task"),
-    "optim.main.name": ("lion", "optim: there is no 'lion'", "gives a torch.optim.Optimizer"),
-    "optim.main.schedule.name": (
-        "linear_warmup",
-        "schedule: there is no",
-        "a function of the step that gives a factor",
-    ),
-    "hooks": ("[wandb]", "hooks: there is no 'wandb'", "any of the methods attach, after_backward"),
+NAMES = {  # key -> a name that is nothing, what may be meant, and what one's own is said to be
+    "data.name": ("blob", "blobs", "is called with args and gives a Dataset"),
+    "data.collate": ("padd", "pad", "is called with a list of samples"),
+    "data.sampler": ("random", "", "is called with (data set, generator)"),
+    "models.main.name": ("mpl", "mlp", "is called with args and gives a torch.nn.Module"),
+    "models.main.init": ("xavier", "xavier_normal", "is called with the model"),
+    "task": ("clasify", "classify", "is called without arguments and gives a ckptool.training.tasks.Task"),
+    "optim.main.name": ("adamv", "Adam", "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer"),
+    "optim.main.schedule.name": ("stpe", "StepLR", "is a function of the step that gives a factor"),
+    "hooks.0": ("gradnorm", "grad_norm", "is called without arguments and gives an object with any of the methods"),
 }
 
 
 @pytest.mark.parametrize("key", NAMES)
-def test_a_name_that_is_nothing_says_what_to_type(key: str, tmp_path: Path) -> None:
-    name, what, yours = NAMES[key]
-    with pytest.raises(UsageError) as raised:
-        start(config(f"{key}={name}", run=tmp_path / "run"))
-    assert what in raised.value.what
-    assert re.search(rf"Your own is file\.py:NAME, which .*{re.escape(yours)}", str(raised.value.fix))
+def test_a_name_that_is_nothing_says_what_may_be_meant_and_what_to_type(key: str, tmp_path: Path) -> None:
+    name, meant, yours = NAMES[key]
+    with pytest.raises(UsageError, match=f"there is no '{name}'") as raised:
+        start(config(f"{key}={name}", run=tmp_path / "run", hooks=["grad_norm"]))
+    guess = f"Did you mean {meant}? " if meant else ""
+    assert str(raised.value.fix).startswith(f"{guess}Your own is file.py:NAME, which {yours}")
 
 
 @pytest.mark.parametrize("name", ["lambda", "LambdaLR", "multiplicative", "SequentialLR", "chained_scheduler"])

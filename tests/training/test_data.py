@@ -190,8 +190,6 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
         trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"n": 0}})
     with pytest.raises(UsageError, match=r"(?s)does not take.*It takes: n"):
         trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"m": 0}})
-    with pytest.raises(UsageError, match=r"(?s)no 'blob'.*Did you mean blobs"):
-        trainer(data={"name": "blob"})
     with pytest.raises(UsageError, match="there is no file"):
         trainer(data={"name": f"{tmp_path / 'gone.py'}:none"})
 

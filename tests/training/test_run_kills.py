@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 def saved(folder: Path) -> dict[str, object]:
     """What a run leaves: its checkpoints, what their sidecars say of them, its metrics, the script's own files."""
-    found: dict[str, object] = {"metrics": (folder / "metrics.jsonl").read_bytes()}
+    found: dict[str, object] = {path.name: path.read_bytes() for path in folder.glob("metrics.jsonl")}
     found |= {path.name: path.read_bytes() for path in (folder / "checkpoints").iterdir() if path.suffix != ".json"}
     for path in (folder / "checkpoints").glob("*.json"):
         facts = json.loads(path.read_bytes())
@@ -68,8 +68,8 @@ def is_killed(server: ForkServer, words: list[str], after: float, number: int) -
         time.sleep(0.001)
     came = not server.ended()
     if came:
-        with suppress(ProcessLookupError):
-            os.killpg(group, number)
+        with suppress(ProcessLookupError):  # a signal to all of them would end the workers that a script validates with
+            (os.killpg if number == signal.SIGKILL else os.kill)(group, number)
     code = server.wait()
     assert code in ENDS, f"exit code {code}: {server.stderr_tail()}"
     return came

@@ -156,8 +156,6 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
 def test_a_task_for_a_model_that_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"(?s)trains the model 'main'.*Available: net"):
         trainer(models={"net": {"name": "mlp"}}, optim={"net": {}})
-    with pytest.raises(UsageError, match=r"(?s)no 'clasify'.*Did you mean classify"):
-        trainer("task=clasify")
 
 
 def test_what_does_not_go_together_is_not_blamed_on_code_of_ones_own() -> None:

@@ -1,5 +1,6 @@
 """A model under Lightning's Trainer, killed anywhere, resumed by itself: `python lightning_fit.py OUT`."""
 
+import datetime
 import logging
 import sys
 import warnings
@@ -30,8 +31,11 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, draws):
+        self.rows = Rows(draws)
+
     def __iter__(self):
-        yield from Rows()
+        yield from (self.rows[index] for index in range(len(self.rows)))
 
 
 class Model(lightning.LightningModule):
@@ -54,18 +58,33 @@ class Model(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
 
-def main(out, steps=40, stateful=True, draws=False, stream=False, workers=0, every=5, keep=2):
+def main(
+    out,
+    steps=40,
+    stateful=True,
+    draws=False,
+    stream=False,
+    workers=0,
+    every=5,
+    keep=2,
+    accumulate=1,
+    persist=False,
+    seconds=0,
+):
     lightning.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     if stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     else:
         from torch.utils.data import DataLoader as Loader
-    data = Stream() if stream else Rows(draws)
-    loader = Loader(data, batch_size=8, shuffle=not stream, num_workers=workers)
+    data = Stream(draws) if stream else Rows(draws)
+    loader = Loader(data, batch_size=8, shuffle=not stream, num_workers=workers, persistent_workers=persist)
     checkpoints = {"every_n_train_steps": every} if every else {"save_on_train_epoch_end": True}
+    if seconds:
+        checkpoints = {"train_time_interval": datetime.timedelta(seconds=seconds)}
     trainer = lightning.Trainer(
         max_steps=steps,
+        accumulate_grad_batches=accumulate,
         accelerator="cpu",
         default_root_dir=out,
         plugins=[DurableCheckpointIO()],

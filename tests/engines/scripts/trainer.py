@@ -27,7 +27,7 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=True):
+def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=True, workers=0, accumulate=2, every=5):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
@@ -36,8 +36,9 @@ def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=Tru
         out,
         max_steps=steps,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        save_steps=5,
+        gradient_accumulation_steps=accumulate,
+        dataloader_num_workers=workers,
+        save_steps=every,
         save_total_limit=limit,
         eval_strategy="steps" if best else "no",
         eval_steps=5,

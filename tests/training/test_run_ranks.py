@@ -1,0 +1,178 @@
+"""`ckptool.Run` in several processes, with DDP and FSDP2: killed in one or in all of them, the run ends with the same
+files; resumed by another number of them with a seed, it sees the same samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ckptool
+from tests.support.looped import sliced
+from tests.support.small_runs import contents_but_lock
+
+BEGIN = """
+torch.manual_seed(3)
+norm = nn.BatchNorm1d(6) if {kind!r} == "ddp" else nn.LayerNorm(6)
+model = nn.Sequential(nn.Linear(4, 6), norm, nn.Dropout({dropout}), nn.Linear(6, 1))
+wrapped = DistributedDataParallel(model, find_unused_parameters={unused}) if {kind!r} == "ddp" else fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+data = list(zip(torch.arange(144.0).view(36, 4).sin(), torch.arange(36)))
+sampler = torch.utils.data.DistributedSampler(data, seed=5)
+loader = torch.utils.data.DataLoader(data, batch_size=12 // world, sampler=sampler)
+torch.manual_seed(10 + rank)
+run = ckptool.Run(folder, model=wrapped, optimizer=optimizer, scheduler=scheduler, seed={seed}, say=notes.append)
+"""
+STEP = """
+    inputs, numbers = batch
+    loss = (wrapped(inputs) - 1).square().mean() / 2
+    loss.backward()
+    if step % {window} == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = numbers.square().sum().double()
+    torch.distributed.all_reduce(seen)
+    run.log(samples=seen, loss=loss)
+    run.save(every=2)
+"""
+SHAPES = {
+    "nested": "for epoch in run.epochs(3):\n  for step, batch in run.batches(loader):\n"
+    + STEP.replace("\n", "\n  ")
+    + "\n  scheduler.step()\n  run.save()\n",
+    "flat": "for step, batch in run.batches(loader, steps=9):\n" + STEP + "    scheduler.step()\n",
+}
+
+
+def script(kind: str, shape: str, window: int = 1, seed: int | None = None, **more: Any) -> str:
+    """The source of a loop. DDP adds the gradients of three processes in the same order in each step if it is told to
+    look for unused parameters; else they move after the first one."""
+    values = {"kind!r": repr(kind), "window": window, "seed": seed, "dropout": 0.3, "unused": True, **more}
+    return re.sub(r"\{([a-z!]+)\}", lambda found: str(values[found[1]]), BEGIN + SHAPES[shape])
+
+
+def ranks(world: int, source: str, folder: Path, kills: dict[int, tuple[int, int]] | None = None) -> list[int]:
+    """Runs a script in so many processes; returns their exit codes. kills: for a rank, before which line of the
+    script a signal comes, and which."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        if not (child := os.fork()):
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            _work(rank, world, source, folder, *(kills or {}).get(rank, (0, 0)))
+        children.append(child)
+    until = time.monotonic() + 60
+    codes: dict[int, int] = {}
+    while len(codes) < world:
+        for child in set(children) - set(codes):
+            if (found := os.waitpid(child, os.WNOHANG))[0]:
+                codes[child] = os.waitstatus_to_exitcode(found[1])
+        if time.monotonic() > until:
+            for child in set(children) - set(codes):
+                os.kill(child, signal.SIGKILL)
+            until += 60
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def _work(rank: int, world: int, source: str, folder: Path, line: int, number: int) -> None:
+    code, left, notes = 9, line, list[str]()
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != "<loop>":
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), number)
+        return trace
+
+    try:
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("gloo")
+        names = {"torch": torch, "nn": nn, "ckptool": ckptool, "folder": folder, "rank": rank, "world": world}
+        names |= {"notes": notes, "fully_shard": fully_shard, "DistributedDataParallel": DistributedDataParallel}
+        sys.settrace(trace if line else None)
+        exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
+        code = 0
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    except BaseException:  # noqa: BLE001  pytest shows it
+        traceback.print_exc()
+    finally:
+        sys.settrace(None)
+        if not rank:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "notes").write_text("\n".join(notes))
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = {name: data for name, data in contents_but_lock(str(folder / "checkpoints")).items() if ".json" not in name}
+    return {**found, "metrics.jsonl": (folder / "metrics.jsonl").read_bytes()}
+
+
+ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "all", "stop")))
+
+
+@pytest.mark.long("three runs of several processes")
+@pytest.mark.parametrize("kind, shape, window, world, which", sliced(ALL, 3))
+def test_killed_in_one_or_all_processes_it_ends_with_the_same_files(
+    tmp_path: Path, kind: str, shape: str, window: int, world: int, which: str
+) -> None:
+    source, dice = script(kind, shape, window), random.Random(f"{kind}{shape}{window}{world}{which}")
+    assert ranks(world, source, tmp_path / "whole") == [0] * world
+    for _ in range(2):
+        line, number = dice.randrange(14, 90), signal.SIGTERM if which == "stop" else signal.SIGKILL
+        hit = range(world) if which == "all" else [dice.randrange(world)]
+        codes = ranks(world, source, tmp_path / "killed", dict.fromkeys(hit, (line, number)))
+        assert codes in ([143] * world, [0] * world) if which == "stop" else all(codes) or not any(codes), (line, codes)
+    assert ranks(world, source, tmp_path / "killed") == [0] * world
+    whole, killed = files(tmp_path / "whole"), files(tmp_path / "killed")
+    assert sorted(whole) == sorted(killed)
+    assert [name for name in whole if whole[name] != killed[name]] == []
+
+
+@pytest.mark.long("three runs of several processes")
+@pytest.mark.parametrize("kind, shape, after", sliced(itertools.product(("ddp", "fsdp"), SHAPES, (1, 3)), 1))
+def test_on_another_number_of_processes_a_seed_gives_the_same_samples_and_a_note(
+    tmp_path: Path, kind: str, shape: str, after: int
+) -> None:
+    """Sums in another order differ in their last bits."""
+    source = script(kind, shape, seed=7, dropout=0)
+    assert ranks(2, source, tmp_path / "whole") == [0, 0]
+    assert all(ranks(2, source, tmp_path / "moved", dict.fromkeys(range(2), (60, signal.SIGKILL))))
+    assert ranks(after, source, tmp_path / "moved") == [0] * after
+    assert "the last bits" in (tmp_path / "moved/notes").read_text()
+    whole, moved = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "moved")
+    )
+    assert [line["samples"] for line in whole] == [line["samples"] for line in moved]
+
+
+def test_ddp_that_adds_in_another_order_is_noted(tmp_path: Path) -> None:
+    for unused, notes in ((False, 1), (True, 0)):
+        assert ranks(3, script("ddp", "flat", unused=unused), tmp_path / str(unused)) == [0, 0, 0]
+        assert (tmp_path / str(unused) / "notes").read_text().count("keeps the order") == notes
