@@ -1,4 +1,4 @@
-"""The loops of examples/loops that learn in an environment, with one of gymnasium: killed, they end with the same bytes."""
+"""The loops of examples/loops that learn in an environment, with one of gymnasium: killed, they end the same."""
 
 from __future__ import annotations
 
