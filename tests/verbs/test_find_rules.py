@@ -127,6 +127,18 @@ def gpt_oss() -> Pair:
     return a, b
 
 
+def keras() -> Pair:
+    """Kernels with their channels last: of one and two dimensions, and turned in a circle."""
+    a, b = Weights(), Weights()
+    for i in range(3):
+        for rank, axes in ((1, (2, 1, 0)), (2, (3, 2, 0, 1))):
+            a[f"c{rank}.{i}.kernel"] = random(*range(3, 3 + rank), 6, 7)
+            b[f"conv{rank}d.{i}.weight"] = a[f"c{rank}.{i}.kernel"].transpose(axes)
+        a[f"turned.{i}.kernel"] = random(3, 4, 5)
+        b[f"other.{i}.weight"] = a[f"turned.{i}.kernel"].transpose(1, 2, 0)
+    return a, b
+
+
 PAIRS: dict[str, tuple[Callable[[], Pair], int]] = {
     "vit": (vit, 8),
     "gpt2": (gpt2, 5),
@@ -134,6 +146,7 @@ PAIRS: dict[str, tuple[Callable[[], Pair], int]] = {
     "mixtral": (mixtral, 3),
     "megatron": (megatron, 3),
     "gpt-oss": (gpt_oss, 3),
+    "keras": (keras, 3),
 }
 
 

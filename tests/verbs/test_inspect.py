@@ -45,6 +45,17 @@ def test_a_composite_is_one_row(tmp_path: Path) -> None:
     assert found.storages == 3 and found.tensor_bytes == sum(part.storage.nbytes for part in row.tensor.parts())
 
 
+def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) -> None:
+    w = torch.ones(2, 3)
+    path = saved({"w": w, "turned": w.t(), "again": w, "sparse": torch.eye(2).to_sparse()}, tmp_path / "a.pt")
+    ckptool.remap(path, tmp_path / "b.pt", to="cuda:1")
+    words = {"w": "", "turned": "strides [1, 3]", "again": "tied to w", "sparse": "sparse coo"}
+    for file, place in ((path, ""), (tmp_path / "b.pt", "cuda:1")):
+        lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if " f32 " in line]
+        found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
+        assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
+
+
 def test_plain_entries(tmp_path: Path) -> None:
     value = {"epoch": 3, "config": {"lr": 0.1, "empty": {}, "names": ["a"]}, "none": None, "w": torch.ones(1), "t": ()}
     assert {row.address: row.value for row in listed(value, tmp_path).entries} == {

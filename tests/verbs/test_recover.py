@@ -232,6 +232,15 @@ def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Pa
         assert archive.testzip() is None and f"archive/{marks.RECOVERED_RECORD}" in archive.namelist()
 
 
+def test_a_part_of_a_file_fills_in(tmp_path: Path) -> None:
+    tree = weights(*"abcd")
+    other = saved(
+        {"runs": {"ema": {key: -value for key, value in tree.items()}}, "b": torch.ones(9)}, tmp_path / "b.pt"
+    )
+    done = recover(damaged(saved(tree, tmp_path / "a.pt"), 1), tmp_path / "out.pt", fill_from=f"{other}#runs/ema")
+    assert not done.lost and torch.equal(load(tmp_path / "out.pt")["b"], -tree["b"])
+
+
 def test_the_mark_goes_along_into_every_container_and_back(tmp_path: Path) -> None:
     path = saved(weights(*"abcd"), tmp_path / "a.pt")
     other = saved({key: -value for key, value in load(path).items()}, tmp_path / "b.pt")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
 from pathlib import Path
 
 import numpy
@@ -65,6 +67,14 @@ def test_of_a_big_tensor_only_the_corners(file: Path) -> None:
     assert numpy.array_equal(found.corners[numpy.ix_(places, places)], whole[numpy.ix_(kept, kept)])
     everything = ckptool.show(f"{file}#model/big", all=True)
     assert not everything.truncated and numpy.array_equal(everything.values, whole)
+
+
+@pytest.mark.parametrize(("shape", "edge"), [((5_000,), 3), ((80, 90), 3), ((30, 31, 32), 2), ((2, 30, 31, 9), 2)])
+def test_the_corners_are_those_that_numpy_prints(shape: tuple[int, ...], edge: int, tmp_path: Path) -> None:
+    whole = torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
+    found = ckptool.show(f"{saved({'w': whole}, tmp_path / 'a.pt')}#w")
+    printed = numpy.array2string(whole.numpy(), threshold=0, edgeitems=edge, max_line_width=120, separator=", ")
+    assert found.truncated and re.sub(r"\s+", "", printed) in re.sub(r"\s+", "", str(found))
 
 
 def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -125,8 +125,11 @@ class ValueSearch:
         if len(names) != 1:
             return
         numbers = {key: each for each, key in names[0].keys.items()}
-        fitting = fitted([*found], [numbers[name] for name in found.values()])
+        goals = [numbers[name] for name in found.values()]
+        fitting = fitted([*found], goals)
         if fitting is not None:
+            group, found = group.among(found, "".join(fitting))
+            fitting = fitted([*found], goals) or fitting
             self._accept(group.link(found, names[0].template(fitting), chain, splits, ""))
             self.joined.append((group, found, chain, splits))
             for key in [key for at in found for key in group.at(at)]:

@@ -51,6 +51,26 @@ class NameGroup:
         members = {at: tuple(tuple(map(change, each)) for each in columns) for at, columns in self.members.items()}
         return replace(self, text=change(self.text), members=members)
 
+    def among(self, wholes: Mapping[Numbers, str], said: str) -> tuple[NameGroup, dict[Numbers, str]]:
+        """The group of these members, and these by the numbers that are left.
+
+        A number that is one and the same in all of them, and not in others, becomes text, unless its variable is `said`
+        in the name of the wholes.
+        """
+        both = zip(VARIABLES, zip(*self.members, strict=True), zip(*wholes, strict=True), strict=False)
+        fixed = {
+            at for at, (name, every, some) in enumerate(both) if len({*every}) > len({*some}) == 1 and name not in said
+        }
+        if not fixed:
+            return self, dict(wholes)
+        first, *parts = self.text.split(HOLE)
+        one = next(iter(wholes))
+        text = first + "".join((one[at] if at in fixed else HOLE) + part for at, part in enumerate(parts))
+        left = {at: tuple(number for place, number in enumerate(at) if place not in fixed) for at in wholes}
+        return replace(self, text=text, members={left[at]: self.members[at] for at in wholes}), {
+            left[at]: whole for at, whole in wholes.items()
+        }
+
     def names(self, numbers: Sequence[str], words: Sequence[str]) -> list[str]:
         """The names for these numbers, as they are in a rule, for each of the words."""
         parts, places = re.split(f"([{HOLE}{_STACK}{_WORDS}])", self.text), iter(numbers)
