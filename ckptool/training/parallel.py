@@ -99,13 +99,23 @@ class World:
         return replace(self, device=torch.device("cpu"), group=torch.distributed.new_group(backend="gloo"))
 
 
-def device_of(name: str) -> torch.device:
-    """The device that a configuration names; `auto` is the GPU where there is one."""
+def device_of(name: str, key: str = "device") -> torch.device:
+    """The device of this machine that a key of the configuration names; `auto` is the GPU where there is one.
+
+    Raises `UsageError` where there is none of this name.
+    """
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    device_here("device", name)
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device("cuda" if torch.cuda.is_available() else name)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"{key}: {name!r} is not a device of this machine: {reason}",
+            "",
+            "For example: cpu, cuda, cuda:1, mps, auto",
+        ) from None
     return torch.device(name)
 
 
@@ -265,7 +275,7 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     modules are defined; an outer module belongs to the part where it begins, and a module with weights tied to an
     earlier part runs there. Raises `UsageError` for a cut that is out of order or before no module, or no device.
     """
-    devices = [device_here("split.devices", name) for name in settings.devices]
+    devices = [device_of(name, "split.devices") for name in settings.devices]
     modules = dict(model.named_modules())
     names = list(modules)
     if missing := [cut for cut in settings.at if cut not in names or not cut]:
@@ -293,19 +303,6 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
             move = lambda module, args, kwargs, device=device: to_device((args, kwargs), device)  # noqa: E731
             module.register_forward_pre_hook(move, with_kwargs=True)
     model.register_forward_hook(lambda module, inputs, output: to_device(output, home))
-
-
-def device_here(key: str, name: str) -> torch.device:
-    """A device of this machine that a key of the configuration names. Raises `UsageError` where there is none."""
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"{key}: {name!r} is not a device of this machine: {reason}",
-            "",
-            "For example: cpu, cuda, cuda:1, mps, auto",
-        ) from None
 
 
 class Pipeline(nn.Module):

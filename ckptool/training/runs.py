@@ -4,55 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from ckptool.errors import CkptoolError, UsageError
-from ckptool.training import CHANGED, CONFIG, LOOP, configfile, run_folder
-from ckptool.training.config import Config, changes
+from ckptool.errors import UsageError
+from ckptool.training import CONFIG, LOOP, configfile, run_folder
+from ckptool.training.config import Config
 from ckptool.training.run_folder import last_config, recorded, values_of
 from ckptool.training.store import Retention, RunFolder
 
 
-@dataclass(slots=True)
-class ConfiguredRun(RunFolder):
-    """An open run of the harness.
-
-    revision: how often its configuration was changed.  fingerprint: of the user's files and the data that it runs with.
-    """
-
-    config: Config = field(kw_only=True)
-    revision: int = 0
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a sidecar says of how its checkpoint was trained."""
-        return {"revision": self.revision, "config": self.config.dumped(), "fingerprint": self.fingerprint}
-
-    def note_changes(self) -> None:
-        """Records the changes of the configuration, with which the run goes on from now."""
-        found = changes(read_config(self.folder)[1], self.config)
-        if noted := {change.key: [change.before, change.after] for change in found if change.key != "run"}:
-            self.revision += 1
-            self.note(CHANGED, changes=noted, config=self.config.dumped(), revision=self.revision)
-
-
-def create(config: Config) -> ConfiguredRun:
+def create(config: Config) -> RunFolder:
     """A new run in the folder that its configuration names. Raises `Conflict` where there is one already."""
-    made = run_folder.create(config.run, config.dumped(), retention_of(config))
-    return ConfiguredRun(made.folder, made.id, made.retention, made.lock, config=config)
+    return run_folder.create(config.run, config.dumped(), retention_of(config))
 
 
-def reopen(folder: str, config: Config, *, write: bool = True) -> ConfiguredRun:
+def reopen(folder: str, config: Config, *, write: bool = True) -> RunFolder:
     """An existing run, with a configuration that fits it. Raises `Conflict` where its files are something else's."""
-    made = run_folder.reopen(folder, retention_of(config), write=write)
-    try:
-        _, _, revision = _recorded(folder)
-    except CkptoolError:
-        made.close()
-        raise
-    return ConfiguredRun(made.folder, made.id, made.retention, made.lock, config=config, revision=revision)
+    return run_folder.reopen(folder, retention_of(config), write=write)
 
 
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
@@ -78,12 +45,12 @@ def retention_of(config: Config) -> Retention:
 
 def read_config(folder: str) -> tuple[str, Config]:
     """The id of a run, and its configuration as last changed. Raises `UsageError` for a folder that is no run."""
-    number, config, _ = _recorded(folder)
+    number, config, _ = recorded_config(folder)
     return number, config
 
 
-def _recorded(folder: str) -> tuple[str, Config, int]:
-    """The id of a run, its configuration, and how often that was changed."""
+def recorded_config(folder: str) -> tuple[str, Config, int]:
+    """The id of a run, its configuration, and how often that was changed. Raises what `read_config` does."""
     number, text = recorded(folder)
     path = os.path.join(folder, CONFIG)
     if script := values_of(text).get(LOOP):

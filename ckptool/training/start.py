@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
-from ckptool.training import CONFIG, TABLE, configfile
+from ckptool.training import CHANGED, CONFIG, TABLE, configfile
 from ckptool.training.code_paths import code_names
 from ckptool.training.config import Config, changes, refuse_fixed
 from ckptool.training.data import Samples
@@ -28,11 +28,11 @@ from ckptool.training.parallel import World, world_of
 from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
-from ckptool.training.runs import ConfiguredRun, create, read_config, reopen
+from ckptool.training.runs import create, read_config, recorded_config, reopen
 from ckptool.training.saving import loaded
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
-from ckptool.training.store import SavedState, digest_of_files, file_digest, size_of
+from ckptool.training.store import RunFolder, SavedState, digest_of_files, file_digest, size_of
 from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
 
 
@@ -81,9 +81,9 @@ def resume(
     return start(config, resume="must", asked=asked, progress=progress, say=say)
 
 
-def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> ConfiguredRun:
+def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> RunFolder:
     """The run's folder; in all processes but the first without its lock."""
-    opened: list[ConfiguredRun] = []
+    opened: list[RunFolder] = []
 
     def open_first() -> None:
         if there:
@@ -103,14 +103,15 @@ class TrainerRun(Run):
     outcome: when it has ended.
     """
 
-    folder: ConfiguredRun
+    folder: RunFolder
     outcome: Outcome
 
-    def __init__(self, trainer: Trainer, folder: ConfiguredRun, stop: Stopping, say: Say) -> None:
+    def __init__(self, trainer: Trainer, folder: RunFolder, stop: Stopping, say: Say) -> None:
         self.trainer = trainer
         self.metrics: dict[str, float] = {}
         self._changed: list[str] = []  # of the user's files and data, since the checkpoint
-        folder.fingerprint = fingerprint(trainer.config, trainer.data)
+        self.fingerprint = fingerprint(trainer.config, trainer.data)
+        self.revision = 0  # how often its configuration was changed
         save = trainer.config.save
         super().__init__(
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
@@ -154,7 +155,7 @@ class TrainerRun(Run):
                 f"resumed from step {trainer.step} in a different environment ({crossed}): "
                 "results may differ in the last bits"
             )
-        self._changed = differences(sidecar.get("fingerprint"), self.folder.fingerprint)
+        self._changed = differences(sidecar.get("fingerprint"), self.fingerprint)
         if self._changed:
             self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
 
@@ -164,7 +165,11 @@ class TrainerRun(Run):
         profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
         for name in [*([TABLE] if config.log.csv else []), *profile]:
             folder.claim(name)
-        folder.note_changes()
+        _, before, self.revision = recorded_config(folder.folder)
+        found = {change.key: [change.before, change.after] for change in changes(before, config)}
+        if noted := {key: values for key, values in found.items() if key != "run"}:
+            self.revision += 1
+            folder.note(CHANGED, changes=noted, config=config.dumped(), revision=self.revision)
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
         facts |= environment(trainer.world.size, trainer.world.device)
         folder.note("resume" if self.resumed else "start", step=trainer.step, **facts)
@@ -178,7 +183,8 @@ class TrainerRun(Run):
 
     def _facts(self, point: Point) -> dict[str, Any]:
         self.loss = self.trainer.loss
-        return super()._facts(point) | self.folder.facts
+        how = {"revision": self.revision, "config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
+        return super()._facts(point) | how
 
     def _measure(self) -> None:
         self._marked, self._metrics = (
@@ -282,14 +288,14 @@ def rehearse(config: Config) -> Rehearsal:
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
             save_seconds=saving,
-            checkpoint_bytes=size_of(saved.path),
+            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all before the first deletes it
             activations=activations,
             without=without,
             device=str(world.device),
         )
 
 
-def _saved(trainer: Trainer, folder: ConfiguredRun) -> tuple[SavedState, float]:
+def _saved(trainer: Trainer, folder: RunFolder) -> tuple[SavedState, float]:
     """The checkpoint of a trainer in a run, from whose newest it goes on; and the seconds that the save took."""
     with TrainerRun(trainer, folder, Stopping(), lambda text: None) as run:
         began = time.perf_counter()

@@ -120,17 +120,6 @@ def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent
     assert made.end("killed") == made.end("reference")
 
 
-def test_a_run_stops_when_its_time_is_over(tmp_path: Path, server: ForkServer) -> None:
-    """`stop.after`: saved where it was, exit 0, and it goes on to the same end."""
-    made = lab(tmp_path, server, every=1000)
-    made.train("reference")
-    assert server.run(made.words("killed", "stop.after=0.0001")) == 0, server.stderr_tail()
-    stopped = made.logged("killed")
-    assert stopped < STEPS
-    made.train("killed")
-    assert made.end("killed") == made.end("reference")
-
-
 # Every file-system event ----------------------------------------------------------------------------------------------
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import DiskFull, NotFinite, UsageError, UserCodeFailed
+from ckptool.errors import Corrupt, DiskFull, NotFinite, UsageError, UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
-from ckptool.training.saving import Saver
-from ckptool.training.start import start
+from ckptool.training.start import rehearse, start
 from ckptool.training.store import RunFolder
 from ckptool.training.trainer import Trainer
+from tests.support.several_processes import processes
 from tests.support.small_runs import (
     CONV,
     GAN,
@@ -237,33 +237,6 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
     assert [fact["step"] for fact in facts if fact["event"] == "save"] == list(range(1, 21))
 
 
-def test_an_async_save_holds_the_state_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread is held back until the run has gone on: what it writes is still what was."""
-    run_to_end(tmp_path / "a")
-    gone_on, commit, save = threading.Event(), RunFolder.commit, Saver.save
-
-    def late(self: RunFolder, number: int, *args: Any) -> Any:
-        if number == 5:
-            assert gone_on.wait(60)
-        return commit(self, number, *args)
-
-    def saves(self: Saver, number: int, *args: Any) -> None:
-        if number > 5:
-            gone_on.set()
-        save(self, number, *args)
-
-    monkeypatch.setattr(RunFolder, "commit", late)
-    monkeypatch.setattr(Saver, "save", saves)
-    run_to_end(tmp_path / "b", "save.async=true", "save.keep_last=9")
-    name = Path("run/checkpoints/step-00000020.pt")
-    assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
-    five = torch.load(tmp_path / "b" / "run/checkpoints/step-00000005.pt", weights_only=True)
-    made = trainer()
-    take(made, 5)
-    for key, value in made.models["main"].state_dict().items():
-        assert torch.equal(five["model_state_dict"][key], value)
-
-
 def test_what_goes_wrong_in_an_async_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise DiskFull("no space left")
@@ -325,3 +298,39 @@ def test_metrics_have_any_names(tmp_path: Path) -> None:
     assert sidecar["loss"] == state["loss"]
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert (line["step"], line["seconds"], line["odd"]) == (20, 0.5, "nan")
+
+
+# Rehearsals ----------------------------------------------------------------------------------------------------------
+
+
+FORGETFUL = """
+import torch
+from torch import nn
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.count = 0
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+    def get_extra_state(self):
+        return self.count
+    def set_extra_state(self, state):
+        SET
+"""
+
+
+def test_a_rehearsal_names_what_does_not_come_back(tmp_path: Path) -> None:
+    """A model that saves a count, and takes it back or does not."""
+    for name, how in (("good", "self.count = state"), ("forgetful", "pass")):
+        (tmp_path / f"{name}.py").write_text(FORGETFUL.replace("SET", how))
+        made = config(models={"main": {"name": f"{tmp_path / name}.py:Net"}})
+        if name == "good":
+            assert rehearse(made).steps == 20
+            continue
+        with pytest.raises(Corrupt, match="reloaded state differs in model_state_dict/_extra_state"):
+            rehearse(made)
+
+
+def test_processes_rehearse_together() -> None:
+    processes(2, lambda rank: rehearse(config("strategy=fsdp")) and None)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.analysis.diff import diff_files
 from ckptool.analysis.scan import GOOD, MEMBER, PART, ScannedFile, scan
@@ -29,7 +29,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import address
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
-from ckptool.training.prove.trace import NOT_RESTORED, Cause, Divergence, Reference, Trace, TracedStep
+from ckptool.training.prove.trace import NOT_RESTORED, Cause, Divergence, Life, Reference
 from ckptool.training.prove.watch import Watch
 from ckptool.training.reports import ANY, PRELOAD, Kill, Proof
 
@@ -75,39 +75,6 @@ def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: flo
     return proof
 
 
-class EndDifference(NamedTuple):
-    """Something that differs at the end."""
-
-    place: str
-    is_tensor: bool
-
-
-@dataclass(slots=True)
-class Life:
-    """A process of the command.
-
-    start: the steps that the reference had done when it had the same weights; None where it never had them.
-    code: its exit code; None where it was killed, at `place`.  late: it was, since it took too long.
-    """
-
-    trace: Trace
-    code: int | None = None
-    place: str = ANY
-    late: bool = False
-    start: int | None = None
-    placed: bool = False
-    seconds: float = 0.0
-
-    @property
-    def steps(self) -> list[TracedStep]:
-        return self.trace.steps
-
-    @property
-    def reached(self) -> int:
-        """The step of the reference that it came to."""
-        return (self.start or 0) + len(self.steps)
-
-
 @dataclass(slots=True)
 class CommandRuns:
     """Runs of a command in a folder. rng: where kills come.  limit: seconds for one process.
@@ -125,7 +92,7 @@ class CommandRuns:
     watch: Watch = field(init=False)
     reference: Reference = field(default_factory=lambda: Reference([], []))
     saves: list[int] = field(default_factory=list)
-    chance: set[EndDifference] = field(default_factory=set)
+    chance: set[str] = field(default_factory=set)
     seconds: float = 0.0
     starts: int = 0
     suspect: tuple[str, str] | None = None
@@ -177,12 +144,7 @@ class CommandRuns:
         if not proof.compared:
             said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
             raise RunFailed("the command left no checkpoint in {run}", said)
-        names = {_pattern(name) for name in proof.compared}
-        self.saves = [
-            place
-            for place, step in enumerate(self.reference.steps)
-            if place and any(path.startswith(tuple(names)) for path in map(_pattern, step.files))
-        ]
+        self.saves = [place for place, step in enumerate(self.reference.steps) if place and step.saved]
         if others := scan(os.path.join(self.folder, "reference")).other_files:
             proof.remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.length:
@@ -196,17 +158,16 @@ class CommandRuns:
     def unstable(self, proof: Proof, again: Life) -> bool:
         """Compares the unbroken runs; values beside the tensors may differ, and are left out of what follows."""
         found = self.differences("reference", "again")
-        if not any(each.is_tensor for each in found):
-            self.chance = set(found)
-            proof.remarks += [f"{each.place} differs in two unbroken runs: not compared" for each in found[:3]]
+        if not any(found.values()):
+            self.chance = {*found}
+            proof.remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*found][:3]]
             return False
-        proof.unstable.append(f"at the end: {found[0].place}")
+        proof.unstable.append(f"at the end: {next(iter(found))}")
         alone = Reference(self.reference.steps, self.reference.steps)  # what differs here is no chance
-        start = alone.place_of(again.steps[0]) if again.steps and self.length else None
-        apart = alone.divergence(again.steps, 0) if start == 0 else None
-        if apart:
+        same = again.steps and alone.place_of(again.steps[0]) == 0
+        if same and (apart := alone.divergence(again)):
             proof.unstable += [f"from step {apart.step} on", *_sentences(apart.causes[:1])]
-        elif again.steps and start != 0:
+        elif again.steps and not same:
             proof.unstable.append("the weights differ before the first step: the model is built without a seed")
         return True
 
@@ -243,12 +204,10 @@ class CommandRuns:
             first = min([*self.saves, self.length - 1, self.length])
             at: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
             at[0] = min(at[0], (first + self.length) // 2)  # early enough for what it breaks to show
-        elif self.watch.name == PRELOAD:
-            parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
-            whole = sum(proof.events.values())
-            at = [max(1, (here - before) * whole // 1) for before, here in zip([0.0, *parts], parts, strict=False)]
         else:
-            at = [self.rng.uniform(0.3, 0.95) * self.seconds for _ in range(kills)]
+            parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
+            whole = sum(proof.events.values()) or self.seconds
+            at = [(here - before) * whole for before, here in zip([0.0, *parts], parts, strict=False)]
         return [(when, places[(len(proof.kills) + number) % len(places)]) for number, when in enumerate(at)]
 
     def remember(self, life: Life, before: list[Life], copy: str) -> None:
@@ -257,7 +216,7 @@ class CommandRuns:
         if self.suspect or place is None or not self.reference.differing(place, life.steps[0]):
             shutil.rmtree(copy, ignore_errors=True)
             return
-        kept = (os.path.join(one.trace.folder, f"values-{place - (one.start or 0)}") for one in before)
+        kept = (os.path.join(one.traces, f"values-{place - (one.start or 0)}") for one in before)
         self.suspect = copy, next(filter(os.path.exists, kept), "")
 
     def judge_life(self, proof: Proof, lives: list[Life], whole: list[str]) -> None:
@@ -290,15 +249,15 @@ class CommandRuns:
     def judge_end(self, proof: Proof, lives: list[Life]) -> None:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""
         ended, words, causes = lives[-1].code == 0, [], list[Cause]()
-        found = self.apart_at_the_end() if ended else []
+        found = self.differences("reference", "run") if ended else {}
         if ended and found and len(lives) > 1 and self.length and not lives[-1].steps:
             proof.findings.append("started again after a kill, it ended with exit code 0 without training on")
-        if ended and not found and (causes := self.averages(lives[-1])):
+        if ended and not found and (causes := self.reference.unsaved_averages(lives[-1])):
             proof.findings += [f"{text}, and no checkpoint has them" for text in _sentences(causes)]
         elif (found or not ended) and (apart := self.apart(lives, ended)) is not None:
             words, causes = [f"the first step that differs is {apart.step}"], apart.causes
         if found:
-            words.append(f"the first tensor at the end is {min(found, key=lambda each: not each.is_tensor).place}")
+            words.append(f"the first tensor at the end is {min(found, key=lambda place: not found[place])}")
         proof.differs = "; ".join(words)
         proof.causes = _sentences(causes)
         os.rename(self.run, os.path.join(self.folder, f"killed-{len(proof.kills)}"))
@@ -307,20 +266,14 @@ class CommandRuns:
 
     def apart(self, lives: list[Life], ended: bool) -> Divergence | None:
         """The first start that went another way than the reference, and why."""
-        for life in lives:
-            if life.steps and life.start is None:
-                step = next((each.start or 0 for each in reversed(lives[: lives.index(life)])), 0) + 1
+        lives = [life for life in lives if life.steps]
+        for number, life in enumerate(lives):
+            if life.start is None:
+                step = next((each.start or 0 for each in reversed(lives[:number])), 0) + 1
                 return Divergence(step, [Cause([NOT_RESTORED], [])])
-            if life.steps and (found := self.reference.divergence(life.steps, life.start or 0)):
+            if found := self.reference.divergence(life):
                 return found
-        last = next((life for life in reversed(lives) if life.steps), None)
-        return self.reference.divergence(last.steps, last.start or 0, ended=True) if last and ended else None
-
-    def apart_at_the_end(self) -> list[EndDifference]:
-        return [each for each in self.differences("reference", "run") if each not in self.chance]
-
-    def averages(self, life: Life) -> list[Cause]:
-        return self.reference.unsaved_averages(life.steps, life.start or 0)
+        return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
 
     def confirm(self, proof: Proof, causes: list[Cause], folder: str, values: str) -> None:
         """Restarts it once more with the first cause put back, then with the next, too; with which the end is right."""
@@ -329,9 +282,9 @@ class CommandRuns:
             self.say(f"put back: {tried[-1].sentences[0]}")
             shutil.copytree(folder, self.run, symlinks=True)
             life = self.live(None, put=[":".join(key) for each in tried for key in each.keys], values=values)
-            right = life.code == 0 and not self.apart_at_the_end() and not self.averages(life)
+            wrong = life.code or self.differences("reference", "run") or self.reference.unsaved_averages(life)
             shutil.rmtree(self.run)
-            if right:
+            if not wrong:
                 proof.causes = proof.confirmed = _sentences(tried)
                 break
 
@@ -351,7 +304,7 @@ class CommandRuns:
         words = [word.replace(RUN, self.run) for word in self.command]
         if target is not None and not self.length:
             self.watch.arm(place, int(target))
-        life, begun = Life(Trace(traces)), time.monotonic()
+        life, begun = Life(traces), time.monotonic()
         with open(os.path.join(self.folder, "output"), "wb") as log:
             process = subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -360,10 +313,10 @@ class CommandRuns:
             killed = self.follow(process, life, target, place, told)
         finally:
             _end(process, traces)
-            life.trace.close()
+            self.read(life)
+            life.close()
         life.seconds = time.monotonic() - begun
         life.code = None if killed else process.returncode
-        self.locate(life)
         return life
 
     def follow(
@@ -373,19 +326,20 @@ class CommandRuns:
         begun, armed = time.monotonic(), 0.0
         delay = self.rng.uniform(0, self.pace) if place == ANY else SOON
         while process.poll() is None:
-            now, steps = time.monotonic(), life.trace.read()
-            self.locate(life)
+            now = time.monotonic()
+            self.read(life)
             if target is not None and not armed and self.is_time(life, target, now - begun):
                 armed = now
                 if place != ANY and self.length:
                     self.watch.arm(place)
                 if place != ANY or self.pace > 5 * PAUSE:  # else it could come to its end before the kill
-                    _write_plan(life.trace.folder, {**told, "hold": None})
-            elif steps == told["hold"] == 1 and target is not None:  # it waits in its first step, which tells its place
+                    _write_plan(life.traces, {**told, "hold": None})
+            elif target is not None and len(life.steps) == told["hold"] == 1:
+                # It waits in its first step, which tells its place.
                 last = int(target) - (life.start or 0)
                 saves = [save - (life.start or 0) for save in self.saves]
                 told |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}
-                _write_plan(life.trace.folder, told)
+                _write_plan(life.traces, told)
             if self.watch.due():
                 life.place = place
             if life.place != ANY or (armed and now - armed >= delay):
@@ -409,10 +363,12 @@ class CommandRuns:
             return bool(life.steps) and life.reached >= target
         return (self.watch.total() if self.watch.name == PRELOAD else seconds) >= target
 
-    def locate(self, life: Life) -> None:
-        """Finds where in the reference a start began."""
-        if life.steps and self.length and not life.placed:
-            life.start, life.placed = self.reference.place_of(life.steps[0]), True
+    def read(self, life: Life) -> None:
+        """Reads the steps of a process, and finds where in the reference it began."""
+        begun = bool(life.steps)
+        life.read()
+        if life.steps and not begun and self.length:
+            life.start = self.reference.place_of(life.steps[0])
 
     def tail(self) -> TextLines:
         """The end of what the program wrote."""
@@ -426,25 +382,22 @@ class CommandRuns:
         folder = os.path.join(self.folder, name)
         return {os.path.relpath(row.path, folder): row for row in scan(folder).files}
 
-    def differences(self, one: str, other: str) -> list[EndDifference]:
-        """What of the checkpoints of one run is missing or another in the second."""
-        here, there = self.checkpoints(one), self.checkpoints(other)
-        found: list[EndDifference] = []
-        for name in here:
+    def differences(self, one: str, other: str) -> dict[str, bool]:
+        """What of the checkpoints of one run is missing or another in the second, not by chance; True for a tensor."""
+        there, found = self.checkpoints(other), dict[str, bool]()
+        for name in self.checkpoints(one):
             if name not in there:
-                found.append(EndDifference(f"{name}, which is missing", True))
+                found[f"{name}, which is missing"] = True
                 continue
             try:
                 pair = (os.path.join(self.folder, run, name) for run in (one, other))
                 report = diff_files(*pair, ignore=("order",), statistics=False)
             except CkptoolError as error:
-                found.append(EndDifference(f"{name}, which cannot be compared: {error.what}", True))
+                found[f"{name}, which cannot be compared: {error.what}"] = True
                 continue
             pairs = [(each.path, each.left) for each in report.changed] + [*report.only_left, *report.only_right]
-            found += [
-                EndDifference(f"{address(path)} in {name}", isinstance(node, TensorEntry)) for path, node in pairs
-            ]
-        return found
+            found |= {f"{address(path)} in {name}": isinstance(node, TensorEntry) for path, node in pairs}
+        return {place: is_tensor for place, is_tensor in found.items() if place not in self.chance}
 
 
 def _sentences(causes: list[Cause]) -> list[str]:

@@ -6,19 +6,20 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckptool.errors import printable
 from ckptool.training.moving import ATTRIBUTE, BUFFER, GENERATOR, MODULE_ATTRIBUTE, NOT_PERSISTENT, VALUE, kind_of
 from ckptool.training.prove.tracer import SCHEDULER, WEIGHTS
+from ckptool.training.reports import ANY
 
 BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
 _ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
+_HIDDEN = "{average}`{name}` ({kind}) has another value"
 _VALUE = "`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run{shift}",
@@ -55,8 +56,8 @@ class Divergence(NamedTuple):
 class TracedStep:
     """The state before an optimizer step: digests, and what `moving.snapshot` found.
 
-    inputs: of what the models were given since the step before.  files: those of the run's folder that changed since
-    then.  time: in seconds.
+    inputs: of what the models were given since the step before.  saved: a file of the run's folder was written since
+    then, other than by adding to it.  time: in seconds.
     """
 
     optimizer: str
@@ -66,7 +67,7 @@ class TracedStep:
     lr: list[float]
     random: dict[str, str]
     found: dict[str, str]
-    files: list[str]
+    saved: bool
     time: float
 
     def facts(self) -> dict[Key, str]:
@@ -76,22 +77,36 @@ class TracedStep:
         return facts | {(RANDOM, library): state for library, state in self.random.items()}
 
 
-class Trace:
-    """The steps of one process of the command (of several, of rank 0), read as they are written."""
+@dataclass(slots=True)
+class Life:
+    """A process of the command, and its steps (of several processes those of rank 0), read as they are written.
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.steps: list[TracedStep] = []
-        self._file: Any = None
-        self._rest = ""
+    traces: the folder of its lines.  start: the steps that the reference had done when it had the same weights; None
+    where it never had them.  code: its exit code; None where it was killed, at `place`, or `late`, as it took too long.
+    """
 
-    def read(self) -> int:
-        """Reads what is new; how many steps there are. A line that was cut off by a kill does not count."""
+    traces: str
+    code: int | None = None
+    place: str = ANY
+    late: bool = False
+    start: int | None = None
+    seconds: float = 0.0
+    steps: list[TracedStep] = field(default_factory=list)
+    _file: Any = None
+    _rest: str = ""
+
+    @property
+    def reached(self) -> int:
+        """The step of the reference that it came to."""
+        return (self.start or 0) + len(self.steps)
+
+    def read(self) -> None:
+        """Reads what is new. A line that was cut off by a kill does not count."""
         if self._file is None:
-            names = sorted(name for name in os.listdir(self.folder) if name.startswith("0-"))
+            names = sorted(name for name in os.listdir(self.traces) if name.startswith("0-"))
             if not names:
-                return 0
-            self._file = open(os.path.join(self.folder, names[0]), encoding="utf-8")  # noqa: SIM115
+                return
+            self._file = open(os.path.join(self.traces, names[0]), encoding="utf-8")  # noqa: SIM115
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         for line in lines:
             values = json.loads(line)
@@ -99,11 +114,9 @@ class Trace:
             before = self.steps[-1].found if self.steps else {}
             values["found"] = {key: entry for key, entry in before.items() if key not in gone} | values["found"]
             self.steps.append(TracedStep(**values))
-        return len(self.steps)
 
     def close(self) -> None:
-        with suppress(OSError, ValueError):
-            self.read()
+        """No more is read."""
         if self._file is not None:
             self._file.close()
 
@@ -128,18 +141,18 @@ class Reference:
         """The facts of a step that another at the same place has not, of those that move and not by chance."""
         mine, theirs = self.facts[place], other.facts()
         before = self.facts[place - 1].items() if place else ()
-        idle = {
-            key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before
-        }  # nothing drew from it
+        # A global generator that nothing drew from is no cause.
+        idle = {key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before}
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
         return {key for key in keys if mine[key] != theirs[key]}
 
-    def divergence(self, steps: list[TracedStep], start: int, *, ended: bool = False) -> Divergence | None:
-        """Where a process that began at a place went another way, and what differed there; None for the same way.
+    def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
+        """Where a process went another way, and what differed there; None for the same way.
 
         ended: its last step counts as one whose result differs.
         """
-        pairs = list(zip(self.steps[start:], steps, strict=False))
+        start = life.start or 0
+        pairs = list(zip(self.steps[start:], life.steps, strict=False))
         until = next((count for count, (one, other) in enumerate(pairs) if one.weights != other.weights), None)
         if until is None:
             return self.elsewhere(pairs, start) if ended and pairs else None
@@ -156,13 +169,13 @@ class Reference:
         place, keys = next((each for each in found if each[1]), found[-1])
         return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
 
-    def unsaved_averages(self, steps: list[TracedStep], start: int) -> list[Cause]:
+    def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that change with every step, that no optimizer trains, and that differ at the end."""
-        if not steps or start + len(steps) != len(self.steps):
+        if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        keys = [key for key in self.differing(len(self.steps) - 1, steps[-1]) if key[0] == WEIGHTS]
+        keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
         moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        return self.causes(len(self.steps) - 1, steps[-1], {key for key in keys if 2 * moves[key] > len(self.steps)})
+        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > length})
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
@@ -189,11 +202,9 @@ class Reference:
             here, there = one.strip("[]"), other.strip("[]")
         average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
         hidden = any("…" in value or value.startswith("[") for value in (here, there))
-        words = _WORDS.get(kind, "{average}`{name}` ({kind}) has another value" if hidden else _VALUE)
-        shift, of = self.shift(place, step), here.partition(" ")[0]
-        return words.format(
-            kind=kind, name=name, average=average, here=here, there=there, of=of, step=place + 1, shift=shift
-        )
+        words = _WORDS.get(kind, _HIDDEN if hidden else _VALUE)
+        values = {"here": here, "there": there, "of": here.partition(" ")[0], "average": average}
+        return words.format(kind=kind, name=name, step=place + 1, shift=self.shift(place, step), **values)
 
     def shift(self, place: int, step: TracedStep) -> str:
         """Which other step of the unbroken run had this batch, and what that says."""
@@ -213,9 +224,7 @@ def _rank(key: Key) -> tuple[int, int, str]:
 def _group(key: Key, keys: Iterable[Key]) -> Key:
     """What is put back together: with a batch the generators that it was drawn with, and the objects that have them."""
     kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
-    drawn = [name for other, name in keys if other == GENERATOR]
-    if kind in (BATCH, GENERATOR, RANDOM) or (
-        kind == ATTRIBUTE and any(name.startswith(f"{owner}.") for name in drawn)
-    ):
+    draws = kind == ATTRIBUTE and any(other == GENERATOR and name.startswith(f"{owner}.") for other, name in keys)
+    if draws or kind in (BATCH, GENERATOR, RANDOM):
         return (BATCH, "")
     return (RATE, "") if kind in (RATE, SCHEDULER) else (kind, owner)

@@ -130,9 +130,9 @@ class Tracer:
         """Writes a line; of what was found that which changed since the last. Then it waits, if it is to be killed."""
         with suppress(Exception):
             found, objects = self.walk()
-            line = {"found": dict(found.items() - self.last.items()), "gone": [*(self.last.keys() - found.keys())]}
-            line |= {"inputs": self.inputs, "random": self.moving.random_states(), "files": self.changed_files()}
-            line |= self.facts(optimizer, objects) | {"time": time.monotonic()}
+            line = self.facts(optimizer, objects) | {"saved": self.saved(), "time": time.monotonic()}
+            line |= {"inputs": self.inputs, "random": self.moving.random_states()}
+            line |= {"found": dict(found.items() - self.last.items()), "gone": [*(self.last.keys() - found.keys())]}
             self.last, self.inputs, self.depth = found, [], 0
             if self.file is None:
                 several: Any = sys.modules.get("torch.distributed")
@@ -166,16 +166,16 @@ class Tracer:
         """One digest of several tensors."""
         return str(self.moving.digest(" ".join(map(self.moving.tensor_digest, tensors)).encode()))
 
-    def changed_files(self) -> list[str]:
-        """The files of the run's folder that are new, or another, since the last step."""
-        run, before, now = self.plan["run"], self.files, {}
+    def saved(self) -> bool:
+        """True where a file of the run's folder was written since the last step, other than by adding to it."""
+        run, before, self.files = self.plan["run"], self.files, {}
         for here, _, names in os.walk(run):
             for path in (os.path.join(here, name) for name in names):
                 with suppress(OSError):
                     state = os.stat(path)
-                    now[os.path.relpath(path, run)] = (state.st_ino, state.st_size, state.st_mtime_ns)
-        self.files = now
-        return [path for path, state in now.items() if before.get(path) != state]
+                    self.files[path] = (state.st_ino, state.st_size, state.st_mtime_ns)
+        olds = [(before.get(path, (0, 0, 0)), state) for path, state in self.files.items()]
+        return any(old != new and not (old[0] == new[0] and old[1] < new[1]) for old, new in olds)
 
     # The variables of the program ----------------------------------------------------------------------------------
 
