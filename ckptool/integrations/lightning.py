@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
@@ -99,7 +100,9 @@ class ExactResume(Callback):
         def load_and_note() -> None:
             load()
             loader = trainer.fit_loop._combined_loader
-            loader.__class__ = type("Noted", (_Noted, type(loader)), {"fetches": self._fetches})
+            progress = trainer.fit_loop.epoch_progress.current
+            facts = {"fetches": self._fetches, "epoch": property(lambda noted: progress.processed)}
+            loader.__class__ = type("Noted", (_Noted, type(loader)), facts)
 
         trainer.fit_loop._load_combined_loader_states = load_and_note
 
@@ -160,8 +163,11 @@ class _Noted(CombinedLoader):
     """The loaders of a Trainer, where each fetch is noted."""
 
     fetches: Fetches
+    epoch: int
 
     def __iter__(self) -> Any:
+        for loader in self.flattened:
+            _set_sampler_epoch(loader, self.epoch)  # as Lightning does later, when batches were fetched again
         self.fetches.begin(self.flattened)
         super().__iter__()
         if (saved := self.fetches.saved) and saved["now"] is None:  # of the end of an epoch: others draw before a fetch

@@ -97,6 +97,14 @@ def test_the_help_shows_the_examples_and_asks_flags_for_nothing(command: str, ru
         assert all(re.search(rf"(?<![\w-]){word}(?![\w-])", text) for word in named), (named, text)
 
 
+@pytest.mark.parametrize("command", ["convert", "warm-start", "lora merge"])
+def test_the_lines_of_a_text_stand_below_each_other(command: str, run: Run) -> None:
+    for title, *lines in (block.splitlines() for block in run(*command.split(), "--help").out.split("\n\n")):
+        if title in ("Arguments", "Options"):
+            matches = (re.match(r" {5,}|  \S.*?  +(?=\S)", line) for line in lines)  # of names that are short
+            assert len({found.end() for found in matches if found}) == 1, lines
+
+
 def test_python_runs_the_package(examples: Path) -> None:
     for words, code in ((["inspect", "gan.pt"], 0), (["inspect", "none.pt"], 2)):
         ended = subprocess.run([sys.executable, "-m", "ckptool", *words], capture_output=True, text=True, check=False)

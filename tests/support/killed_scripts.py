@@ -1,8 +1,8 @@
 """Runs a script of tests/engines/scripts many times, each in a fork of one process that has imported its library.
 
 `python -m tests.support.killed_scripts SCRIPT` reads one JSON object a line from stdin and answers with one: args and
-options of the script's `main`; `after`, the seconds to SIGKILL; or `event`, the number of the change in the folder at
-which it ends itself; and `folder`.
+options of the script's `main`; `world`, a number of processes that run it together; `after`, the seconds to SIGKILL; or
+`event`, the number of the change in the folder at which it ends itself; and `folder`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,8 @@ def _child(main: Any, wish: dict[str, Any], told: int) -> None:
     errors = os.open(os.environ["SCRIPT_ERRORS"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(errors, 2)
     os.dup2(errors, 1)
+    if (world := wish.get("world", 1)) > 1 and (status := _ranks(world)) is not None:
+        os._exit(status)
     code = 1
     try:
         crash = None
@@ -113,6 +116,21 @@ def _child(main: Any, wish: dict[str, Any], told: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _ranks(world: int) -> int | None:
+    """Becomes so many processes, as torchrun starts them; in the one that started them, their exit code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), TORCHELASTIC_RUN_ID="test")
+    children = []
+    for rank in range(world):
+        if not (child := os.fork()):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+            os.environ.update(GROUP_RANK="0", ACCELERATE_USE_CPU="true")
+            return None
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
 
 if __name__ == "__main__":

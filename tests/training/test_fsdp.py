@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp  # once, and not in every process
-from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.fsdp import fully_shard
 
 import ckptool
 from ckptool.errors import DiskFull, UsageError
@@ -251,30 +249,3 @@ def test_a_parameter_without_a_dimension_is_named(tmp_path: Path) -> None:
     text += "        super().__init__(4, 2)\n        self.scale = nn.Parameter(torch.ones(()))\n"
     with module(tmp_path / "net.py", text) as path, pytest.raises(UsageError, match="fsdp cannot divide scale"):
         run_to_end(tmp_path, "strategy=fsdp", models={"main": {"name": f"{path}:Net"}})
-
-
-# ckptool.Run ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_loop_of_ones_own_saves_and_resumes_models_that_are_divided(tmp_path: Path) -> None:
-    def loop(path: Path, steps: int) -> Callable[[int], Any]:
-        def work(rank: int) -> None:
-            torch.distributed.init_process_group("gloo")
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.1), nn.Linear(3, 2))
-            fully_shard(model)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            run = ckptool.Run(path, model=model, optimizer=optimizer)
-            for step in run.steps(steps):
-                model(torch.full((4, 5), float(step + rank))).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                run.save(every=2)
-            run.close()
-
-        return work
-
-    processes(2, loop(tmp_path / "whole", 4), loop(tmp_path / "parts", 2), loop(tmp_path / "parts", 4))
-    whole, parts = (ckptool.load(tmp_path / name / "checkpoints/step-00000004.dcp") for name in ("whole", "parts"))
-    assert first_difference(whole, parts) == ""
-    assert list(whole["model_state_dict"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -334,9 +334,8 @@ class CommandRuns:
                     self.watch.arm(place)
                 if place != ANY or self.pace > 5 * PAUSE:  # else it could come to its end before the kill
                     _write_plan(life.traces, {**told, "hold": None})
-            elif (
-                len(life.steps) == told["hold"] == 1 and target is not None
-            ):  # it waits in its first step, which tells its place
+            elif target is not None and len(life.steps) == told["hold"] == 1:
+                # It waits in its first step, which tells its place.
                 last = int(target) - (life.start or 0)
                 saves = [save - (life.start or 0) for save in self.saves]
                 told |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}

@@ -70,6 +70,7 @@ def main(
     accumulate=1,
     persist=False,
     seconds=0,
+    devices=1,
 ):
     lightning.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -86,6 +87,8 @@ def main(
         max_steps=steps,
         accumulate_grad_batches=accumulate,
         accelerator="cpu",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
         default_root_dir=out,
         plugins=[DurableCheckpointIO()],
         callbacks=[ExactResume(), ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints)],
