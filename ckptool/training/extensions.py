@@ -10,7 +10,7 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,8 @@ class Choice:
 
     key: as messages call it.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
     by name in lower case; `step` and `step_lr` are StepLR.  moved: names that were built in once, and where they are.
-    gives: what a call must result in, in words, and the test for it.
+    unnamed: of `classes`, those that no message offers.  gives: what a call must result in, in words, and the test for
+    it.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Choice:
     built_in: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
+    unnamed: Collection[Any] = ()
     gives: tuple[str, Callable[[Any], bool]] = ("", lambda made: True)
 
     @property
@@ -67,13 +69,14 @@ class Choice:
                 f"{self.key}: {name} is no longer built in; it is {self.moved[name]} in the folder examples of "
                 "ckptool's source",
                 "",
-                f"Copy that file beside your configuration, and name it so: {self.moved[name]}",
+                f"Copy that file beside your configuration, and write: {self.moved[name]}",
             )
-        known = {each.lower(): each for each in self.built_in} | {k: v.__name__ for k, v in self.classes.items()}
+        classes = {key: each.__name__ for key, each in self.classes.items() if each not in self.unnamed}
+        known = {each.lower(): each for each in self.built_in} | classes
         close = difflib.get_close_matches(plain, known, 1)
         raise UsageError(
             f"{self.key}: there is no {name!r}",
-            f"There are {listed(sorted(known.values()), 40)}." if known else "Nothing is built in.",
+            f"Known: {listed(sorted(known.values()), 40)}." if known else "Nothing is built in.",
             (f"Did you mean {known[close[0]]}? " if close else "") + self.typed,
         )
 

@@ -262,11 +262,10 @@ class Proof(Report):
     """Kills, events, findings and causes of a command that was to be proved.
 
     watched: `preload`, all calls, or `time`, none.  steps: of the unbroken run; 0 where no optimizer was seen.
-
     events: kind of event -> how many the unbroken run had.  compared: the checkpoints that its folder held at the end.
     unstable: what differed between two unbroken runs; then nothing was killed.  findings: what is wrong.  differs: the
-    first step and tensor.  causes: what is probably not restored, with the evidence.  confirmed: those with which put
-    back, and nothing else, the end was that of the unbroken run.  starts: how often the command was started.  remarks:
+    first step and tensor.  causes: what is probably not restored, with the evidence.  confirmed: those of them that
+    led to the end of the unbroken run once they were put back.  starts: how often the command was started.  remarks:
     what was not judged.  kept: where the runs are, if it was not proved.
     """
 

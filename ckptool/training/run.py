@@ -25,8 +25,17 @@ from ckptool.training import LOOP, moving, rng, run_folder, script
 from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
-from ckptool.training.state import Objects, Window
+from ckptool.training.saving import (
+    Saver,
+    loaded,
+    number,
+    refuse_misspelt,
+    refuse_not_plain,
+    refuse_settings,
+    retention,
+    to_cpu,
+)
+from ckptool.training.state import Objects, Schedule, Window
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import Retention, RunFolder, SavedState
 
@@ -85,6 +94,8 @@ class Run:
         say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
+        values = {name: value for name, value in objects.items() if isinstance(value, (int, float, str, tuple))}
+        refuse_misspelt(values, [*(Run.__init__.__kwdefaults__ or ())], "ckptool.Run")
         self.objects, self.position = Objects(objects), Position()
         self.world = _world(self.objects)
         self.say = say if self.world.is_first else lambda text: None
@@ -448,7 +459,7 @@ class Run:
         for kind, count in asked.items():
             if ended.get(kind, -1) >= count:
                 self._say_once(
-                    f"`break` ended this run at step {self.step:,}: it goes on where you ask for more {kind}"
+                    f"`break` ended this run at step {self.step:,}; it goes on only if you ask for more {kind}"
                 )
                 return True
             if done[kind] >= count:
@@ -541,6 +552,9 @@ class Run:
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
         Every process calls it. Raises, where it commits, `DiskFull` or `FileProblem`; older checkpoints stay.
         """
+        if "force" in metrics:
+            raise UsageError("run.save has no option force", "Without `every` and `seconds` each call marks a save.")
+        refuse_misspelt(metrics, ("every", "seconds"), "run.save")
         passed = bool(every) and self.step // (every or 1) > (self._saver.step or 0) // (every or 1)
         if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
             self._marked = {**(self._marked or {}), **metrics}
@@ -606,7 +620,8 @@ class Run:
         contents = [*map(printable, named), *place, *random]
         self._say_once(f"the checkpoint of step {self.step:,} holds {listed(contents, 20)}")
         given = [*self.objects.named.values(), *self._generators().values(), self.position.loader]
-        if unsaved := script.unsaved_objects(given):
+        told = Schedule if self.objects.optimizer_without_its_schedule() else ()  # of which a note of its own is given
+        if unsaved := script.unsaved_objects(given, told):
             self._say_once(
                 f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes in "
                 "them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
@@ -621,7 +636,8 @@ class Run:
         saved |= {*self._generators(), *(self.objects.named.keys() - self.objects.modules.keys()), *epochs_of(loader)}
         if name := self.objects.optimizer_without_its_schedule():
             self._say_once(
-                f"{printable(name)} has a learning rate schedule, which was not given to ckptool.Run and is not saved"
+                f"{printable(name)} has a learning rate schedule, which was not given to ckptool.Run and is not saved; "
+                "write: ckptool.Run(…, scheduler=scheduler)"
             )
         for name, kind in moving.unsaved(self._snapshot or now, now, saved):
             self._say_once(f"{printable(name)} ({kind}) changes during training and is not saved")

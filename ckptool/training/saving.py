@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import os
 import signal
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -247,6 +248,13 @@ def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any,
     for name, value, right, rule in checks:
         if not right:
             raise UsageError(f"ckptool.Run: {name} is {value!r}", f"It should be {rule}.")
+
+
+def refuse_misspelt(given: Mapping[str, Any], known: Sequence[str], call: str) -> None:
+    """Raises `UsageError` for the name of a value that is almost that of an option, for which it was meant."""
+    for name in given:
+        if close := difflib.get_close_matches(name, known, 1, 0.8):
+            raise UsageError(f"{call} has no option {name}", "", f"Did you mean {close[0]}?")
 
 
 def number(value: Any, name: str) -> float:

@@ -38,14 +38,6 @@ def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> flo
     return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
 
 
-SCHEDULES = Choice(
-    "schedule",
-    "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
-    "that gives a torch schedule, as LambdaLR(optimizer, …)",
-    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
-    classes_of(lr_scheduler, LRScheduler),
-    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda made: isinstance(made, LRScheduler)),
-)
 # Those of torch whose arguments no configuration can hold.
 _TAKES = {
     lr_scheduler.LambdaLR: "functions",
@@ -53,6 +45,15 @@ _TAKES = {
     lr_scheduler.SequentialLR: "other schedules",
     lr_scheduler.ChainedScheduler: "other schedules",
 }
+SCHEDULES = Choice(
+    "schedule",
+    "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
+    "that gives a torch schedule, as LambdaLR(optimizer, …)",
+    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
+    classes_of(lr_scheduler, LRScheduler),
+    unnamed=_TAKES,
+    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda made: isinstance(made, LRScheduler)),
+)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRScheduler:

@@ -16,11 +16,11 @@ from ckptool.training.rng import is_generator
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
-def unsaved_objects(given: Iterable[Any]) -> list[str]:
+def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> list[str]:
     """The objects with a state in the variables of the script that runs the loop, without those given: `ema (EMA)`.
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; environments,
-    which have `reset` and `step`. Asks the classes: no property of theirs is run.
+    which have `reset` and `step`. Asks the classes: no property of theirs is run. left_out: classes that are not named.
     """
     known = {id(each) for each in given}
     for each in list(given):
@@ -31,7 +31,9 @@ def unsaved_objects(given: Iterable[Any]) -> list[str]:
         return []
     variables = {**frame.f_globals, **frame.f_locals}
     found = {
-        id(value): f"{name} ({type(value).__name__})" for name, value in variables.items() if _has_state(name, value)
+        id(value): f"{name} ({type(value).__name__})"
+        for name, value in variables.items()
+        if _has_state(name, value) and not isinstance(value, left_out)
     }
     whole = {id(value): id(unwrapped(value)) for value in variables.values() if isinstance(value, nn.Module)}
     return [text for key, text in found.items() if key not in known and whole.get(key) not in known]

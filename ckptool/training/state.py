@@ -279,4 +279,5 @@ def scaler_updates(scaler: GradScaler) -> int:
 
 
 def _type_name(value: Any) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

@@ -17,7 +17,7 @@ _WORDS = "The configuration to prove, or a command of your own, in which {run} s
 
 
 def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)]) -> dict[str, Any]:
-    own = len(words) > 1 or "{run}" in words[0]
+    own = len(words) > 1 or "{run}" in words[0] or words[0].endswith(".py")
     return {"config": None if own else words[0], "command": words if own else ()}
 
 

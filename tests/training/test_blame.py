@@ -306,3 +306,7 @@ def test_schedules_that_no_file_can_hold_say_what_to_type(name: str) -> None:
         trainer(f"optim.main.schedule.name={name}")
     assert "file.py:NAME, which is a function of the step that gives a factor" in str(raised.value.fix)
     assert "LambdaLR(optimizer" in str(raised.value.fix)
+    with pytest.raises(UsageError, match="there is no 'lamda'") as raised:  # nor are they offered
+        trainer("optim.main.schedule.name=lamda")
+    why = str(raised.value.why)
+    assert "LambdaLR" not in why and "SequentialLR" not in why and "StepLR" in why

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from ckptool.bridge.user_code import import_user_code
-from ckptool.errors import UsageError, UserCodeFailed
+from ckptool.errors import Conflict, UsageError, UserCodeFailed
 from ckptool.training import toys
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
-from tests.support.small_runs import last, run_to_end, take, toy, trainer
+from ckptool.training.start import resume
+from tests.support.small_runs import CONV, IMAGES, last, run_to_end, take, toy, trainer
 
 RANDOM = """
 import random
@@ -267,3 +268,21 @@ def test_a_toy_that_moved_says_where_it_is_and_is_there() -> None:
             trainer(f"{'data' if key == 'data' else 'models.main'}.name={name}")
         assert str(raised.value.fix).endswith(place)
         assert callable(import_user_code(toy(place), key))
+
+
+def test_a_run_of_a_toy_that_moved_goes_on_with_a_copy_of_its_file(tmp_path: Path) -> None:
+    """The recorded name is that of 0.1.0; the end is that of a run that was as long from the beginning."""
+    for name, steps in (("whole", 4), ("run", 2)):
+        run_to_end(tmp_path / name, models={"main": CONV}, data=IMAGES, train={"steps": steps})
+    run = tmp_path / "run" / "run"
+    text = (run / "run.yaml").read_text()
+    assert CONV["name"] in text and IMAGES["name"] in text
+    (run / "run.yaml").write_text(text.replace(CONV["name"], "conv").replace(IMAGES["name"], "images"))
+    names = f"models.main.name={CONV['name']}", f"data.name={IMAGES['name']}"
+    with pytest.raises(UsageError, match="no longer built in"):
+        resume(str(run), ["train.steps=4"])
+    with pytest.raises(Conflict, match=r"data\.name was 'images', and is now 'blobs'"):
+        resume(str(run), ["train.steps=4", names[0], "data.name=blobs"])
+    resume(str(run), ["train.steps=4", *names])
+    one, other = (tmp_path / name / "run/checkpoints/step-00000004.pt" for name in ("whole", "run"))
+    assert one.read_bytes() == other.read_bytes()

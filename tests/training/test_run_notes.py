@@ -126,7 +126,7 @@ def test_a_run_that_break_ended_goes_on_where_more_is_asked_for(tmp_path: Path) 
 
     assert steps(6, leave=2)[0] == [1, 2]
     seen, said = steps(6)
-    assert seen == [] and "`break` ended this run at step 2: it goes on where you ask for more steps" in said
+    assert seen == [] and "`break` ended this run at step 2; it goes on only if you ask for more steps" in said
     assert steps(8)[0] == [3, 4, 5, 6, 7, 8]
 
 

@@ -216,3 +216,8 @@ def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where
     }
     with pytest.raises(AttributeError, match=r"run\.save\(every=500"):
         run.due(every=3)
+    for name, words in {"force": "each call marks", "evry": r"Did you mean every\?", "second": "seconds"}.items():
+        with pytest.raises(ckptool.errors.UsageError, match=f"(?s)run.save has no option {name}.*{words}"):
+            run.save(**{name: True})
+    with pytest.raises(ckptool.errors.UsageError, match=r"(?s)no option keep_lst.*Did you mean keep_last\?"):
+        ckptool.Run(tmp_path / "other", model=model, keep_lst=2)

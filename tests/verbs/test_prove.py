@@ -52,13 +52,7 @@ def test_a_configuration_is_proved_by_the_command_that_trains_it(
     assert not list(judge(schema("prove").document, found))
     assert (found["schema"], found["proved"], found["starts"], found["steps"]) == ("ckptool.prove/2", True, 4, 12)
     assert "checkpoints/step-00000012.pt" in found["compared"]
-    assert found["command"][3] == "train" and found["command"][-5:] == [
-        "--set",
-        "run={run}",
-        "--resume",
-        "auto",
-        "--quiet",
-    ]
+    assert found["command"][3] == "train" and found["command"][-5:] == ["--set", "run={run}", "--resume", "auto", "-q"]
 
 
 @pytest.mark.soak
@@ -105,6 +99,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ckptool.prove(**{"command": ["true", "{run}"], **options})
     with pytest.raises(UsageError, match="neither"):
         ckptool.prove()
+
+
+def test_a_script_alone_is_told_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no configuration, whatever its words mean in YAML."""
+    assert cli.main(["prove", "train.py"]) == 2
+    assert "ckptool prove -- python train.py {run}" in capsys.readouterr().err
 
 
 def test_what_is_said() -> None:

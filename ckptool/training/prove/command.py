@@ -51,7 +51,8 @@ def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: flo
     without `{run}`, and `RunFailed` where it fails unbroken or leaves no checkpoint.
     """
     if not any(RUN in word for word in command):
-        raise UsageError("the command does not name {run}", "It stands for the folder that the command writes to.")
+        what, why = "the command does not name {run}", "It stands for the folder that the command writes to."
+        raise UsageError(what, why, "For example: ckptool prove -- python train.py {run}")
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0]}", "", "Give the command as you would type it.")
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ckptool-prove-"))
