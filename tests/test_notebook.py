@@ -75,4 +75,6 @@ def test_it_tells_of_no_machine_and_has_no_script(executed: dict[str, Any]) -> N
     assert not re.search(r"(?<![\w.<>])/(?:home|root|tmp|work|Users|usr|var|private)\b", text)
     assert "<script" not in text and len(text) < 100_000
     assert {cell["cell_type"] for cell in executed["cells"]} == {"markdown", "code"}
-    assert not [each for cell in executed["cells"] for each in cell.get("outputs", ()) if each.get("name") == "stderr"]
+    outputs = [each for cell in executed["cells"] for each in cell.get("outputs", ())]
+    told = [line for each in outputs if each.get("name") == "stderr" for line in each["text"]]
+    assert [line.partition(" holds ")[0] for line in told] == ["ckptool: the checkpoint of step 10"]

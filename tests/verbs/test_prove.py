@@ -52,7 +52,8 @@ def test_a_configuration_is_proved_by_the_command_that_trains_it(
     assert not list(judge(schema("prove").document, found))
     assert (found["schema"], found["proved"], found["starts"], found["steps"]) == ("ckptool.prove/2", True, 4, 12)
     assert "checkpoints/step-00000012.pt" in found["compared"]
-    assert found["command"][3] == "train" and found["command"][-5:] == ["--set", "run={run}", "--resume", "auto", "-q"]
+    words = ["--set", "run={run}", "--resume", "auto", "-q"]
+    assert found["command"][3] == "train" and found["command"][-5:] == words
 
 
 @pytest.mark.soak
