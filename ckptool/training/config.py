@@ -16,8 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from ckptool.commands import arg
+from ckptool.commands import arg, command
 from ckptool.errors import Conflict, counted, form
+from ckptool.training import CONFIG
 from ckptool.training.code_paths import portable, rooted
 
 FIXED = "fixed"  # decides where the run ends, and never changes
@@ -454,7 +455,7 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
         raise Conflict(
             f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither. Nothing was changed.",
-            f"Start another run: {arg(set='run=OTHER')}"
+            f"Start another run: {command('train', os.path.join(folder, CONFIG), set='run=OTHER')}, and the changes"
             if fixed
             else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",
         )

@@ -96,7 +96,7 @@ class Choice:
         found, takes = self.find(name), ""
         try:
             signature = inspect.signature(found)
-            takes = ", ".join(signature.parameters)
+            takes = ", ".join([*signature.parameters][len(first) :])
             signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
             signature.bind(*first, **args)
             return call_user_code(found, self.key, name, *first, **args) if names_code(name) else found(*first, **args)

@@ -98,7 +98,7 @@ def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> 
 
 def _is_moved(change: ChangedKey) -> bool:
     """True for the name of what was built in once, where it is now named in a copy of its file of `examples/`."""
-    moved = (MOVED_DATA | MOVED_MODELS).get(change.before)
+    moved = (MOVED_DATA | MOVED_MODELS).get(str(change.before))
     return moved is not None and os.path.basename(str(change.after)) == moved
 
 

@@ -289,7 +289,7 @@ def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
     assert "runs/x cannot go on with a changed configuration" in error.what
     assert "data.batch was 8, and is now 16" in error.what
     assert "models.main.args.dropout was 0.2, and is now 0.5" in error.what
-    assert error.fix == "Start another run: --set run=OTHER"
+    assert str(error.fix) == "Start another run: ckptool train runs/x/run.yaml --set run=OTHER, and the changes"
 
 
 def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
