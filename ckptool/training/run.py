@@ -429,8 +429,11 @@ class Run:
     def _epoch_of(self, found: Batches) -> Generator[Any]:
         """The data of the epoch that the run is in, from its place on."""
         resumed = bool(self.position.batch)
-        if resumed:
-            self._undo_repeated()
+        if resumed and (begun := self._resumed) is not None:  # what the body of `epochs` did again is taken back
+            self._say_drawn(begun)
+            self.values = to_cpu(begun.values, copied=True)
+            self.objects.restore(loaded(begun.path, self.objects.in_parts), begun.path)
+            self._resumed = None
         random, self._random = self._random, None
         if random is not None and not resumed:  # the loop has begun before the loader was known
             rng.restore({"generators": random["generators"]}, generators_of(found.loader))
@@ -521,14 +524,6 @@ class Run:
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
             )
-
-    def _undo_repeated(self) -> None:
-        """Takes back what the body of `epochs` did again before its batches: the checkpoint has it already."""
-        if (resumed := self._resumed) is not None:
-            self._say_drawn(resumed)
-            self.values = to_cpu(resumed.values, copied=True)
-            self.objects.restore(loaded(resumed.path, self.objects.in_parts), resumed.path)
-            self._resumed = None
 
     def _wanted(self) -> tuple[bool, bool]:
         """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
