@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class Batches:
     seeding: called with a place before the draws there, where randomness follows from a seed; else None, and random
     states are captured.  generators: those that belong to the run, beside the global ones.
     capture, restore: get and set the state of these generators.  completed: gives the steps done so far.
+    refetching: the context in which batches are fetched that were trained on.
     """
 
     def __init__(
@@ -118,9 +120,10 @@ class Batches:
         capture: Callable[[dict[str, Any]], rng.State],
         completed: Callable[[], int],
         restore: Callable[[rng.State, dict[str, Any]], None] = rng.restore,
+        refetching: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.loader, self.position, self.generators, self.seeding = loader, position, generators, seeding
-        self.capture, self.restore, self.completed = capture, restore, completed
+        self.capture, self.restore, self.completed, self.refetching = capture, restore, completed, refetching
         position.loader = loader
         if is_iterator(loader):
             raise UsageError(
@@ -151,10 +154,11 @@ class Batches:
             self.seeding("epoch", position.epoch)
         batches = self._begin(position.epoch)
         try:
-            if not has_state(self.loader):
-                for number in range(skipped):
-                    if self._next(batches, position.began + number) is _END:
-                        raise self._shorter(number, skipped)
+            if skipped and not has_state(self.loader):
+                with self.refetching():
+                    for number in range(skipped):
+                        if self._next(batches, position.began + number) is _END:
+                            raise self._shorter(number, skipped)
             if skipped and saved is not None:
                 self.restore(saved, self.generators)
             while (batch := self._next(batches, self.completed())) is not _END:

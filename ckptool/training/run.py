@@ -13,7 +13,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +109,13 @@ class Run:
         self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
         self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
         self._metrics: dict[str, float] = {}  # of the step that was saved last
+        self._counted = 0  # the step of the newest save that was not made only to stop: `every` counts from there
         self._loop = ""  # what runs: `run.epochs`, or another
         self._has_batches = False  # in this epoch of `run.epochs`
+        self._caught = ExitStack()  # signals, in a loop
+        self._waits: tuple[int, int] | None = None  # a save: since which step, and after how many of all optimizers
+        self._unreached: Point | None = None  # of a commit that is going on, or failed
+        self._failed: BaseException | None = None  # a commit at `break`: Python drops what a generator raises there
         self._ended: dict[str, int] | None = None  # by `break`: the epochs or steps that were asked for then
         self._initial_random = rng.global_states()
         self._drawn: set[str] = set()  # the global generators that anything was ever drawn from
@@ -178,12 +183,24 @@ class Run:
         return opened or run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
 
     def close(self) -> None:
-        """Waits for the save in progress, and releases the lock; nothing more can be saved."""
+        """Waits for the save in progress, and releases the lock; nothing more can be saved.
+
+        Raises what went wrong in the save at `break`.
+        """
         if hasattr(self, "_saver"):
+            if self._loop and not self._closed and self._saver.step != self.step:
+                self.say(
+                    f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
+                    "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
+                    "for … in tqdm(run.batches(…))"
+                )
+            self._caught.close()
             self._saver.finish(self.say)
         elif hasattr(self, "folder"):
             self.folder.close()
-        self._closed = True
+        failed, self._failed, self._closed = self._failed, None, True
+        if failed is not None:
+            raise failed
 
     def __enter__(self) -> Run:
         return self
@@ -192,6 +209,8 @@ class Run:
         try:
             if kind is None:
                 self._saver.wait()
+            else:
+                self._failed = None  # what ended the loop is raised
         finally:
             self.close()
 
@@ -270,7 +289,7 @@ class Run:
             **self.objects.state(point.states),
             "generators": sorted(self.objects.generators),
             "rng_state": {"seed": self._seed, "ranks": ranks},
-            "data_state": {**point.place, "ended": self._ended},
+            "data_state": {**point.place, "ended": self._ended, "renewing": sorted(self._window.renewing)},
             "values": self.values,
             "options": self._options,
         }
@@ -285,6 +304,7 @@ class Run:
         self.objects.restore(tree, where)
         # Copied, since they would keep the file mapped.
         self.step, self.loss, self.values = tree["step"], tree["loss"], to_cpu(tree["values"], copied=True)
+        self._counted = self.world.first(lambda: self.folder.newest_counted(saved.step))
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
             raise Conflict(
@@ -300,10 +320,11 @@ class Run:
             self.say(f"{moved}: {why}")
         own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = own["now"], tree["data_state"].get("ended")
+        self._window.renewing = set(tree["data_state"].get("renewing", ()))
         self._drawn = set(own["now"]) - {"generators"}
         self.position.restore(tree["data_state"], own)
         values = to_cpu(tree["values"], copied=True)
-        self._resumed = _Resumed(where, values, set(), self.objects.counters(), self._capture(self.objects.generators))
+        self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
 
     def _say_options(self, began: dict[str, Any]) -> None:
         """Says which options of optimizers the script has changed: loading their state overwrites them."""
@@ -361,7 +382,8 @@ class Run:
             )
         generators = {**self.objects.generators, **generators_of(loader)}
         place, seeding, done = self.position, self._seeding, lambda: self.step
-        found = Batches(loader, place, generators, seeding, self._capture, done, self._restore_random)
+        restore, refetching = self._restore_random, self.objects.refetching
+        found = Batches(loader, place, generators, seeding, self._capture, done, restore, refetching)
         if nested:
             return self._one_epoch(self._epoch_of(found), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
@@ -383,6 +405,8 @@ class Run:
                     self._stop.begin()
                     self._window.begin()
                     self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
+                    if is_nested and self._seeding is not None:
+                        self._seeding("body", self.position.epoch)
                     yield self.position.epoch
                     if self._is_over(asked):
                         break
@@ -394,15 +418,22 @@ class Run:
                 if left_by_break(loop) and not self._closed:
                     if is_nested:
                         self.position.next_epoch(self.step)
-                    self._end(asked)
+                    try:
+                        self._end(asked)
+                    except BaseException as error:  # noqa: BLE001  `close` raises it: here, Python would drop it
+                        self._failed = error
+                        self.say(f"step {self.step:,}, where `break` left the loop, was not saved: {error}")
                 raise
             self._end()
 
     def _epoch_of(self, found: Batches) -> Generator[Any]:
         """The data of the epoch that the run is in, from its place on."""
         resumed = bool(self.position.batch)
-        if resumed:
-            self._undo_repeated()
+        if resumed and (begun := self._resumed) is not None:  # what the body of `epochs` did again is taken back
+            self._say_drawn(begun)
+            self.values = to_cpu(begun.values, copied=True)
+            self.objects.restore(loaded(begun.path, self.objects.in_parts), begun.path)
+            self._resumed = None
         random, self._random = self._random, None
         if random is not None and not resumed:  # the loop has begun before the loader was known
             rng.restore({"generators": random["generators"]}, generators_of(found.loader))
@@ -444,13 +475,17 @@ class Run:
         self._begin_resumed(nested=name == "run.epochs")
         self._loop, first = name, self.step
         try:
-            with stopping(self._signals, self._stop):
+            with self._caught as caught:
+                caught.enter_context(stopping(self._signals, self._stop))
                 yield
         finally:
             self._loop = ""
             if self.step > first:  # another loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.keep_loader_state()
+            if (point := self._unreached) is not None:  # a commit failed: the batch after it was fetched for nothing
+                self.position.restore(point.place, point.rank)
+                self._random, self._unreached = point.rank["now"], None
 
     def _is_over(self, asked: dict[str, int]) -> bool:
         """True after so many steps or epochs, and where `break` has ended a loop of as many, or more."""
@@ -490,27 +525,28 @@ class Run:
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
             )
 
-    def _undo_repeated(self) -> None:
-        """Takes back what the body of `epochs` did again before its batches: the checkpoint has it already."""
-        if (resumed := self._resumed) is not None:
-            self._say_drawn(resumed)
-            self.values = to_cpu(resumed.values, copied=True)
-            if self.objects.counters() != resumed.counters:
-                self.objects.restore(loaded(resumed.path, self.objects.in_parts), resumed.path)
-            self._resumed = None
-
     def _wanted(self) -> tuple[bool, bool]:
         """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
         accumulation, whose gradients would be lost."""
         wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
         if (wanted or stop) and self.world.any_rank(self._window.is_open):
+            self._waits = self._waits or (self.step, self._window.steps)
+            if self._window.steps > self._waits[1] + 1:
+                self._say_once(
+                    f"a save has waited since step {self._waits[0]:,}: gradients are added after each "
+                    "optimizer.step(), and they are in no checkpoint; call loss.backward() before optimizer.step(), or "
+                    "zero_grad() after it"
+                )
             return False, False
+        self._waits = None
         return wanted, stop
 
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
         if self._marked is not None or self._saver.step != self.step:
+            self._unreached = point
             self._commit(point, {"stop": True} if self._marked is None else {})
+            self._unreached = None
         if stop:
             self._saver.wait()
             self._stop.number = max(self.world.gather(self._stop.number))  # it may have come to one process alone
@@ -522,6 +558,7 @@ class Run:
         if self.world.is_first:
             self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
         if stopped:
+            self._loop = ""
             self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
             self.close()
             if number == signal.SIGINT:
@@ -555,7 +592,7 @@ class Run:
         if "force" in metrics:
             raise UsageError("run.save has no option force", "Without `every` and `seconds` each call marks a save.")
         refuse_misspelt(metrics, ("every", "seconds"), "run.save")
-        passed = bool(every) and self.step // (every or 1) > (self._saver.step or 0) // (every or 1)
+        passed = bool(every) and self.step // (every or 1) > self._counted // (every or 1)
         if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
             self._marked = {**(self._marked or {}), **metrics}
             if not self._loop:
@@ -576,6 +613,8 @@ class Run:
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
         self._saver.save(self.step, lambda: self._gather(point), facts)
+        self._counted = self._counted if "stop" in facts else self.step
+        self._failed = None
         if not self._loop:
             self._random = self._capture(self._generators())
         self._say_notes(first)
@@ -685,7 +724,6 @@ class _Resumed(NamedTuple):
     path: str
     values: dict[str, Any]
     overwritten: set[str]
-    counters: dict[str, Any]
     random: rng.State
 
 

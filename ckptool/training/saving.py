@@ -188,6 +188,8 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
         if hasattr(node, "_metadata"):
             made._metadata = node._metadata
         return made
+    if type(node) in (set, bytearray):  # their owner may change them while they are written
+        return node.copy()
     return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.swa_utils import AveragedModel
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.rng import is_generator
-from ckptool.training.saving import plain_state, refuse_not_plain
+from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
 from ckptool.training.shards import has_divided, local, state_like
 
 Optimizer = torch.optim.Optimizer
@@ -70,6 +70,14 @@ class Objects:
         """The states of what is no part of torch: fetching data may change them, so they are taken before."""
         others = {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
         return {name: value.state_dict() for name, value in others.items()}
+
+    @contextmanager
+    def refetching(self) -> Iterator[None]:
+        """While batches are fetched again that were trained on: what they change in these objects is taken back."""
+        states = to_cpu(self.states_of_others(), copied=True)
+        yield
+        for name, state in states.items():
+            self.named[name].load_state_dict(state)
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all objects, by the keys that they are saved under. taken: those that were taken before."""
@@ -190,12 +198,6 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
-    def counters(self) -> dict[str, Any]:
-        """What loops change after an optimizer's step and is cheap to compare: schedules, scales, averages."""
-        found: dict[str, Any] = {name: plain_state(value.state_dict()) for name, value in self.of(Schedule).items()}
-        found |= {name: scaler_updates(value) for name, value in self.of(GradScaler).items()}
-        return found | {name: int(value.n_averaged) for name, value in self.of(AveragedModel).items()}
-
     def requires_grad(self) -> dict[str, str]:
         """Which parameters are trained, which no state dict has, in the form of `moving.snapshot`."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
@@ -238,38 +240,75 @@ class Window:
         self._optimizers = list(objects.of(Optimizer).values())
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that
+        self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, at the last step of its own optimizer
+        self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
+        self._stepped: set[int] = set()  # the optimizers, by number, in this body
+        self.renewing: set[int] = set()  # those that used no gradient of an earlier body; saved, as saves depend on it
+        self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
 
-        def used(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def used(number: int) -> None:
             if (window := this()) is not None:
-                window._used = {key: (weakref.ref(each), each._version) for key, each in window._gradients()}
+                window.note_step(number)
 
-        for optimizer in self._optimizers:
-            optimizer.register_step_post_hook(used)
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.register_step_post_hook(lambda *call, number=number: used(number))
+
+    def note_step(self, number: int) -> None:
+        """An optimizer has used its gradients."""
+        self._used = {key: (weakref.ref(each), each._version) for key, each in self._gradients(*self._optimizers)}
+        self._counts[number] += 1
+        if len(self._optimizers) > 1:
+            own = dict(self._gradients(self._optimizers[number]))
+            self._used_by_own |= {key: self._used[key] for key in own}
+            self._stepped.add(number)
+            kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
+            (self.renewing.discard if kept else self.renewing.add)(number)
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled = self._updates()
+        self._scaled, self._stepped = self._updates(), set()
+        if len(self._optimizers) > 1:
+            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*self._optimizers)}
+
+    @property
+    def steps(self) -> int:
+        """How often every optimizer has stepped."""
+        return min(self._counts, default=0)
 
     @property
     def is_open(self) -> bool:
-        """True where a backward pass came after the last step of any optimizer. A step that a scaler skipped is one."""
+        """True where a backward pass came after the last step of any optimizer. A step that a scaler skipped is one.
+
+        Of several optimizers also where one that did not step in this body has gradients that it has not used, unless
+        it has thrown such away before: a generator's loss leaves gradients in the discriminator.
+        """
         if self._updates() != self._scaled:
             return False
-        for key, each in self._gradients():
-            reference, version = self._used.get(key, (None, 0))
-            known = reference is not None and reference() is each and version == each._version
-            if not known and bool(local(each._values() if each.is_sparse else each).any()):
-                return True
-        return False
+        settled = self._stepped | self.renewing
+        waiting = [each for number, each in enumerate(self._optimizers) if number not in settled]
+        return _is_any(self._gradients(*self._optimizers), self._used) or (
+            len(self._optimizers) > 1 and _is_any(self._gradients(*waiting), self._used_by_own)
+        )
 
-    def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+    def _gradients(self, *which: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+        """The gradients of these optimizers, by parameter."""
+        groups = (group for optimizer in which for group in optimizer.param_groups)
         return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
 
     def _updates(self) -> int:
         return sum(map(scaler_updates, self._scalers))
+
+
+def _is_any(gradients: Iterable[tuple[int, torch.Tensor]], used: Mapping[int, tuple[Any, int]]) -> bool:
+    """True if one of these gradients was not used as it is now, and is not zero."""
+    for key, each in gradients:
+        reference, version = used.get(key, (None, 0))
+        known = reference is not None and reference() is each and version == each._version
+        if not known and bool(local(each._values() if each.is_sparse else each).any()):
+            return True
+    return False
 
 
 def scaler_updates(scaler: GradScaler) -> int:

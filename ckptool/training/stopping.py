@@ -62,8 +62,9 @@ def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> It
     try:
         yield flag
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def loop_frame() -> tuple[int, CodeType | None]:

@@ -457,6 +457,10 @@ class RunFolder:
             )
         return newest
 
+    def newest_counted(self, last: int) -> int:
+        """The newest step up to `last` with a checkpoint that was not saved only to stop; 0 for none."""
+        return max((saved.step for saved in self.all() if saved.step <= last and not saved.is_stop), default=0)
+
     def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them.
 

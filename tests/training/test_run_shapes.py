@@ -153,7 +153,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
     """kills: before which line, and by which signal; all of them come in one run, one after the other."""
-    source, options = script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)]
+    compare(folder, script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)], kills)
+
+
+def compare(folder: Path, source: str, options: dict[str, Any], kills: list[tuple[int, int]]) -> None:
     assert runs(source, folder / "whole", options) == 0
     for line, number in kills:
         code = runs(source, folder / "killed", options, line, number)
@@ -192,6 +195,177 @@ def test_all_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
 def test_a_loop_killed_at_each_line(tmp_path: Path, number: int) -> None:
     for line in range(1, 160):
         trial(tmp_path / str(line), ALL[number], [(line, signal.SIGKILL)])
+
+
+STEP = "loss = model(batch).pow(2).mean(); optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+COUNTING = """
+class Counting(torch.utils.data.Dataset):
+    seen = 0
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        self.seen += 1
+        return torch.full((4,), float(self.seen % 7)) + index
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+counting = Counting()
+"""
+# What is added to the objects of `BEGIN`, the further ones that the run is given, and the loop.
+ODD = {
+    "what the body changes before its batches": (
+        COUNTING,
+        ", counting=counting",
+        (
+            "for epoch in run.epochs(3):\n    counting.seen = 0\n    optimizer.param_groups[0]['lr'] *= 0.5\n"
+            "    with torch.no_grad():\n        model[3].weight.mul_(0.5)\n"
+            "    for step, batch in run.batches(loader):\n"
+            f"        counting.seen += step\n        {STEP}        run.save(every=2)\n    run.log(seen=counting.seen)\n"
+        ),
+    ),
+    "data with a state": (
+        COUNTING,
+        ", counting=counting",
+        (
+            "loader = torch.utils.data.DataLoader(counting, batch_size=3, shuffle=True)\n"
+            f"for step, batch in run.batches(loader, epochs=4):\n    {STEP}    run.save(every=3)\n"
+        ),
+    ),
+    "a save of so many steps at the end of each epoch alone": (
+        "",
+        "",
+        (
+            f"for epoch in run.epochs(5):\n    for step, batch in run.batches(loader):\n        {STEP}"
+            "    run.save(every=5)\n"
+        ),
+    ),
+    "one of two optimizers accumulates": (
+        "critic = nn.Linear(4, 1)\nother = torch.optim.SGD(critic.parameters(), lr=0.1)\n",
+        ", critic=critic, other=other",
+        (
+            "for step, batch in run.batches(loader, steps=14):\n    model(batch).mean().backward()\n"
+            "    if step % 3 == 0:\n        optimizer.step(); optimizer.zero_grad()\n"
+            "    other.zero_grad(); critic(batch).mean().backward(); other.step()\n    run.save(every=2)\n"
+        ),
+    ),
+    "one of two optimizers leaves gradients in the other": (
+        "critic = nn.Linear(1, 1)\nother = torch.optim.SGD(critic.parameters(), lr=0.1)\n",
+        ", critic=critic, other=other",
+        (
+            "for step, batch in run.batches(loader, steps=16):\n"
+            "    other.zero_grad(); critic(model(batch)).mean().backward(); other.step()\n"
+            "    if step % 4 == 0:\n"
+            "        optimizer.zero_grad(); critic(model(batch)).mean().backward(); optimizer.step()\n"
+            "    run.save(every=3)\n"
+        ),
+    ),
+    "random numbers in bodies of run.epochs": (
+        "",
+        "",
+        (
+            "for epoch in run.epochs(14):\n    batch = torch.rand(3, 4) + random.random()\n"
+            f"    {STEP}    run.log(loss=loss)\n    run.save(every=3)\n"
+        ),
+    ),
+    "a set that grows": (
+        "",
+        "",
+        (
+            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run['seen'] = run.get('seen', set())\n"
+            "    run['seen'].add(step)\n    run.save()\n"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        ({}, [(60, signal.SIGKILL), (75, signal.SIGTERM), (72, signal.SIGTERM)]),
+        ({"save_async": True}, [(line, signal.SIGTERM) for line in (62, 64, 66)]),
+        ({"seed": 7}, [(line, signal.SIGKILL) for line in (70, 64)]),
+    ],
+    ids=["killed", "stopped", "seeded"],
+)
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(
+    tmp_path: Path, name: str, options: dict[str, Any], kills: list[tuple[int, int]]
+) -> None:
+    objects, given, loop = ODD[name]
+    begin = BEGIN.replace("{loader}", LOADERS["shuffled"]).replace("\nrun =", f"\n{objects}run =")
+    begin = begin.replace("scheduler=scheduler", f"scheduler=scheduler{given}").replace("keep_last=2", "keep_last=9")
+    compare(tmp_path, f"{begin}{loop}run.close()\n", options, kills)
+
+
+@pytest.mark.parametrize("others", ["other.zero_grad()", "other.zero_grad(set_to_none=False)"])
+def test_gradients_that_one_loss_leaves_in_the_other_optimizer_are_no_window(tmp_path: Path, others: str) -> None:
+    model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+    run = ckptool.Run(tmp_path, model=model, critic=critic, optimizer=optimizer, other=other, say=str, keep_last=9)
+    for _ in run.steps(4):
+        exec(others)
+        critic(torch.ones(2)).mean().backward()
+        other.step()
+        optimizer.zero_grad()
+        critic(model(torch.ones(2))).mean().backward()
+        optimizer.step()
+        run.save()
+    assert [saved.step for saved in run.folder.all()] == [1, 2, 3, 4]
+
+
+def test_a_save_that_would_wait_for_ever_is_named(tmp_path: Path) -> None:
+    model, said = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ckptool.Run(tmp_path, model=model, optimizer=optimizer, say=said.append)
+    for _ in run.steps(9):
+        optimizer.step()  # with the gradients of the step before
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        run.save(every=2)
+    assert [text for text in said if text.startswith("a save has waited since step 2: gradients are added after")]
+
+
+def test_what_fails_in_the_save_at_break_is_raised_on_closing(tmp_path: Path) -> None:
+    def metric() -> float:
+        raise ValueError("no metric")
+
+    said: list[str] = []
+    run = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=said.append)
+    for step in run.steps(9):
+        run.save(val=metric)
+        if step == 1:
+            break
+    assert "step 1, where `break` left the loop, was not saved: no metric" in said
+    with pytest.raises(ValueError, match="no metric"):
+        run.close()
+
+
+def test_a_batch_that_was_fetched_before_a_save_that_failed_is_trained_on_in_the_next_loop(tmp_path: Path) -> None:
+    failing = [True]
+
+    def metric() -> float:
+        assert not failing or not failing.pop()
+        return 1.0
+
+    run, seen = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=str), []
+    with pytest.raises(AssertionError):
+        for _, batch in run.batches(list("abcdef"), epochs=1):
+            seen.append(batch)
+            run.save(every=3, val=metric)
+    seen += [batch for _, batch in run.batches(list("abcdef"), epochs=1)]
+    assert "".join(seen) == "abcdef"
+
+
+def test_a_loop_whose_iterator_is_held_gives_signals_back_and_is_named_on_closing(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=said.append)
+    before, held = signal.getsignal(signal.SIGTERM), run.steps(9)
+    for _ in held:
+        break
+    run.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert said[-1].startswith("step 1 was not saved: run.close() came before the loop had ended, or a variable still")
 
 
 def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
