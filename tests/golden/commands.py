@@ -362,5 +362,4 @@ def training(_: Facts) -> Iterator[Words]:
         prune run --set save.keep_last=1 -n --json
         prune run --set save.keep_last=1 --json
         scan run/checkpoints --json
-        prove run.yaml --steps 4 --kills 1 --json
     """)
