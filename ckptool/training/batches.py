@@ -23,7 +23,7 @@ from ckptool.training.data import ignore_in_worker, signals_blocked
 from ckptool.training.seeds import seed_all
 
 Seeding = Callable[..., None]
-_EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`
+_EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`, or a state
 _END = object()
 
 
@@ -38,11 +38,13 @@ class Position:
         self.start: rng.State | None = None
         self.loader_state: Any = None
         self.loader: Any = None
+        self.parts: dict[str, Any] = {}  # the states with which given parts of the loader began the epoch
 
     def next_epoch(self, completed: int) -> None:
         """Goes to the beginning of the next epoch, after so many steps in all."""
         self.epoch, self.batch, self.began = self.epoch + 1, 0, completed
         self.start = self.loader_state = None
+        self.parts = {}
 
     def shared_state(self) -> dict[str, Any]:
         """The place, the same in every process."""
@@ -52,7 +54,8 @@ class Position:
         """The part of the place that each process has for itself; none between two epochs."""
         inside = bool(self.batch)
         state = self.loader.state_dict() if inside and has_state(self.loader) else None
-        return {"epoch_start": self.start if inside else None, "loader": state}
+        parts = {"parts": self.parts} if inside and self.parts else {}
+        return {"epoch_start": self.start if inside else None, "loader": state, **parts}
 
     def keep_loader_state(self) -> None:
         """Keeps the state of a stateful loader, for another loop in the middle of the epoch."""
@@ -62,6 +65,7 @@ class Position:
         """Takes a place that was saved."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
         self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
+        self.parts = own.get("parts", {})
         if saved.get("over") and self.batch:  # of 0.1.0: the epoch has no more batches
             self.next_epoch(self.began + self.batch)
 
@@ -108,7 +112,8 @@ class Batches:
     seeding: called with a place before the draws there, where randomness follows from a seed; else None, and random
     states are captured.  generators: those that belong to the run, beside the global ones.
     capture, restore: get and set the state of these generators.  completed: gives the steps done so far.
-    refetching: the context in which batches are fetched that were trained on.
+    parts: the states of the loader's parts that are saved.  refetching: the context in which batches are fetched that
+    were trained on, given these states as they were when the epoch began.
     """
 
     def __init__(
@@ -120,10 +125,12 @@ class Batches:
         capture: Callable[[dict[str, Any]], rng.State],
         completed: Callable[[], int],
         restore: Callable[[rng.State, dict[str, Any]], None] = rng.restore,
-        refetching: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        parts: Callable[[Any], dict[str, Any]] = lambda loader: {},
+        refetching: Callable[[dict[str, Any]], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.loader, self.position, self.generators, self.seeding = loader, position, generators, seeding
-        self.capture, self.restore, self.completed, self.refetching = capture, restore, completed, refetching
+        self.capture, self.restore, self.completed = capture, restore, completed
+        self.parts, self.refetching = parts, refetching
         position.loader = loader
         if is_iterator(loader):
             raise UsageError(
@@ -152,13 +159,15 @@ class Batches:
         position.start = self.capture(self.generators)
         if self.seeding is not None:
             self.seeding("epoch", position.epoch)
-        batches = self._begin(position.epoch)
+        position.parts = position.parts if skipped else self.parts(self.loader)
+        again = 0 if has_state(self.loader) else skipped
+        batches: Any = None
         try:
-            if skipped and not has_state(self.loader):
-                with self.refetching():
-                    for number in range(skipped):
-                        if self._next(batches, position.began + number) is _END:
-                            raise self._shorter(number, skipped)
+            with self.refetching(position.parts) if again else nullcontext():
+                batches = self._begin(position.epoch)
+                for number in range(again):
+                    if self._next(batches, position.began + number) is _END:
+                        raise self._shorter(number, skipped)
             if skipped and saved is not None:
                 self.restore(saved, self.generators)
             while (batch := self._next(batches, self.completed())) is not _END:
@@ -167,7 +176,7 @@ class Batches:
             if not position.batch:
                 raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
         finally:
-            if getattr(self.loader, "num_workers", 0):
+            if getattr(self.loader, "num_workers", 0) and batches is not None:
                 end_workers(batches)
 
     def _next(self, batches: Iterator[Any], step: int) -> Any:

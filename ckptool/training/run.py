@@ -382,8 +382,10 @@ class Run:
             )
         generators = {**self.objects.generators, **generators_of(loader)}
         place, seeding, done = self.position, self._seeding, lambda: self.step
-        restore, refetching = self._restore_random, self.objects.refetching
-        found = Batches(loader, place, generators, seeding, self._capture, done, restore, refetching)
+        restore, objects = self._restore_random, self.objects
+        found = Batches(
+            loader, place, generators, seeding, self._capture, done, restore, objects.parts_of, objects.refetching
+        )
         if nested:
             return self._one_epoch(self._epoch_of(found), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}

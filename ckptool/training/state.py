@@ -71,10 +71,21 @@ class Objects:
         others = {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
         return {name: value.state_dict() for name, value in others.items()}
 
+    def parts_of(self, loader: Any) -> dict[str, Any]:
+        """The states of the objects that are a loader, its data set or a sampler of it, copied."""
+        known = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+        parts = {name: each for name, each in self.named.items() if any(each is part for part in known)}
+        return {name: to_cpu(each.state_dict(), copied=True) for name, each in parts.items()}
+
     @contextmanager
-    def refetching(self) -> Iterator[None]:
-        """While batches are fetched again that were trained on: what they change in these objects is taken back."""
+    def refetching(self, parts: Mapping[str, Any]) -> Iterator[None]:
+        """While batches are fetched again that were trained on: what they change in these objects is taken back.
+
+        parts: the states to begin with, of those that fetch.
+        """
         states = to_cpu(self.states_of_others(), copied=True)
+        for name, state in parts.items():
+            self.named[name].load_state_dict(to_cpu(state, copied=True))
         yield
         for name, state in states.items():
             self.named[name].load_state_dict(state)

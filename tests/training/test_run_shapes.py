@@ -232,6 +232,21 @@ ODD = {
             f"for step, batch in run.batches(loader, epochs=4):\n    {STEP}    run.save(every=3)\n"
         ),
     ),
+    "a stream that knows its place": (
+        (
+            "class Stream(torch.utils.data.IterableDataset):\n    place = 0\n    def __iter__(self):\n"
+            "        while self.place < 12:\n            self.place += 1\n"
+            "            yield torch.full((4,), float(self.place))\n        self.place = 0\n"
+            "    def state_dict(self):\n        return {'place': self.place}\n"
+            "    def load_state_dict(self, state):\n        self.place = state['place']\nstream = Stream()\n"
+        ),
+        ", stream=stream",
+        (
+            "loader = torch.utils.data.DataLoader(stream, batch_size=3)\n"
+            "for step, batch in run.batches(loader, epochs=4):\n"
+            f"    {STEP}    run.log(sum=float(batch.sum()))\n    run.save(every=3)\n"
+        ),
+    ),
     "a save of so many steps at the end of each epoch alone": (
         "",
         "",
