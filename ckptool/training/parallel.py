@@ -6,6 +6,7 @@ samples of a step are chosen before they are divided, so they are the same under
 
 from __future__ import annotations
 
+import gc
 import os
 from bisect import bisect
 from collections.abc import Callable, Iterator
@@ -162,6 +163,7 @@ def world_of(config: Config) -> Iterator[World]:
     try:
         yield World(library.get_rank(), library.get_world_size(), device, True)
     finally:
+        gc.collect()  # what DDP holds, and a cycle keeps, needs the group when it is freed
         library.destroy_process_group()
 
 

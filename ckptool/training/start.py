@@ -61,15 +61,20 @@ def start(
     ):
         folder = _opened(config, there and resume != "never", asked, world)
         try:
-            hooks = Hooks(config.hooks, progress if world.is_first else None)
             say = say if say and world.is_first else lambda text: None
-            trainer = build(config, world, say, fresh=not folder.all())
-            run = TrainerRun(trainer, folder, stop, say)
-            with run:
-                train(trainer, run, hooks)
-            return replace(run.outcome, profile=hooks.profiled)
+            hooks = Hooks(config.hooks, progress if world.is_first else None)
+            return _trained(config, folder, world, stop, hooks, say)
         finally:
             folder.close()
+
+
+def _trained(config: Config, folder: RunFolder, world: World, stop: Stopping, hooks: Hooks, say: Say) -> Outcome:
+    """Trains to the end. What is made here is gone before the processes part: else DDP would wait for them for ever."""
+    trainer = build(config, world, say, fresh=not folder.all())
+    run = TrainerRun(trainer, folder, stop, say)
+    with run:
+        train(trainer, run, hooks)
+    return replace(run.outcome, profile=hooks.profiled)
 
 
 def resume(
