@@ -62,14 +62,16 @@ def start(
         folder = _opened(config, there and resume != "never", asked, world)
         try:
             say = say if say and world.is_first else lambda text: None
-            hooks = Hooks(config.hooks, progress if world.is_first else None)
-            return _trained(config, folder, world, stop, hooks, say)
+            return _trained(config, folder, world, stop, progress, say)
         finally:
             folder.close()
 
 
-def _trained(config: Config, folder: RunFolder, world: World, stop: Stopping, hooks: Hooks, say: Say) -> Outcome:
+def _trained(
+    config: Config, folder: RunFolder, world: World, stop: Stopping, progress: Progress | None, say: Say
+) -> Outcome:
     """Trains to the end. What is made here is gone before the processes part: else DDP would wait for them for ever."""
+    hooks = Hooks(config.hooks, progress if world.is_first else None)
     trainer = build(config, world, say, fresh=not folder.all())
     run = TrainerRun(trainer, folder, stop, say)
     with run:
