@@ -79,20 +79,20 @@ MODELS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _the_models_module() -> Iterator[None]:
-    """The classes live in `models`, which is gone when the file is opened."""
-    module = types.ModuleType("models")
+    """The classes live in `gone_models`, which is gone when the file is opened."""
+    module = types.ModuleType("gone_models")
     for cls in (Net, WithExtra, Recurrent):
-        cls.__module__ = "models"
+        cls.__module__ = "gone_models"
         setattr(module, cls.__name__, cls)
-    sys.modules["models"] = module
+    sys.modules["gone_models"] = module
     yield
-    sys.modules.pop("models", None)
+    sys.modules.pop("gone_models", None)
 
 
 def module_file(model: Any, path: Path, **options: Any) -> Path:
     """The file of a model whose module can no longer be imported."""
     written(torch_bytes(model, **options), path)
-    sys.modules.pop("models", None)
+    sys.modules.pop("gone_models", None)
     return path
 
 
@@ -137,9 +137,9 @@ def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: 
     model = Net()
     file = module_file({"epoch": 3, "model": model}, tmp_path / "model.pt", pickle_protocol=protocol)
     (_, root) = find_state_dicts(read(file))
-    assert (root.path, root.kind, root.detail) == (("model",), WEIGHTS, "whole module models.Net")
+    assert (root.path, root.kind, root.detail) == (("model",), WEIGHTS, "whole module gone_models.Net")
     assert_is_state_dict(root.node, model.state_dict())
-    with pytest.raises(ModuleNotFoundError, match="models"):
+    with pytest.raises(ModuleNotFoundError, match="gone_models"):
         torch.load(file, weights_only=False)
     done = ckptool.convert(file, tmp_path / "out.safetensors", verify=True)
     assert done.facts["left_behind"] == ["model/_buffers/passing", "model/plain", "epoch"]
@@ -154,7 +154,7 @@ def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
         "model/_buffers/passing",
         "model/plain",
     ]
-    assert "whole module models.Net" in str(found) and "emb.weight" in str(found)
+    assert "whole module gone_models.Net" in str(found) and "emb.weight" in str(found)
     assert not [note for note in found.notes if "strip-module" in note.fix]
 
 
@@ -175,7 +175,7 @@ def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
 def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) -> None:
     file = module_file({"model": Net()}, tmp_path / "model.pt")
     done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
-    assert find_state_dicts(read(tmp_path / "copy.pt"))[0].detail == "whole module models.Net"
+    assert find_state_dicts(read(tmp_path / "copy.pt"))[0].detail == "whole module gone_models.Net"
     note, own = done.notes
     assert (
         own.code == "custom-class"
@@ -229,7 +229,7 @@ def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
     file = module_file(model, tmp_path / "model.pt")
     found = ckptool.diff(file, tmp_path / "plain.pt")
     assert found.same and found.tensors == len(model.state_dict())
-    assert any("whole module models.Net" in remark for remark in found.remarks)
+    assert any("whole module gone_models.Net" in remark for remark in found.remarks)
     assert ckptool.diff(tmp_path / "plain.pt", file).same and ckptool.diff(file, f"{tmp_path / 'wrapped.pt'}#net").same
     assert ckptool.diff(file, file).same
     ckptool.convert(file, tmp_path / "out.safetensors")
@@ -238,7 +238,7 @@ def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
 
 def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = module_file(Net(), tmp_path / "model.pt")
-    (tmp_path / "models.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "gone_models.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     imported: list[str] = []
@@ -247,7 +247,7 @@ def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: 
     inspect(file)
     ckptool.convert(file, "out.safetensors")
     armed[0] = False
-    assert "models" not in sys.modules and not [name for name in imported if name.startswith("models")]
+    assert "gone_models" not in sys.modules and not [name for name in imported if name.startswith("gone_models")]
 
 
 def test_extra_state_is_what_only_the_class_knows(tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, 
     ]
 
 
+@pytest.mark.long("three runs of three processes")
 def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
     """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in
     every step."""
