@@ -50,6 +50,7 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.long("several runs of several processes")
 @pytest.mark.parametrize(
     "sections",
     [
@@ -146,6 +147,7 @@ def resumed_whole(path: Path, whole: Path) -> None:
     assert one == other
 
 
+@pytest.mark.long("several runs of several processes")
 def test_a_kill_between_shards_leaves_nothing_visible_and_the_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
     processes(2, fsdp(tmp_path / "whole", *SHORT, **CONVS))
     killed(tmp_path / "a", in_write(1, before=True))
@@ -193,6 +195,7 @@ class Ask:
 """
 
 
+@pytest.mark.long("several runs of several processes")
 def test_a_signal_to_one_process_ends_an_evaluation_in_all_and_it_is_done_again(tmp_path: Path) -> None:
     (tmp_path / "ask.py").write_text(ASKED)
     changes = ("train.steps=4", "save.every=4", "eval.every=2", "eval.metric=val_loss")

@@ -384,6 +384,7 @@ def test_killed_and_resumed(own: str, tmp_path: Path, server: ForkServer, part: 
     ends_the_same(proof, [(7, "KILL", (workers,)), (16, "KILL in save", ()), (29, "TERM", (workers,))])
 
 
+@pytest.mark.long("several runs of several processes")
 @pytest.mark.parametrize("part", ["stream", pytest.param("sampler", marks=pytest.mark.soak)])
 def test_two_processes_end_where_they_would_have(own: str, tmp_path: Path, part: str) -> None:
     def work(folder: str, steps: int, workers: int) -> Any:
