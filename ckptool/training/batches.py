@@ -139,16 +139,6 @@ class Batches:
                 "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
             )
 
-    def epochs(self, epochs: int | None, saved: rng.State | None) -> Generator[Any]:
-        """The batches of all epochs from the position on.
-
-        epochs: how many there are, None for ever.  saved: the random state to go on with, once the place is reached.
-        """
-        while epochs is None or self.position.epoch < epochs:
-            yield from self.epoch(saved)
-            self.position.next_epoch(self.completed())
-            saved = None
-
     def epoch(self, saved: rng.State | None) -> Generator[Any]:
         """The batches of the epoch that the position is in, from there on."""
         position, skipped = self.position, self.position.batch

@@ -18,9 +18,9 @@ State = dict[str, Any]
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
 
-def capture(generators: Mapping[str, Any], left_out: State | None = None) -> State:
-    """The states of generators, and of the global ones of this process but those that are left out."""
-    state = {name: each for name, each in global_states().items() if name not in (left_out or ())}
+def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State:
+    """The states of generators, and of the global ones of this process."""
+    state = global_states() if with_global else {}
     return {**state, "generators": {name: _get_state(each) for name, each in generators.items()}}
 
 

@@ -100,7 +100,6 @@ class Run:
         self.world = _world(self.objects)
         self.say = say if self.world.is_first else lambda text: None
         self.step = 0
-        self.total: int | None = None
         self.loss: float | None = None
         self.values: dict[str, Any] = {}
         self._signals, self._stop = signals, Stopping(stop_after)
@@ -253,7 +252,7 @@ class Run:
 
     def _capture(self, generators: dict[str, Any]) -> rng.State:
         """The random states now; with a seed, those of named generators alone."""
-        return rng.capture(generators, rng.global_states() if self._seed is not None else None)
+        return rng.capture(generators, with_global=self._seed is None)
 
     def _restore_random(self, state: rng.State | None, generators: dict[str, Any]) -> None:
         """Gives random states back; of generators that were never drawn from, those with which the script began."""
