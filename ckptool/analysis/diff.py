@@ -167,7 +167,7 @@ class Diff(Report):
         yield from (block("other than by value", aspect_rows(self)), "")
         values = [(name, change) for name, change in tensors_changed(self) if not is_integer(change)]
         if any(change.values is not None for _, change in values):
-            yield from (*(self._values(values) if all else self._groups(values, room)), "")
+            yield from (*self._values(values, room, all), "")
         else:  # how far they are apart nobody asked
             yield from (block("values", [(name, "") for name, _ in values]), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
@@ -175,40 +175,18 @@ class Diff(Report):
         others = self.order_differs if order else ()
         yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order", **limits)
 
-    def _values(self, rows: Sequence[tuple[str, Difference]]) -> Told:
-        """A row for each tensor."""
-        heads = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-        cells = [[name or WHOLE, "differ"] for name, _ in rows]
-        for row, (_, change) in zip(cells, rows, strict=True):
-            if (far := change.values) is not None:
-                row[1:] = [f"{far.changed:,} of {far.total:,}", *map(number, (far.max_abs, far.max_rel, far.mean_rel))]
-                row.append("–" if far.cosine is None else f"{far.cosine:.6f}")
-                row.append("" if far.first is None else str(list(far.first)))
-        yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(1, 6))
-        if any(change.values is not None and change.values.max_abs == inf for _, change in rows):
-            yield "  inf: NaN or infinite on one side only; cosine and relative change leave it out"
-
-    def _groups(self, rows: Sequence[tuple[str, Difference]], room: int | None) -> Told:
-        """A row for each group of tensors, those of a part together, and the largest change first."""
-        parts = dict[str, list[tuple[str, Difference]]]()
-        for name, change in rows:
-            parts.setdefault(place(change.path)[0], []).append((name, change))
-        room = room and max(2 * room // len(parts) ** 2, 3)
-        cells, left = list[tuple[str, ...]](), 0
-        for inside in parts.values():
-            groups = list[tuple[str, Values]]()
-            for name, alike in folded(inside):
-                groups.append((name, [one.values for same in alike.values() for one in same if one.values is not None]))
-            groups.sort(key=lambda group: -max(map(change_of, group[1]), default=0.0))
-            left += len(groups[room:]) if room else 0
-            for name, values in groups[:room]:
-                most = max((each.max_abs for each in values if each.max_abs is not None), default=None)
-                moved = sum(each.changed for each in values) / max(sum(each.total for each in values), 1)
-                cells.append((change_text(values), number(most), _percent(moved), name or WHOLE))
-        heads = ("change", "max |a-b|", "elements", "")
-        yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(3), hang=NAMES)
-        yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
-        yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
+    def _values(self, rows: Sequence[tuple[str, Difference]], room: int | None, all: bool) -> Told:
+        """A row for each tensor, or for each group of tensors."""
+        title = f"values ({len(rows):,})"
+        if all:
+            heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
+            yield Table(value_rows(rows), title=title, heads=heads, right=range(1, 6))
+            yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
+        else:
+            groups, left = group_rows(rows, room)
+            yield Table(groups, title=title, heads=("change", "max |a-b|", "elements", ""), right=range(3), hang=NAMES)
+            yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
+            yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
             share = _percent(self.changed_elements / max(self.elements, 1))
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
@@ -298,6 +276,38 @@ def integer_rows(diff: Diff) -> list[tuple[str, str]]:
             )
             rows.append((name, share if old is None else f"{old} → {new}"))
     return rows
+
+
+def value_rows(rows: Iterable[tuple[str, Difference]]) -> list[tuple[str, ...]]:
+    """Tensors and how far they are apart."""
+    cells: list[tuple[str, ...]] = []
+    for name, change in rows:
+        texts: tuple[str, ...] = ("differ",)
+        if (far := change.values) is not None:
+            texts = (f"{far.changed:,} of {far.total:,}", *map(number, (far.max_abs, far.max_rel, far.mean_rel)))
+            cosine = "–" if far.cosine is None else f"{far.cosine:.6f}"
+            texts = (*texts, cosine, "" if far.first is None else str(list(far.first)))
+        cells.append((name or WHOLE, *texts))
+    return cells
+
+
+def group_rows(rows: Iterable[tuple[str, Difference]], room: int | None) -> tuple[list[tuple[str, ...]], int]:
+    """Groups of tensors, those of a part together and the largest change first, and how many there is no room for."""
+    parts, cells, left = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
+    for name, change in rows:
+        parts.setdefault(place(change.path)[0], []).append((name, change))
+    most = room and max(2 * room // len(parts) ** 2, 3)
+    for inside in parts.values():
+        groups = list[tuple[str, Values]]()
+        for name, alike in folded(inside):
+            groups.append((name, [one.values for same in alike.values() for one in same if one.values is not None]))
+        groups.sort(key=lambda group: -max(map(change_of, group[1]), default=0.0))
+        left += len(groups[most:]) if most else 0
+        for name, values in groups[:most]:
+            top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
+            moved = sum(each.changed for each in values) / max(sum(each.total for each in values), 1)
+            cells.append((change_text(values), number(top), _percent(moved), name or WHOLE))
+    return cells, left
 
 
 def change_text(values: Values) -> str:

@@ -218,19 +218,19 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
         raise file_problem(error, data.file.path, "read") from error
 
 
-def indexed(tensor: Any, key: Any) -> Any:
+def indexed(entry: TensorEntry, key: Any) -> Any:
     """The values of `numpy()[key]`; where the key is of numbers, slices, `...` and None, no others are read."""
     import numpy
 
     keys = key if type(key) is tuple else (key,)
     kinds = (int, numpy.integer, slice, type(...), type(None))
-    if not isinstance(tensor, TensorEntry) or any(type(part) is bool or not isinstance(part, kinds) for part in keys):
-        return tensor.numpy()[key]
+    if any(type(part) is bool or not isinstance(part, kinds) for part in keys):
+        return entry.numpy()[key]
     # numpy says which elements these are: of an array of which nothing is read, with elements of a byte.
-    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), tensor.shape, tensor.stride)
+    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), entry.shape, entry.stride)
     chosen = whole[keys if ... in keys else (*keys, ...)]
     forward: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in chosen.strides)
     straight = chosen[(*forward, ...)]
-    offset = tensor.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
-    view = replace(tensor, shape=straight.shape, stride=straight.strides, offset=offset)
+    offset = entry.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
+    view = replace(entry, shape=straight.shape, stride=straight.strides, offset=offset)
     return to_numpy(view, check=False)[forward]

@@ -80,14 +80,8 @@ class Shown(Report):
 
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
-            lines = [] if all or self.whole is None else list(_lines_of(self.entry, LINES))
-            outline = listing(self.whole, self.address) if self.whole and len(lines) > SCREEN else None
-            if outline is None or not outline.tensors:
-                yield from lines or _lines_of(self.entry, None if all else LINES)
-            else:  # more names than anybody reads one by one
-                yield from (*replace(outline, notes=()).told(), "")
-                first = command("show", f"{self.file}#{outline.tensors[0].address}")
-                yield f"values: {first}; every entry: {arg(all=True)}"
+            lines = _lines_of(self.entry, None if all else LINES)
+            yield from lines if all or self.whole is None else _outlined(list(lines), self.whole, self)
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -102,6 +96,17 @@ class Shown(Report):
         yield Verbatim(
             numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
         )
+
+
+def _outlined(lines: list[str], whole: Checkpoint, shown: Shown) -> Iterator[Any]:
+    """The lines of an entry; of sets of weights, whose names nobody reads one by one, an outline."""
+    outline = listing(whole, shown.address) if len(lines) > SCREEN else None
+    if outline is None or not any(part.root.is_model for part in outline.parts):
+        yield from lines
+        return
+    yield from (*replace(outline, notes=()).told(), "")
+    first = command("show", f"{shown.file}#{outline.tensors[0].address}")
+    yield f"values: {first}; every entry: {arg(all=True)}"
 
 
 def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
