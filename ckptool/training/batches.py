@@ -12,14 +12,14 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
-from ckptool.training.data import ignore_in_worker, signals_blocked
+from ckptool.training.data import signals_blocked
 from ckptool.training.seeds import seed_all
 
 Seeding = Callable[..., None]
@@ -195,9 +195,10 @@ class Batches:
         if not getattr(loader, "num_workers", 0):
             return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
         given = loader.worker_init_fn
-        loader.worker_init_fn = _WorkerInit(HoldingDraws(given) if has_state(loader) else given)
+        if has_state(loader):
+            loader.worker_init_fn = HoldingDraws(given)
         try:
-            with signals_blocked():  # workers begin with what their parent lets through
+            with signals_blocked():
                 begun: Iterator[Any] = iter(loader)
             _WORKING.add(begun)
             return begun
@@ -209,18 +210,6 @@ class Batches:
             f"the loader gave {counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on",
             "This is not the data that the run was trained on.",
         )
-
-
-class _WorkerInit:
-    """Starts a worker that ignores the signals which stop the run, as its last step needs it."""
-
-    def __init__(self, given: Callable[[int], Any] | None) -> None:
-        self.given = given
-
-    def __call__(self, number: int) -> None:
-        ignore_in_worker()
-        if self.given is not None:
-            self.given(number)
 
 
 class HoldingDraws:
@@ -250,13 +239,34 @@ class HoldingDraws:
 _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@contextmanager
+def workers_spared() -> Iterator[None]:
+    """Blocks signals in the workers of all loaders that begin: a script's validation also needs its own to its end."""
+    loaders: Any = torch.utils.data.DataLoader
+    begin = loaders._get_iterator
+
+    def begun(loader: Any) -> Any:
+        if not loader.num_workers:
+            return begin(loader)
+        with signals_blocked():
+            batches = begin(loader)
+        _WORKING.add(batches)
+        return batches
+
+    loaders._get_iterator = begun
+    try:
+        yield
+    finally:
+        loaders._get_iterator = begin
+
+
 def end_workers(*which: Any) -> None:
     """Ends the workers of these iterators of loaders, or of all."""
     for batches in which or list(_WORKING):
         batches._shutdown_workers()
 
 
-# Before the interpreter does: it would send them a signal that they ignore, and wait.
+# Before the interpreter does: it would send them a signal that is blocked, and wait.
 atexit.register(end_workers)
 
 

@@ -329,6 +329,22 @@ def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(
     assert len(list((tmp_path / "whole/checkpoints").glob("*.pt"))) >= 3  # none waits to the end
 
 
+def test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped(tmp_path: Path) -> None:
+    begin = BEGIN.replace("{loader}", LOADERS["shuffled"])
+    loop = (
+        "import os, time; os.setpgid(0, 0)\nclass Slow(Noisy):\n    def __getitem__(self, index):\n"
+        "        time.sleep(0.02)\n        return super().__getitem__(index)\n"
+        "validation = torch.utils.data.DataLoader(Slow(), batch_size=3, num_workers=1)\n"
+        f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
+        "    for number, batch in enumerate(validation):\n        if number == 0 and epoch == 0 and not run.resumed:\n"
+        "            os.killpg(0, 15)\n        run.log(val=batch.sum())\n"
+    )
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 143
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 0
+    assert runs(f"{begin}{loop}".replace("os.killpg(0, 15)", "pass"), tmp_path / "whole", {}) == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("others", ["other.zero_grad()", "other.zero_grad(set_to_none=False)"])
 def test_gradients_that_one_loss_leaves_in_the_other_optimizer_are_no_window(tmp_path: Path, others: str) -> None:
     model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
