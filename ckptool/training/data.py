@@ -27,7 +27,7 @@ from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
-from ckptool.training.toys import MOVED_DATA, Arrays, blobs, digits
+from ckptool.training.toys import Arrays, blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -363,7 +363,6 @@ DATA = Choice(
     "data",
     "is called with args and gives a Dataset or an IterableDataset",
     {"digits": digits, "blobs": blobs},
-    moved=MOVED_DATA,
     gives=(
         "a Dataset (with a length and items) or an IterableDataset",
         lambda made: is_stream(made) or (hasattr(made, "__len__") and hasattr(made, "__getitem__")),

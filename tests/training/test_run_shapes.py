@@ -12,9 +12,6 @@ import json
 import os
 import random
 import signal
-import sys
-import traceback
-import warnings
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 import torch._dynamo
 
 import ckptool
+from tests.support.killed_loops import run_and_exit
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -110,40 +108,8 @@ def runs(
 ) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
     if not (child := os.fork()):
-        code = 9
-        try:
-            left, own = kill, os.getpid()
-
-            def trace(frame: Any, event: str, argument: Any) -> Any:
-                nonlocal left
-                if frame.f_code.co_filename != "<loop>" or os.getpid() != own:  # a worker's lines are none of the loop
-                    return None
-                if event == "line" and left is not None:
-                    left -= 1
-                    if not left:
-                        os.kill(os.getpid(), number)
-                return trace
-
-            warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-            names = {
-                "torch": torch,
-                "random": random,
-                "numpy": numpy,
-                "ckptool": ckptool,
-                "folder": folder,
-                "options": options,
-            }
-            sys.settrace(trace if kill else None)
-            exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
-            code = 0
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        except BaseException:  # noqa: BLE001  pytest shows it
-            traceback.print_exc()
-        finally:
-            sys.settrace(None)
-            sys.stderr.flush()
-            os._exit(code)
+        names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool}
+        run_and_exit(source, {**names, "folder": folder, "options": options}, kill, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
