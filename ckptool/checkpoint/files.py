@@ -134,7 +134,7 @@ class Source:
     start = 0  # where its bytes begin in its `file`: see `Part`
     far = False  # every read is a request to another machine, and there is no descriptor
 
-    def __new__(cls, path: str | os.PathLike[str], fd: int | None = None) -> Source:
+    def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None) -> Source:
         """One that is read by ranges for a URL."""
         if fd is None and is_url(path):
             from ckptool.checkpoint.remote import RemoteSource
@@ -395,7 +395,7 @@ class Folder:
     __slots__ = ("__weakref__", "_files", "names", "path", "shown")
     far = False  # as that of its files
 
-    def __new__(cls, path: str | os.PathLike[str], shown: str | os.PathLike[str] = "") -> Folder:
+    def __new__(cls, path: str | os.PathLike[str] = "", shown: str | os.PathLike[str] = "") -> Folder:
         """One whose files are read by ranges for a URL."""
         if is_url(path):
             from ckptool.checkpoint.remote import RemoteFolder

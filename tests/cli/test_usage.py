@@ -83,7 +83,8 @@ def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) ->
         ["dp.pt", "-h"],
     ):
         assert run(*words) == run("inspect", *words), words
-    assert "address in S3" in run("s3://bucket/model.pt").err
+    for url in ("s3://bucket/model.pt", "hf://org/model/model.pt"):
+        assert run(url) == run("inspect", url) and "no command" not in run(url).err
     Path("report").write_bytes(Path("dp.pt").read_bytes())  # a verb's name wins
     assert "needs FILE" in usage_error(run("report")) and run("./report").out.startswith("./report: torch-zip")
     assert "Did you mean 'training.pt'?\n  See: ckptool training.pt\n" in usage_error(run("trainin.pt"))
