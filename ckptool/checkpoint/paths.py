@@ -39,6 +39,12 @@ _FETCH = {
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
 
 
+def is_url(path: object) -> bool:
+    """True for the path of what is elsewhere: `hf://org/repo/file`, `https://…`."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    return isinstance(name, str) and "://" in name and _ADDRESS.match(name) is not None
+
+
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
     """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
     name = os.fspath(path)
