@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
-from ckptool.cli.output import FORM, LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
+from ckptool.cli.output import (
+    FORM,
+    LostAnswer,
+    failed_silently,
+    in_words,
+    names_place,
+    say,
+    style_of,
+    tell,
+    unknown_command,
+)
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
 from ckptool.errors import CkptoolError, printable
 from ckptool.render.lines import error_text
@@ -27,7 +37,7 @@ RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 FIRST_STEPS = """\
 ckptool looks into PyTorch checkpoints, and fixes, converts and combines them.
 
-  ckptool inspect model.pt          what is in it, and what is wrong with it
+  ckptool model.pt                  what is in it, and what is wrong with it
   ckptool doctor model.pt           why it does not load, and what fixes it
   ckptool diff model.pt other.pt    what differs between two
 
@@ -75,7 +85,7 @@ def _run(words: list[str], done: list[Json]) -> int:
     if not words:
         tell(FIRST_STEPS)
         return 2
-    if first == "--version":
+    if first in ("--version", "version"):
         from ckptool import __version__
 
         say(f"ckptool {__version__}\n")
@@ -83,6 +93,8 @@ def _run(words: list[str], done: list[Json]) -> int:
     if first in FLAGS or (below and (not words[1:] or words[1] in FLAGS)):
         say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
         return 0
+    if first not in VERBS and not below and names_place(first):
+        first, words = "inspect", ["inspect", *words]
     if first not in VERBS:
         raise unknown_command(" ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES])
     from ckptool.cli.parser import parse, typed_parameters

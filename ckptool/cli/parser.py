@@ -46,7 +46,7 @@ def _program(
     jobs: Jobs = 1,
     quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
     as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
-    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS)] = None,
+    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS, rare=True)] = None,
 ) -> None:
     """The options of the program: the first three for many files, the next for runs, the last for all."""
 

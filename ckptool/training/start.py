@@ -188,7 +188,7 @@ class TrainerRun(Run):
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
         facts |= environment(trainer.world.size, trainer.world.device)
         folder.note("resume" if self.resumed else "start", step=trainer.step, **facts)
-        folder.metrics.cut_back(trainer.step)
+        folder.metrics.cut_back(trainer.step, self._logged)
 
     def _point(self) -> Point:
         return Point(self.trainer.place, {}, {})

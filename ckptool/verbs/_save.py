@@ -117,7 +117,12 @@ class Written(Report):
             how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
-        facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
+        suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
+        is_told = (
+            self.how not in ("new file", "copy") or how == "new folder" or (suffix and suffix.name == self.container)
+        )
+        words = [*([] if is_told or not self.output else [self.container]), size(self.file_bytes), how]
+        facts = ", ".join([*words, *(["verified"] if self.verified else [])])
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:
             what = f"{self.output} would stay as it is" if self.how == "nothing" else f"would be {where} ({facts})"

@@ -62,6 +62,9 @@ def _words(
         plain = name.endswith(":")
         if plain:
             name, file = parse_assignment(word)
+        elif not os.path.lexists(split(file)[0]) and parse_assignment(word)[1] != file:
+            what = f"{word!r} names the file {file}, which is not there"
+            raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
         if name in files or name in values:
             what = f"two members are called {name}"
             why = "One member would replace the other. Nothing was written."

@@ -69,21 +69,24 @@ def convert(
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     part: IsPart = False,
     optimizer_as: Annotated[
-        OptimizerForm, option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.")
+        OptimizerForm,
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.", rare=True),
     ] = None,
     against: Annotated[
         CheckpointLike | None,
         option(
-            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
+            "--against MODEL",
+            "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters.",
+            rare=True,
         ),
     ] = None,
     like: Annotated[PathLike | None, LIKE] = None,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES)] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES, rare=True)] = None,
     ranks: Annotated[
-        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.", rare=True)
     ] = None,
     shard_dim: Annotated[
-        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).", rare=True)
     ] = None,
     **options: Unpack[Save],
 ) -> Written | Any:

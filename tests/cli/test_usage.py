@@ -72,8 +72,20 @@ def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
     assert "Did you mean" not in usage_error(run("xylophone"))
 
 
-def test_a_file_in_the_place_of_a_command_is_to_be_inspected(files: Path, run: Run) -> None:
-    assert "ckptool inspect dp.pt" in usage_error(run("dp.pt"))
+def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) -> None:
+    for words in (
+        ["dp.pt"],
+        ["dp.pt#epoch"],
+        ["."],
+        ["dp.pt", "training.pt", "--json"],
+        ["dp.pt", "--depth", "1"],
+        ["dp.pt", "-h"],
+    ):
+        assert run(*words) == run("inspect", *words), words
+    assert "address in S3" in run("s3://bucket/model.pt").err
+    Path("report").write_bytes(Path("dp.pt").read_bytes())  # a verb's name wins
+    assert "needs FILE" in usage_error(run("report")) and run("./report").out.startswith("./report: torch-zip")
+    assert "Did you mean 'training.pt'?\n  See: ckptool training.pt\n" in usage_error(run("trainin.pt"))
 
 
 # Rules that a shell took apart ---------------------------------------------------------------------------------------
