@@ -44,8 +44,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     if is_url(path):
         from ckptool.output.uploads import check_upload
 
-        check_upload(path, overwrite=overwrite)
-        return path
+        return check_upload(path, overwrite=overwrite)
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path
@@ -98,8 +97,7 @@ def replace_file(
     if is_url(path := os.fspath(target)):
         from ckptool.output.uploads import upload
 
-        upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
-        return ()
+        return upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
     real = check_target(target, overwrite=overwrite, sweep=True)
     temporary, fd = "", -1
     try:

@@ -55,8 +55,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     if is_url(path := os.fspath(target)):
         from ckptool.output.uploads import check_upload
 
-        check_upload(path, overwrite=overwrite, names=replaceable)
-        return path
+        return check_upload(path, overwrite=overwrite, names=replaceable)
     real = _real_path(target)
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
@@ -169,8 +168,7 @@ def replace_folder(
     if is_url(path := os.fspath(target)):
         from ckptool.output.uploads import upload
 
-        upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
-        return ()
+        return upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
     allowed = {*replaceable, *plan.files}
     folder = NewFolder(target)
     check_folder(target, overwrite=overwrite, replaceable=allowed)

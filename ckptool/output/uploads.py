@@ -19,16 +19,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
-    Conflict,
     DiskFull,
     FileMissing,
     FileProblem,
-    IsAFolder,
     NoPermission,
     OutputExists,
     UsageError,
@@ -46,36 +45,37 @@ MOST_PARTS = 9_000  # of one object: S3 takes 10,000
 _STORES = {"s3": ("chunksize", "max_concurrency"), "gs": ("chunksize",), "abfs": ()}
 
 
-def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> tuple[Any, str, bool]:
-    """The file system of a URL, the path in it, and whether a write replaces what is there; raises if it must not.
+def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> str:
+    """The URL, if a file, or a folder with files of these names, may be written there.
 
-    names: of the files, where it is a folder. Raises `OutputExists` where something is there and `overwrite` is false,
-    `Conflict` for a folder that cannot be replaced in one step, `FileProblem`.
+    Raises `OutputExists` where something is there that is not to be replaced, or cannot be, `FileProblem`.
     """
+    _looked(url, overwrite, names)
+    return url
+
+
+def _looked(url: str, overwrite: bool, names: Collection[str]) -> tuple[Any, str, bool]:
+    """The file system of the same, the path in it, and whether something is replaced."""
     if url.partition(":")[0].lower() in ("http", "https"):
         fix = f"Write a file, then upload it: {arg(out=FILE)}; or write to s3://, gs://, hf://."
         raise UsageError(f"cannot write {url}: a web server only hands out files", "Nothing was written.", fix)
     with _problems(url):
         fs, place = file_system(url)
         kind = _kind(fs, place)
-        if not names and (kind == "directory" or posixpath.basename(url) in ("", ".", "..")):
-            why = "A file was to be written there."
-            raise IsAFolder(f"cannot write {url}: it is a folder", why, "Name a file in it.")
-        if names and kind == "file":
-            why = "A folder of several files was to be written there."
-            raise FileProblem(f"cannot write {url}: it is a file", why, "Choose another name.")
         held: Collection[str] = [place] if kind else []
-        if names and _is_hub(fs):  # whose folders hold more than a checkpoint
-            held = [name for name in names if kind and _kind(fs, f"{place}/{name}")]
-        elif names and kind:
+        if names and _is_hub(fs):  # whose folders hold more than a checkpoint, and change in one step
+            held = [name for name in names if _kind(fs, f"{place}/{name}")]
+        elif names and kind == "directory":
             held = fs.ls(place, detail=False)
-    if held and not overwrite:
-        what = f"the folder {url} exists already, with {counted(len(held), 'file')} in it"
-        fix = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
-        raise OutputExists(what if names else f"{url} exists already", fix=fix)
+    if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
+        what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
+        raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
     if held and names and not _is_hub(fs):
-        why = "Its files can only be replaced one by one: until the last, it would be a mix of two checkpoints."
-        raise Conflict(f"cannot replace the folder {url}", why, "Choose another name, or remove the folder first.")
+        why = "Its files could only be replaced one by one: until the last, it would be a mix of two checkpoints."
+        what = f"the folder {url} exists already, with {counted(len(held), 'file')} in it"
+        raise OutputExists(what, why, "Choose another name, or remove the folder first.")
+    if held and not overwrite:
+        raise OutputExists(f"{url} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
     return fs, place, bool(held)
 
 
@@ -87,30 +87,30 @@ def upload(
     inputs: Iterable[Input] = (),
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Writes a plan to a URL: a file, or a folder where it has several.
+) -> tuple[Note, ...]:
+    """Writes a plan to a URL: a file, or a folder where it has several. No notes are made.
 
     inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
     Raises what `check_upload` and writing here raise; then nothing is left there.
     """
-    single = set(plan.files) == {""}
-    names = () if single else tuple(plan.files)
-    check_upload(url, overwrite=overwrite, names=names)
+    names = () if set(plan.files) == {""} else tuple(plan.files)
+    _looked(url, overwrite, names)
 
     def tell(done: int, sent: int = 0) -> None:  # every byte is written here, and then sent
         if progress is not None:
             progress(done + sent, 2 * plan.nbytes)
 
-    name = posixpath.basename(url) if single else ""
+    name = "" if names else posixpath.basename(url)
     with staged(plan, name, url, inputs, verify, lambda done, _: tell(done)) as files:
-        fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
-        places = {path: place if single else f"{place}/{name}" for name, path in files.items()}
+        fs, place, existed = _looked(url, overwrite, names)
+        places = {path: f"{place}/{name}" if names else place for name, path in files.items()}
         with _problems(url):
             if _is_hub(fs):
                 _commit(fs, places)
             else:
                 _send(fs, places, existed, lambda before, sent: tell(plan.nbytes, before + sent))
             fs.invalidate_cache()
+    return ()
 
 
 @contextmanager
@@ -139,9 +139,8 @@ def staged(
                     if verify is not None:
                         verify(os.path.join(folder.path, name))
         except DiskFull as error:
-            what = f"cannot write {url}: there is no room to put it together in {os.path.dirname(place)} first"
-            fix = "Make room, or set TMPDIR to a folder that has it."
-            raise DiskFull(what, f"It needs {plan.nbytes:,} bytes. Nothing was sent.", fix) from error
+            what = f"cannot write {url}: it is put together in {os.path.dirname(place)} first, where it has no room"
+            raise DiskFull(what, "Nothing was sent.", "Make room, or set TMPDIR to a folder that has it.") from error
         yield {each: os.path.join(folder.path, each) for each in ([name] if name else plan.files)}
     finally:
         folder.close()
@@ -257,12 +256,9 @@ def _problems(url: str) -> Iterator[None]:
     except CkptoolError:
         raise
     except Exception as error:
+        kind = {FileNotFoundError: FileMissing, PermissionError: NoPermission}.get(type(error), FileProblem)
         what = f"cannot write {url}: {without_secrets(str(error)) or type(error).__name__}"
-        kind = next((kind for known, kind in _KINDS if isinstance(error, known)), FileProblem)
         raise kind(what, "Nothing was written there.").about(getattr(error, "errno", None), url) from error
-
-
-_KINDS = ((FileNotFoundError, FileMissing), (PermissionError, NoPermission))
 
 
 def file_system(url: str) -> tuple[Any, str]:
