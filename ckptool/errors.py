@@ -15,6 +15,8 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from errno import EEXIST
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 
@@ -248,6 +250,45 @@ def quoted(path: str) -> str:
     return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
 
 
+# What may be a secret in a URL: a password before the host, and the query, as of a signed one.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+://)([^\s/?#@]*:[^\s/?#@]*@)?([^\s?#]*)(\?[^\s#]*)?")
+_GIVEN: dict[str, str] = {}  # URLs as they were given, by what they are called from then on
+
+
+def named_urls(text: str) -> str:
+    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
+
+    def name_of(found: re.Match[str]) -> str:
+        scheme, user, place, query = found.groups()
+        if found[0] in _GIVEN or not (user or query):
+            return found[0]
+        if user:
+            _GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
+        names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
+        return next(name for name in names if _GIVEN.setdefault(name, found[0]) == found[0])
+
+    return _URL.sub(name_of, text) if "://" in text else text
+
+
+def given_url(name: str) -> str:
+    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    host = "/".join(name.split("/", 3)[:3])
+    return _GIVEN.get(name) or _GIVEN.get(host, host) + name[len(host) :]
+
+
+def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """All of them, for another process; `known`: those of the process that started this one."""
+    _GIVEN.update(known)
+    return _GIVEN
+
+
+def without_secrets(text: str) -> str:
+    """A text in which the URLs that were given with secrets stand by their names."""
+    for name, url in _GIVEN.items():
+        text = text.replace(url, name)
+    return text
+
+
 def _encoded(character: str) -> bytes:
     """The bytes of a character of a file name, or of a key, which may be half of a surrogate pair that no file has."""
     try:
@@ -261,6 +302,7 @@ def printable(text: str) -> str:
 
     Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is.
     """
+    text = without_secrets(text) if _GIVEN and "://" in text else text
     if text.isprintable():
         return text
     if _MARKED.search(text):

@@ -117,7 +117,8 @@ class Storages:
         data = storage.data
         # Of two storages in one place of a file, one has its own memory.
         mapped = self.map_files and id(data) not in self.mapped
-        if mapped and type(data) is FileRange and data.length and data.offset % min(itemsize, 8) == 0:
+        mapped = mapped and type(data) is FileRange and not data.file.far and data.offset % min(itemsize, 8) == 0
+        if mapped and isinstance(data, FileRange) and data.length:
             self.mapped.add(id(data))
             data.ready()
             whole = self.maps.get(data.file) or self._map(data.file)

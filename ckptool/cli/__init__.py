@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import sys
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from ckptool.checkpoint import files
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
@@ -26,7 +28,7 @@ from ckptool.cli.output import (
     unknown_command,
 )
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import CkptoolError, named_urls, printable
 from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forms = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)  # parsed or not
     FORM.set(forms[-1] if forms else "text")
     reserve: list[bytes] = []
+    words, files.opened = [*map(named_urls, words)], []
     try:
         reserve.append(bytes(RESERVE))
         code = _run(words, done)
@@ -72,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _told(error, done)
         except Exception as another:  # noqa: BLE001 (not even for that there is room: memory or files have run out)
             code = _told_in_short(MemoryError() if isinstance(another, MemoryError) else error)
+    files.opened = deque(maxlen=0)
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code

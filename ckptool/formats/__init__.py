@@ -148,7 +148,7 @@ def read_source(source: Input) -> Checkpoint:
 
     with unchanged(source):
         found = with_part(read_alone(source), source)
-    if isinstance(source, Folder) and (links := _led_elsewhere(source)):
+    if isinstance(source, Folder) and not source.far and (links := _led_elsewhere(source)):
         what = counted(len(links), "file is a link that leads", "files are links that lead")
         note = Note("link-elsewhere", f"{what} out of the folder: {listed(links, 3)}")
         kept, found = found.kept, replace(found, notes=(*found.notes, note))

@@ -44,7 +44,8 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     if is_url(path):
         from ckptool.output.uploads import check_upload
 
-        return check_upload(path, overwrite=overwrite)
+        check_upload(path, overwrite=overwrite)
+        return path
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path

@@ -55,7 +55,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     if is_url(path := os.fspath(target)):
         from ckptool.output.uploads import check_upload
 
-        return check_upload(path, overwrite=overwrite, names=replaceable)
+        check_upload(path, overwrite=overwrite, names=replaceable)
+        return path
     real = _real_path(target)
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere

@@ -16,12 +16,12 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.remote import file_system, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
@@ -32,45 +32,40 @@ from ckptool.errors import (
     OutputExists,
     UsageError,
     counted,
+    named_urls,
+    without_secrets,
 )
 from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files
 from ckptool.output.sink import Progress
 
-PART = 8 << 20  # bytes that are sent at once, of which
-AT_ONCE = 4  # are on their way
-GRAIN = 256 << 10  # which Google's parts are multiples of
-MOST_PARTS = 9_000  # of one object: S3 takes 10,000
+PART, AT_ONCE = 8 << 20, 4  # bytes that are sent at once, and how often at a time
+MOST_PARTS, GRAIN = 9_000, 256 << 10  # of one object: S3 takes 10,000; Google's are multiples of this
 # What shows an object whole or not at all, with the options of its `put_file` that bound the memory.
 _STORES = {"s3": ("chunksize", "max_concurrency"), "gs": ("chunksize",), "abfs": ()}
 
 
-def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> str:
-    """The URL, if a file, or a folder with files of these names, may be written there.
+def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> tuple[Any, str, bool]:
+    """The file system of a URL, the path in it, and whether something is replaced; raises where it must not be written.
 
-    Raises `OutputExists` where something is there that is not to be replaced, or cannot be, `FileProblem`.
+    names: of the files, where it is a folder. Raises `OutputExists` where something is there that is not to be
+    replaced, or cannot be, `UsageError` for web servers, `FileProblem`.
     """
-    _looked(url, overwrite, names)
-    return url
-
-
-def _looked(url: str, overwrite: bool, names: Collection[str]) -> tuple[Any, str, bool]:
-    """The file system of the same, the path in it, and whether something is replaced."""
-    if url.partition(":")[0].lower() in ("http", "https"):
+    if is_web(url := named_urls(url)):
         fix = f"Write a file, then upload it: {arg(out=FILE)}; or write to s3://, gs://, hf://."
         raise UsageError(f"cannot write {url}: a web server only hands out files", "Nothing was written.", fix)
     with _problems(url):
         fs, place = file_system(url)
         kind = _kind(fs, place)
         held: Collection[str] = [place] if kind else []
-        if names and _is_hub(fs):  # whose folders hold more than a checkpoint, and change in one step
+        if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
             held = [name for name in names if _kind(fs, f"{place}/{name}")]
         elif names and kind == "directory":
             held = fs.ls(place, detail=False)
     if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
         what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
         raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
-    if held and names and not _is_hub(fs):
+    if held and names and fs.protocol != "hf":
         why = "Its files could only be replaced one by one: until the last, it would be a mix of two checkpoints."
         what = f"the folder {url} exists already, with {counted(len(held), 'file')} in it"
         raise OutputExists(what, why, "Choose another name, or remove the folder first.")
@@ -88,27 +83,24 @@ def upload(
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Note, ...]:
-    """Writes a plan to a URL: a file, or a folder where it has several. No notes are made.
+    """Writes a plan to a URL: a file, or a folder where it has several. There are no notes.
 
     inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
-    Raises what `check_upload` and writing here raise; then nothing is left there.
+    progress: counts every byte twice, here and there. Raises what `check_upload` and writing here raise; then nothing
+    is left there.
     """
-    names = () if set(plan.files) == {""} else tuple(plan.files)
-    _looked(url, overwrite, names)
-
-    def tell(done: int, sent: int = 0) -> None:  # every byte is written here, and then sent
-        if progress is not None:
-            progress(done + sent, 2 * plan.nbytes)
-
-    name = "" if names else posixpath.basename(url)
-    with staged(plan, name, url, inputs, verify, lambda done, _: tell(done)) as files:
-        fs, place, existed = _looked(url, overwrite, names)
+    url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
+    check_upload(url, overwrite=overwrite, names=names)
+    tell = progress or (lambda done, total: None)
+    name, size = "" if names else posixpath.basename(url), plan.nbytes
+    with staged(plan, name, url, inputs, verify, lambda done, _: tell(done, 2 * size)) as files:
+        fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
         places = {path: f"{place}/{name}" if names else place for name, path in files.items()}
         with _problems(url):
-            if _is_hub(fs):
+            if fs.protocol == "hf":
                 _commit(fs, places)
             else:
-                _send(fs, places, existed, lambda before, sent: tell(plan.nbytes, before + sent))
+                _send(fs, places, existed, lambda sent: tell(size + sent, 2 * size))
             fs.invalidate_cache()
     return ()
 
@@ -163,10 +155,10 @@ def write_out(plan: Plan, file: Any, inputs: Iterable[Input] = ()) -> None:
 # Sending -------------------------------------------------------------------------------------------------------------
 
 
-def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int, int], None]) -> None:
+def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], None]) -> None:
     """Sends files, each to its place; takes back what was sent where one fails."""
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    store = next((each for each in _STORES if each in protocols), None)
+    store = next((each for each in _STORES if each in protocols), "")
     sent, done, folder = list[str](), 0, fs._parent(next(iter(places.values())))
     is_new = not store and not fs.exists(folder)
     try:
@@ -174,9 +166,10 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int, i
             fs.makedirs(folder, exist_ok=True)
         for path, place in places.items():
             size = os.path.getsize(path)
-            values = {"chunksize": max(PART, size // MOST_PARTS // GRAIN * GRAIN + GRAIN), "max_concurrency": AT_ONCE}
+            part = max(PART, (size // MOST_PARTS // GRAIN + 1) * GRAIN)
+            bounds = {"chunksize": part, "max_concurrency": AT_ONCE}
             sent.append(place if store else f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
-            _put(fs, path, sent[-1], partial(tell, done), {name: values[name] for name in _STORES.get(store or "", ())})
+            _put(fs, path, sent[-1], done, tell, {name: bounds[name] for name in _STORES.get(store, ())})
             if not store:
                 sent.append(place)
                 fs.mv(sent[-2], place)
@@ -192,7 +185,7 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int, i
         raise
 
 
-def _put(fs: Any, path: str, place: str, tell: Callable[[int], None], options: dict[str, Any]) -> None:
+def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
     """Sends one file. A signal ends it between two parts, so that those which were sent are given up."""
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
@@ -200,14 +193,14 @@ def _put(fs: Any, path: str, place: str, tell: Callable[[int], None], options: d
 
     def passed(_: int, sent: int) -> None:
         if stopped:
-            raise InterruptedError("stopped")
-        tell(sent)
+            raise InterruptedError
+        tell(done + sent)
 
-    options["callback"] = Callback(hooks={"sent": passed})
+    callback = Callback(hooks={"sent": passed})
     if not fs.async_impl:
-        fs.put_file(path, place, **options)
+        fs.put_file(path, place, callback=callback, **bounds)
         return
-    job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, **options), fs.loop)
+    job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
     try:
         job.result()
     except BaseException as error:
@@ -222,19 +215,10 @@ def _commit(fs: Any, places: dict[str, str]) -> None:
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[import-not-found]
 
     disable_progress_bars()
-    at = {path: fs.resolve_path(place) for path, place in places.items()}
-    first = next(iter(at.values()))
-    fs._api.create_commit(
-        first.repo_id,
-        [CommitOperationAdd(each.path_in_repo, path) for path, each in at.items()],
-        commit_message=f"Upload {posixpath.basename(first.path_in_repo)} with ckptool",
-        repo_type=first.repo_type,
-        revision=first.revision,
-    )
-
-
-def _is_hub(fs: Any) -> bool:
-    return bool(fs.protocol == "hf")
+    found = [fs.resolve_path(place) for place in places.values()]
+    added = [CommitOperationAdd(each.path_in_repo, path) for each, path in zip(found, places, strict=True)]
+    at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
+    fs._api.create_commit(at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision)
 
 
 def _kind(fs: Any, place: str) -> str:
@@ -256,18 +240,7 @@ def _problems(url: str) -> Iterator[None]:
     except CkptoolError:
         raise
     except Exception as error:
-        kind = {FileNotFoundError: FileMissing, PermissionError: NoPermission}.get(type(error), FileProblem)
+        kinds: dict[Any, type[FileProblem]] = {FileNotFoundError: FileMissing, PermissionError: NoPermission}
+        kind, number = kinds.get(type(error), FileProblem), getattr(error, "errno", None)
         what = f"cannot write {url}: {without_secrets(str(error)) or type(error).__name__}"
-        raise kind(what, "Nothing was written there.").about(getattr(error, "errno", None), url) from error
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-
-    fs, place = url_to_fs(url)
-    return fs, place
-
-
-def without_secrets(text: str) -> str:
-    return text
+        raise kind(what, "Nothing was written there.").about(number, url) from error

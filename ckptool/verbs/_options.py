@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from ckptool.checkpoint.paths import file_problem, refused_place
+from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.checkpoint.workers import Progress
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
@@ -130,7 +130,7 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
     example = f"For example: {command(verb, 'model.pt', 'a.* => b.*', out=OUT)}"
     for word in files:
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
-        if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):
+        if (odd or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
             why = "A rule is 'OLD => NEW', in quotes and with => between them."
             raise UsageError(f"'{word}' is neither a file nor a rule", why, example)
     if not files:

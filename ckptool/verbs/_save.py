@@ -33,6 +33,7 @@ from ckptool.errors import (
     counted,
     escaped,
     listed,
+    named_urls,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks
@@ -470,7 +471,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
 def path_of(verb: str, path: Any) -> str:
     """The path of an output. Raises `UsageError` for anything else that stands in its place."""
     if isinstance(path, (str, os.PathLike)):
-        return os.fspath(path)
+        return named_urls(os.fspath(path))
     what = f"{verb} was given {type(path).__name__} in the place of its output's path"
     fix = f"For example: {arg(out='new.pt')}"
     fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
