@@ -56,8 +56,7 @@ def edit(
     words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
     summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
     return change.save(done.checkpoint).about(
-        summary,
-        *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words),
+        summary, *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words)
     )
 
 
