@@ -236,8 +236,8 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
         detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
         if part in alike:
             twins = zip(_weights(part), _weights(alike[part]), strict=True)
-            same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
+            prefix = "" if all(path == twin for (path, _), (twin, _) in twins) else ", but for a prefix"
+            detail += f"; like {alike[part].root.address or WHOLE}{prefix}"
         below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
         rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])

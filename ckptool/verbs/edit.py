@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.commands import arg, repeated, several, verb
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, counted
 from ckptool.transforms import edit as edits
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
@@ -54,10 +54,9 @@ def edit(
     change = begin_change("edit", file, out, at, options)
     done = edits.edit(change.part, several(drop), values, arrays)
     words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
-    summary = ", ".join(f"{len(names):,} {word}" for word, names in words if names)
+    summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
     return change.save(done.checkpoint).about(
-        f"entries: {summary}",
-        *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words),
+        summary, *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +103,8 @@ def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path
     assert first.startswith(f"error[{kind}]: ") and len(first) > len(kind) + 12
     assert rest and all(line.startswith("  ") and line.strip() for line in rest), "what it means, or what to type"
     assert "Traceback" not in ran.err and "\x1b" not in ran.err
+    if name not in ("no file", "no argument"):
+        assert not re.search(r"ckptool [a-z-]+ FILE\b", ran.err), "the name is known"
     assert state_of(folder) == before
 
 

@@ -54,9 +54,9 @@ def test_parts_that_look_alike_are_shown_once() -> None:
     tree = {"model": model, "ema": ema, "teacher_model": {"fc.weight": tensor(9, 9)}}
     divided = listing(checkpoint(tree)).parts
     assert like_others(divided) == {divided[1]: divided[0]}
-    assert text_of(tree).count("names but for a prefix and shapes as in model") == 1
+    assert text_of(tree).count("; like model, but for a prefix") == 1
     for same in (dict(model), {"n_averaged": tensor(), **model}):
-        assert text_of(tree | {"ema": same}).count("; names and shapes as in model") == 1
+        assert text_of(tree | {"ema": same}).count("; like model") == 1
 
 
 def test_many_parts_that_look_alike_share_a_line() -> None:
@@ -69,9 +69,9 @@ def test_many_parts_that_look_alike_share_a_line() -> None:
     text = text_of(tree)
     (line,) = [line for line in text.splitlines() if "clients/" in line]
     assert line.startswith("clients/0 … clients/99  4.80 kB") and "100 × model weights: 2 tensors" in line
-    assert "names and shapes as in model" in line and "last_model" in text
+    assert "; like model" in line and "last_model" in text
     few = text_of({"model": weights(), "clients": [weights() for _ in range(3)]})
-    assert few.count("names and shapes as in model") == 3
+    assert few.count("; like model") == 3
 
 
 def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
