@@ -134,8 +134,8 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
         if depth is not None and level == depth:
             break
         below = [_compressed(child, 0 if branch is top else branch.depth) for child in branch.children]
-        if depth is None and len(below) > lines:
-            if branch is not top:
+        if len(below) > (lines if depth is None else LINES):
+            if depth is None and branch is not top:
                 continue
             branch.hidden = max(len(below) - SHOWN, 0)
             below = below[:SHOWN]
@@ -236,8 +236,8 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
         detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
         if part in alike:
             twins = zip(_weights(part), _weights(alike[part]), strict=True)
-            same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
+            prefix = "" if all(path == twin for (path, _), (twin, _) in twins) else ", but for a prefix"
+            detail += f"; like {alike[part].root.address or WHOLE}{prefix}"
         below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
         rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])

@@ -29,7 +29,7 @@ _PACK = 4 << 20  # bytes read for it at a time
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
 _GAP_FILE = 8 << 10
-_GAP_COMPUTED = 256 << 10
+_GAP_COMPUTED = 256 << 10  # so does what is on another machine
 
 
 def subrange(data: Data, offset: int, length: int) -> Data:
@@ -155,7 +155,8 @@ def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> Non
     """Fills `out` with the elements at `base + sum(index * stride)` of `data`; all counted in elements."""
     import numpy
 
-    size, gap = out.itemsize, (_GAP_COMPUTED if isinstance(data, Computed) else _GAP_FILE) // out.itemsize
+    far = isinstance(data, Computed) or (isinstance(data, FileRange) and data.file.far)
+    size, gap = out.itemsize, (_GAP_COMPUTED if far else _GAP_FILE) // out.itemsize
     # The dimensions of which every index is worth a read of its own, widest first; the elements that one read spans.
     outer, span = sorted(range(out.ndim), key=strides.__getitem__), 1
     while outer and strides[outer[0]] - span <= gap:
@@ -202,7 +203,9 @@ def _copy(source: Array, out: Array) -> None:
 
 def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -> None:
     """Fills `buffer` with `length` bytes from each of `starts`, one after the other."""
-    if not isinstance(data, FileRange):
+    if isinstance(data, FileRange):
+        data.file.expect((data.offset + start, data.offset + start + length) for start in starts)
+    if not isinstance(data, FileRange) or data.file.far:
         for place, start in zip(range(0, len(buffer), length), starts, strict=True):
             buffer[place : place + length] = data.read(start, length)
         return

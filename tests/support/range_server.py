@@ -11,11 +11,12 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
@@ -31,8 +32,10 @@ class RangeServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, folder: Path, faults: Iterable[str] = (), patience: float = 60) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, folder: Path, faults: Iterable[str] = (), patience: float = 60, handler: type[RangeHandler] | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), handler or RangeHandler)
         self.folder, self.patience, self.closing = folder, patience, threading.Event()
         self.faults: Iterator[str] = iter(faults)
         self.url = f"http://127.0.0.1:{self.server_port}/"
@@ -63,8 +66,9 @@ def change(path: Path) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class RangeHandler(BaseHTTPRequestHandler):
     server: RangeServer
+    more: Mapping[str, str] = MappingProxyType({})  # headers of every answer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -89,13 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "wait":
             self.server.closing.wait(self.server.patience)
         if fault in ("busy", "deny"):
-            self.send(503 if fault == "busy" else 403, {}, BytesIO())
+            self.send(503 if fault == "busy" else 403, {})
         elif path.is_dir():
             names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir())
             page = "".join(f'<a href="{quote(each)}">{escape(each)}</a>\n' for each in names).encode()
-            self.send(200, {"Content-Type": "text/html"}, BytesIO(page), 0, len(page))
+            self.send_bytes(200, {"Content-Type": "text/html"}, page)
         elif not path.is_file():
-            self.send(404, {}, BytesIO())
+            self.send(404, {})
         else:
             if fault == "change":
                 change(path)
@@ -112,22 +116,31 @@ class _Handler(BaseHTTPRequestHandler):
         if asked[1]:
             start, stop = int(asked[1]), min(int(asked[2] or size) + 1, size)
         if start >= stop:
-            return self.send(416, {"Content-Range": f"bytes */{size}"}, BytesIO())
+            return self.send(416, {"Content-Range": f"bytes */{size}"})
         return self.send(
             206, headers | {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}, file, start, stop - start, fault
         )
 
+    def send_bytes(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send(status, headers, BytesIO(body), 0, len(body))
+
     def send(
-        self, status: int, headers: dict[str, str], body: BinaryIO, at: int = 0, length: int = 0, fault: str = ""
+        self,
+        status: int,
+        headers: dict[str, str],
+        body: BinaryIO | None = None,
+        at: int = 0,
+        length: int = 0,
+        fault: str = "",
     ) -> None:
         self.send_response(status)
-        for key, value in ({"Content-Type": "application/octet-stream"} | headers).items():
+        for key, value in ({"Content-Type": "application/octet-stream"} | headers | self.more).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(length))
         self.end_headers()
         if fault == "cut":
             length, self.close_connection = length // 2, True
-        if self.command != "HEAD" and length:
+        if self.command != "HEAD" and length and body is not None:
             sent = self.connection.sendfile(body, at, length)
             with self.server.lock:
                 self.server.sent[self.name] += sent
