@@ -187,7 +187,7 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
 
 def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
     """Sends one file. A signal ends it between two parts, so that those which were sent are given up."""
-    from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+    from fsspec.callbacks import Callback
 
     stopped = list[BaseException]()
 
@@ -211,8 +211,8 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
 
 def _commit(fs: Any, places: dict[str, str]) -> None:
     """Gives files to a hub in one commit."""
-    from huggingface_hub import CommitOperationAdd  # type: ignore[import-not-found]
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[import-not-found]
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     found = [fs.resolve_path(place) for place in places.values()]
