@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.checkpoint import Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, segment_text
 from ckptool.errors import printable
@@ -38,6 +38,11 @@ def value_text(value: Any, width: int | None = 60) -> str:
         if len(text) <= width:
             return f"{{{text}}}"
     return summary(value, width or 1_000_000)
+
+
+def entry_text(value: Any) -> str:
+    """A tensor or another value in one line."""
+    return tensor_text(value) if isinstance(value, (TensorEntry, Composite)) else value_text(value)
 
 
 def type_name(value: Any) -> str:
