@@ -89,14 +89,19 @@ class UsageError(CkptoolError, ValueError, code="usage"):
 class MissingKey(UsageError, KeyError):
     """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
 
-    _looked: tuple[str, Callable[[], Sequence[str]]]
+    _looked: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
 
     @classmethod
-    def among(cls, name: str, names: Callable[[], Sequence[str]], where: str) -> MissingKey:
-        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`."""
+    def among(
+        cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
+    ) -> MissingKey:
+        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`.
+
+        below: gives the place further down where there is one of that name.
+        """
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names
+        error._looked = name, names, below
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -106,7 +111,7 @@ class MissingKey(UsageError, KeyError):
 
         name, there = self._looked[0], self._looked[1]()
         below = [f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")]
-        meant = below[:1] or get_close_matches(name, there[:2000], 1)
+        meant = below[:1] or [*filter(None, [self._looked[2]()])] or get_close_matches(name, there[:2000], 1)
         self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant[0]}?") if meant else ""
         return self.why if attribute == "why" else self.fix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.checkpoint import Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.strided import EDGE
 from ckptool.checkpoint.tree import Path, segment_text
@@ -48,6 +48,11 @@ def array_text(values: Any, width: int | None, is_cut: bool) -> str:
 
     limit, edge = 0 if is_cut else values.size + 1, EDGE if values.ndim <= 2 else 2
     return numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
+
+
+def entry_text(value: Any) -> str:
+    """A tensor or another value in one line."""
+    return tensor_text(value) if isinstance(value, (TensorEntry, Composite)) else value_text(value)
 
 
 def type_name(value: Any) -> str:

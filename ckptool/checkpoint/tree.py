@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
@@ -163,7 +164,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             where = f"in {address(path)}" if path else "at the top"
-            raise MissingKey.among(part, partial(_names_in, node), where)
+            raise MissingKey.among(part, partial(_names_in, node), where, partial(_below, node, path, part))
         if len(matches) > 1:
             raise Ambiguous(
                 f"{part} names {counted(len(matches), 'entry', 'entries')} of "
@@ -177,6 +178,12 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 def _names_in(node: Any) -> list[str]:
     """What an address can name in a node."""
     return [*map(segment_text, (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node))))]
+
+
+def _below(node: Any, above: Path, part: str) -> str:
+    """The first address that ends in a name, of those of a node that are looked at."""
+    paths = (path for path, _ in islice(walk(node), MANY_NAMES) if path and segment_text(path[-1]) == part)
+    return next((address((*above, *path)) for path in paths), "")
 
 
 def _is_plain_name(node: Any, part: str) -> bool:
