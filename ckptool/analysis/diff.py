@@ -24,7 +24,7 @@ from ckptool.analysis.differences import (
     topmost,
 )
 from ckptool.analysis.fold import grouped
-from ckptool.analysis.words import tensor_text, type_name, value_text
+from ckptool.analysis.words import entry_text, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
@@ -163,7 +163,7 @@ class Diff(Report):
             "",
         )
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
-            yield from (block(f"only in {side}", [(entry.address, _entry(entry.node)) for entry in only]), "")
+            yield from (block(f"only in {side}", [(entry.address, entry_text(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
         values = [(name, change) for name, change in tensors_changed(self) if not is_integer(change)]
         if any(change.values is not None for _, change in values):
@@ -226,15 +226,11 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
     rows = []
     for change in diff.changed:
         if "value" in change.aspects or ("values" in change.aspects and not is_tensor(change.left)):
-            sides = [_entry(node) for node in (change.left, change.right)]
+            sides = [entry_text(node) for node in (change.left, change.right)]
             if sides[0] == sides[1]:
                 sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
             rows.append((change.address, " → ".join(sides)))
     return rows
-
-
-def _entry(value: Any) -> str:
-    return tensor_text(value) if is_tensor(value) else value_text(value)
 
 
 def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:

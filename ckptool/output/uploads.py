@@ -39,7 +39,7 @@ from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files
 from ckptool.output.sink import Progress
 
-PART, AT_ONCE = 8 << 20, 4  # bytes that are sent at once, and how often at a time
+PART, AT_ONCE = 5 << 20, 4  # bytes that are sent at once, and how often at a time; S3 wants no less
 MOST_PARTS, GRAIN = 9_000, 256 << 10  # of one object: S3 takes 10,000; Google's are multiples of this
 # What shows an object whole or not at all, with the options of its `put_file` that bound the memory.
 _STORES = {"s3": ("chunksize", "max_concurrency"), "gs": ("chunksize",), "abfs": ()}
@@ -187,7 +187,7 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
 
 def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
     """Sends one file. A signal ends it between two parts, so that those which were sent are given up."""
-    from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+    from fsspec.callbacks import Callback
 
     stopped = list[BaseException]()
 
@@ -211,8 +211,8 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
 
 def _commit(fs: Any, places: dict[str, str]) -> None:
     """Gives files to a hub in one commit."""
-    from huggingface_hub import CommitOperationAdd  # type: ignore[import-not-found]
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[import-not-found]
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
     found = [fs.resolve_path(place) for place in places.values()]

@@ -115,7 +115,7 @@ class Written(Report):
     def told(self) -> Told:
         how = {"nothing": "unchanged"}.get(self.how, self.how)
         if self.how == "in place":
-            how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
+            how = f"in place, {size(self.bytes_written)} {'to be ' if self.dry_run else ''}added"
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
@@ -225,12 +225,10 @@ class Change:
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
-            raise Conflict(
-                f"{path} is the input itself",
-                "It was left as it is.",
-                (f"Change the file itself: {arg(in_place=True)}; or replace" if source else "Replace")
-                + f" it with a new one: {arg(overwrite=True)}",
-            )
+            fix = f"To replace it: {arg(overwrite=True)}"
+            if source is not None and not is_url(path):
+                fix += f"; to change the file itself: {arg(in_place=True)}"
+            raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
         was_asked = bool(asked["container"])
         formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)
@@ -299,7 +297,7 @@ class Change:
             from ckptool.formats.members import beside
 
             if names := beside(original):
-                left.append(Note(MEMBERS, f"left behind, since only weights are written: {listed(list(names), 6)}"))
+                left.append(Note(MEMBERS, f"left out, since only weights are written: {listed(list(names), 6)}"))
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))

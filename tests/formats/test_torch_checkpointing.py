@@ -63,12 +63,6 @@ def test_places_that_are_listed(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt", weights_only=True)["model"]["inner.w"].equal(full)
 
 
-def test_a_folder_of_several_models_is_not_taken_for_one(tmp_path: Path) -> None:
-    for fold in range(3):
-        torch.save({"fc.weight": torch.randn(3, 4)}, tmp_path / f"model_{fold}.pt")
-    assert {file.path for file in ckptool.scan(tmp_path).files} == {str(tmp_path / f"model_{n}.pt") for n in range(3)}
-
-
 class Calls:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.mkdir, ("called",)

@@ -64,7 +64,7 @@ def test_all_three(in_place: bool, tmp_path: Path) -> None:
     before["loss"] = torch.tensor(1.5)
     del before["optimizer_state_dict"], before["scheduler_state_dict"]
     assert_same_objects(before, load(out))
-    assert done.summary == "entries: 2 dropped, 3 set, 2 replaced"
+    assert done.summary == "2 entries dropped, 3 entries set, 2 entries replaced"
     assert done.facts == {
         "dropped": ["optimizer_state_dict", "scheduler_state_dict"],
         "set": ["epoch", "config/lr", "note"],
