@@ -68,6 +68,7 @@ doctor: Explain why a checkpoint does not load, and what fixes it. Exit 1: somet
 scan: List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code.
 [look takes]
 report: Write an HTML page about checkpoints: contents, histograms, health, changes. Opens in any browser, offline.
+browse: Walk through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
 [change changes]
 strip-module: Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys.
 add-module: Add 'module.' in front of the keys, as DataParallel does.

@@ -188,7 +188,7 @@ def _below(node: Any, above: Path, part: str) -> str:
 
 def _is_plain_name(node: Any, part: str) -> bool:
     """True for a key that reads as no other can: the many names of a state dict need not be gone through for it."""
-    if not isinstance(node, dict) or part not in node or "~" in part or not part[0].isalpha():
+    if not isinstance(node, dict) or part not in node or "~" in part or not part[:1].isalpha():
         return False
     return not (isinstance(node, OrderedDict) and part in (node.attributes or ())) and part not in _LITERALS
 

@@ -39,7 +39,7 @@ from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files
 from ckptool.output.sink import Progress
 
-PART, AT_ONCE = 8 << 20, 4  # bytes that are sent at once, and how often at a time
+PART, AT_ONCE = 5 << 20, 4  # bytes that are sent at once, and how often at a time; S3 wants no less
 MOST_PARTS, GRAIN = 9_000, 256 << 10  # of one object: S3 takes 10,000; Google's are multiples of this
 # What shows an object whole or not at all, with the options of its `put_file` that bound the memory.
 _STORES = {"s3": ("chunksize", "max_concurrency"), "gs": ("chunksize",), "abfs": ()}

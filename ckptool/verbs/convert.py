@@ -112,7 +112,7 @@ def convert(
         raise UsageError(
             "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
         )
-    if out is not None and folder_at(out) and for_output(out, SHARDED).writes_folder:
+    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
