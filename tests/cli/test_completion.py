@@ -206,13 +206,6 @@ def refused(verb: str, option: str) -> str:
     return str(caught.value)
 
 
-def test_codes_and_verbs_are_offered_to_what_explains_them(run: Run) -> None:
-    for verb, kind in (("explain", "[CODE|-]"), ("schema", "[VERB]")):
-        assert [each.text for each in candidates([verb], "") or ()] == list(VALUES[kind]())
-        for value in list(VALUES[kind]())[::9]:
-            assert run(verb, value).code == 0, value
-
-
 def test_a_file_may_stand_in_the_place_of_a_command(hostile: Path) -> None:
     assert asked("ckptool a", hostile)[1] == ["add-module", "average"] and asked("ckptool a\\ m", hostile) == (
         FILES,

@@ -41,11 +41,6 @@ def test_a_code_may_be_pasted_as_it_was_printed(typed: str, run: Run) -> None:
     assert done(run("explain", typed)).startswith("io (Errors)")
 
 
-def test_an_unknown_code_names_the_nearest(run: Run) -> None:
-    ran = run("explain", "prefix-modul")
-    assert ran.code == 1 and "Did you mean prefix-module?" in ran.err and not ran.out
-
-
 def test_our_own_output_is_explained_through_a_pipe(tmp_path: Path) -> None:
     saved({f"module.{key}": value for key, value in weights("a", "b").items()}, tmp_path / "a.pt")
     for line, codes in (

@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import ckptool
 from ckptool.cli import main
-from ckptool.commands import ALIASES, VERBS
 from tests.support.cli import Ran, done
 from tests.support.programs import path_with
 
@@ -23,12 +21,6 @@ Run = Callable[..., Ran]
 
 
 # Names that people type ----------------------------------------------------------------------------------------------
-
-
-def test_an_alias_is_no_verb_and_no_beginning_of_one_with_two_words() -> None:
-    assert set(ALIASES.values()) <= set(VERBS)
-    assert not set(ALIASES) & {word for verb in VERBS for word in (verb, verb.split()[0], verb.replace("-", "_"))}
-    assert not set(ALIASES) & set(ckptool.__all__)
 
 
 @pytest.mark.parametrize(

@@ -114,16 +114,6 @@ def test_a_flipped_byte_in_a_share_is_found_by_verify(rank: int, tmp_path: Path,
     assert run("verify", str(folder)).code != 0
 
 
-def test_gradients_in_rounds_are_read_where_the_universal_converter_is_wrong() -> None:
-    """With `round_robin_gradients` DeepSpeed records the pieces in another order than they have in its vectors: its
-    `ds_to_universal` mixes up weights, its `zero_to_fp32` (whose weights those of the case are) does not."""
-    tree = _tree(ROOT / "deepspeed-round-robin" / "checkpoint")
-    state = tree["optimizer"]["state"]
-    assert {name: slots["exp_avg"].shape for name, slots in state.items()} == {
-        name: tree["module"][name].shape for name in state
-    }
-
-
 def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path) -> None:
     write_zero(tmp_path / "run" / "global_step2", 2, 2)
     write_zero(tmp_path / "run" / "global_step4", 2, 2, zero_weights(1))
@@ -137,18 +127,6 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
     (tmp_path / "run" / "latest").unlink()
     with pytest.raises(ckptool.CkptoolError, match="holds 2 checkpoints of DeepSpeed"):
         ckptool.open(tmp_path / "run")
-
-
-def test_a_trainers_folder_has_its_other_members_beside_the_model(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-500"
-    write_zero(folder / "global_step500", 3, 2)
-    (folder / "latest").write_text("global_step500")
-    (folder / "trainer_state.json").write_text('{"global_step": 500, "epoch": 1.0}')
-    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
-    tree = _tree(folder)
-    assert torch.equal(tree["module"]["scale"].torch(), zero_weights()["scale"])
-    assert tree["scheduler.pt"] == {"last_epoch": 3} and "global_step500" not in tree
-    ckptool.convert(folder, tmp_path / "out.safetensors")
 
 
 def test_a_folder_and_its_conversion_by_hand_are_the_same(tmp_path: Path, run: Run) -> None:

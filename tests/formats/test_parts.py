@@ -279,15 +279,6 @@ def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: 
     assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
 
 
-def test_a_variant_is_read_where_there_is_nothing_else(tmp_path: Path, run: Callable[..., object]) -> None:
-    folder = sharded_folder(tmp_path / "m", variant="fp16")
-    assert len(ckptool.open(folder).tree) == 6
-    assert len(ckptool.open(folder / "model.safetensors.index.fp16.json").tree) == 6
-    assert ckptool.open(folder / "model.fp16-00002-of-00003.safetensors").part.label == "shard 2 of 3"
-    (file,) = ckptool.scan(folder).files
-    assert file.state == "good"
-
-
 def test_tables_of_ranks_are_one_and_pieces_are_not_called_damaged(
     ranks: Path, tmp_path: Path, run: Callable[..., object]
 ) -> None:

@@ -23,7 +23,6 @@ from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.plain import plain
 from tests.support.files import CORPUS, torch_bytes, written
-from tests.support.looped import looped
 from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
 
 # Every protocol ------------------------------------------------------------------------------------------------------
@@ -125,29 +124,6 @@ def test_pickles_of_python_2(tmp_path: Path) -> None:
 
 
 # What is a pickle, and what is not -----------------------------------------------------------------------------------
-
-
-@looped(
-    "text",
-    [
-        b"(This is a text that begins with a bracket.)\n" * 20,
-        b"(despite all that)\n" * 30,
-        b"config\nname\nvalue: 3\n" * 30,
-        b"class Net:\n    pass\n" * 30,
-        b"c\n" * 300,
-        b"]] a text\n" * 60,
-        b"} // the end of something\n" * 30,
-        b"(Some text)" * 60,
-        b"(I1 am)" * 100,
-        b"(Very long text without the end of a line " * 30,
-        b"copyright\nsomebody\n(c) 2020\n" * 30,
-        b"(dp0",
-        b"}q\0",
-    ],
-)
-def test_texts_are_not_pickles(text: bytes, tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint):
-        read(written(text, tmp_path / "a.pkl"))
 
 
 def test_files_of_a_few_bytes_are_no_checkpoints(tmp_path: Path) -> None:

@@ -36,16 +36,6 @@ def folder(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
     return tmp_path / "step-2"
 
 
-def test_the_weights_are_taken_and_the_rest_is_listed(
-    folder: Path, weights: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    done = ckptool.convert(folder, tmp_path / "model.safetensors")
-    assert done.facts["tensors"] == 2 and done.facts["left_behind"] == BESIDE
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
-    assert ckptool.diff(folder, tmp_path / "model.safetensors").same
-
-
 def test_each_part_is_shown_with_its_own_tensors(folder: Path, run: Run) -> None:
     shown = run("inspect", str(folder), "--depth", "0").out
     assert "model weights: 2 tensors" in shown

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, ro
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import quoted
-from ckptool.facts import Note, Table, bar, short
+from ckptool.facts import Note, Table
 from ckptool.pickles.plain import to_json
 from ckptool.render.lines import Style, lines
 from ckptool.render.lines import text as report_text
@@ -33,11 +33,6 @@ def checkpoint(tree: Any) -> Checkpoint:
 
 def text_of(tree: Any, **options: Any) -> str:
     return report_text(listing(checkpoint(tree)), **options)
-
-
-def test_counts_and_bars() -> None:
-    assert [short(n) for n in (0, 950, 78_200, 11_200_000, 7_000_000_000)] == ["0", "950", "78.2k", "11.2M", "7.00B"]
-    assert bar(10, 10) == "█" * 12 and bar(5, 10, 4) == "██" and bar(0, 10) == bar(1, 10**6) == bar(0, 0) == ""
 
 
 def test_an_outline_fits_a_screen_whatever_the_file() -> None:

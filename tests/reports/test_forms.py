@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,12 +75,6 @@ def test_every_kind_of_report_is_among_them(folder: Path) -> None:
 
     made = {type(make()).__name__ for make in REPORTS.values()}
     assert {kind.__name__ for kind in below(Report) - {Report} if kind.__module__.startswith("ckptool.")} == made
-
-
-def test_its_plain_values_are_those_of_json(report: Report) -> None:
-    facts = report.to_dict()
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert re.fullmatch(r"ckptool\.\w+/\d", facts.get("schema", "ckptool.json_schema/1").replace("-", "_"))
 
 
 def test_a_notebook_shows_it_without_scripts(report: Report) -> None:

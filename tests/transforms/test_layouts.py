@@ -19,30 +19,9 @@ from ckptool.errors import CkptoolError, Conflict, UsageError
 from ckptool.names.layout import read_layout, shipped
 from ckptool.names.pattern import parse_name
 from tests.support.files import load, saved
-from tests.support.layout_vectors import LAYOUT_CASES, case_of, counting, digests
+from tests.support.layout_vectors import LAYOUT_CASES, case_of, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
 from tests.support.looped import looped
-
-
-def without(source: Path, file: Path, *words: str) -> Path:
-    """The file without the tensors whose names have one of the words."""
-    save_file({name: value for name, value in load_file(source).items() if not any(w in name for w in words)}, file)
-    return file
-
-
-EXPERTS = "block_sparse_moe.experts"
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    (["1.block_sparse_moe.experts.1."], "line 17: the rule .* there is nothing for e = 1, of 3 tensors"),
-    (["1.block_sparse_moe.experts.1.w3"], r"there is .*1\.w1\.weight, but no .*layers\.1\..*experts\.1\.w3\.weight"),
-    (["1.block_sparse_moe.experts.2."], r"3 tensors are missing: .*layers\.1\..*experts\.2\.w1\.weight"),
-    ([f"{EXPERTS}.2."], "the router knows another number of experts"),
-    (["1.self_attn.q_proj"], r"1 tensor is missing: model\.layers\.1\.self_attn\.q_proj\.weight"),
-])  # fmt: skip
-def test_a_missing_expert(words: list[str], expected: str, tmp_path: Path) -> None:
-    file = without(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors", tmp_path / "a.safetensors", *words)
-    refuses(file, "mixtral-stacked", expected, tmp_path)
 
 
 def refuses(file: Path, layout: str, expected: str, tmp_path: Path, **options: Any) -> None:
@@ -176,36 +155,6 @@ def test_each_field_that_a_layout_needs(name: str) -> None:
                         continue
                     with pytest.raises(Conflict, match=re.escape(field)):
                         side.check({}, config)
-
-
-@pytest.mark.parametrize(
-    ("layout", "config"),
-    [
-        ("gpt2-nanogpt", {"scale_attn_weights": False}),
-        ("gpt2-nanogpt", {"activation_function": "relu"}),
-        ("resnet-torchvision", {"downsample_in_first_stage": True}),
-        ("vit-timm", {"hidden_act": "relu"}),
-        (LLAMA, {"sliding_window": 4096}),
-        (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}),
-    ],
-)
-def test_a_configuration_that_contradicts_a_layout(layout: str, config: dict[str, Any], tmp_path: Path) -> None:
-    case = case_of(layout)
-    source = LAYOUT_CASES / layout
-    if "shapes" in case:
-        source = tmp_path / "in.safetensors"
-        save_file(counting(case["shapes"]), source)
-    beside = tmp_path / "folder"
-    beside.mkdir()
-    ckptool.translate(source, out=beside / "model.safetensors", rules_file=layout, set=case.get("set", ()))
-    (beside / "config.json").write_text(json.dumps(config))
-    refuses(beside / "model.safetensors", layout, "in the configuration", tmp_path, reverse=True)
-    (beside / "config.json").write_text("{}")
-    given = case.get("back", ())
-    ckptool.translate(
-        beside / "model.safetensors", out=tmp_path / "o.pt", rules_file=layout, set=given, reverse=True, overwrite=True
-    )
 
 
 def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path) -> None:

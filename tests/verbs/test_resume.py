@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import NoneValid, UsageError
+from ckptool.errors import NoneValid
 from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
@@ -75,13 +75,3 @@ def test_metrics_are_cut_back_to_where_it_goes_on(tmp_path: Path) -> None:
     flip_a_bit(run / "checkpoints" / name_of(10))
     on(run)
     assert [fact["step"] for fact in Lines(str(run / "metrics.jsonl")).read()] == list(range(1, 21))
-
-
-# With which configuration ---------------------------------------------------------------------------------------------
-
-
-def test_a_change_that_fails_is_not_kept(tmp_path: Path) -> None:
-    run = begun(tmp_path)
-    with pytest.raises(UsageError):
-        on(run, "device=nonsense")
-    assert on(run).step == 20

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import json
-import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,14 +38,6 @@ def test_only_the_first_process_tells(typed: Typed, monkeypatch: pytest.MonkeyPa
     assert typed("resume", "runs/x", "-q")[1] == "done: 20 steps → runs/x\n"
 
 
-def test_a_rehearsal_leaves_nothing(typed: Typed, tmp_path: Path) -> None:
-    code, out, _ = typed("train", "run.yaml", "-n")
-    assert code == 0
-    assert out.startswith("it runs: one step, saved, loaded again, the same to the last bit")
-    assert os.listdir(tmp_path) == ["run.yaml"]
-    assert json.loads(typed("train", "run.yaml", "-n", "--json")[1])["schema"] == "ckptool.dry_run/2"
-
-
 def test_a_run_to_begin_with_trains_and_resumes_as_it_is(typed: Typed, tmp_path: Path) -> None:
     code, out, _ = typed("train", "--init", "new/first")
     assert (code, out.splitlines()[1]) == (0, "train it: ckptool train new/first/run.yaml")
@@ -71,22 +59,6 @@ def test_no_configuration(typed: Typed) -> None:
     code, _, err = typed("train")
     assert code == 2
     assert "ckptool train --init DIR" in err
-
-
-def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("run: runs/x\ntrain:\n  stepz: 20\n")
-    code, out, err = typed("train", "run.yaml")
-    assert (code, out) == (2, "")
-    assert "run.yaml:3: unknown key train.stepz; did you mean train.steps?" in err
-    assert not (tmp_path / "runs").exists()
-    (tmp_path / "run.yaml").write_text("run: runs/x\nsede: 3\ntrain:\n  stepz: 20\n")
-    assert typed("train", "run.yaml")[2].splitlines() == [
-        "error[usage]: run.yaml: 2 problems",
-        "  run.yaml:2: unknown key sede; did you mean seed?",
-        "  run.yaml:4: unknown key train.stepz; did you mean train.steps?",
-        "  Nothing was started.",
-        "  All keys with what they mean: ckptool train --init",
-    ]
 
 
 class Terminal(io.StringIO):
@@ -120,25 +92,6 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
 )
 def test_the_rate_and_the_time_left(step: int, rate: float, words: str) -> None:
     assert _pace({"step": step, "steps": 77_680}, rate) == words
-
-
-def test_a_folder_that_cannot_be_written_to(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that became read-only: what is there stays, and the run says so."""
-    train_typed(typed)
-    before = contents_but_lock("runs/x")
-    opened = os.open
-
-    def refused(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        return opened(path, flags, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        told = [typed("resume", "runs/x", "--set", "train.steps=30"), train_typed(typed, "run=runs/new")]
-    assert [code for code, _, _ in told] == [2, 2]
-    assert all("Read-only file system" in err for _, _, err in told)
-    assert contents_but_lock("runs/x") == before
 
 
 def test_all_are_damaged(typed: Typed) -> None:

@@ -180,16 +180,6 @@ def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
         ckptool.warm_start(file, target, suggest=rules)
 
 
-def test_nothing_to_suggest(tmp_path: Path) -> None:
-    file = saved(mlp().state_dict(), tmp_path / "model.pt")
-    report = ckptool.warm_start(file, file, suggest=tmp_path / "rules.yaml")
-    assert (
-        report.accepted
-        and [note.code for note in report.normalised] == ["no-suggestions"]
-        and not (tmp_path / "rules.yaml").exists()
-    )
-
-
 # The command ---------------------------------------------------------------------------------------------------------
 
 
