@@ -229,8 +229,12 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
             if sides[0] == sides[1]:
                 sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
             rows.append((change.address, " → ".join(sides)))
-    ends = {name: name.rpartition("/") for name, _ in rows}
-    return sorted(rows, key=lambda row: (ends[row[0]][2].isdigit(), bool(ends[row[0]][0]) and ends[row[0]][2] != "lr"))
+
+    def rank(row: tuple[str, str]) -> tuple[bool, int]:
+        above, _, last = row[0].rpartition("/")
+        return last.isdigit(), 2 * bool(above) - (last == "lr")
+
+    return sorted(rows, key=rank)
 
 
 def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
