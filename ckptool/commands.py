@@ -386,6 +386,20 @@ def arg(name: str = "", /, **options: Value) -> Command:
     return Command(words, ", ".join(_keywords(options)))
 
 
+def called(line: Command) -> tuple[Any, dict[str, Any]]:
+    """The function of a command, and the options that are typed in it, as Python gives them."""
+    verb, *words = with_verb(line[1:])
+    function, options = function_of(verb), dict[str, Any]()
+    typed: dict[str, Parameter] = {}
+    for each in parameters_of(function):
+        typed = {**dict.fromkeys(each.option.flags, each), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
+    rest = iter(words)
+    for each in filter(None, map(typed.get, rest)):
+        value = True if each.kind is bool else next(rest)
+        options[each.name] = [*options.get(each.name, ()), value] if each.option.several else value
+    return function, options
+
+
 def flag(name: str) -> str:
     """The option of a parameter; empty for a word without one."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
