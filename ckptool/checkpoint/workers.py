@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, RunFailed, UsageError
+from ckptool.errors import CkptoolError, RunFailed, UsageError, given_urls
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -76,7 +76,8 @@ class _Crew:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
-        self.pool = ProcessPoolExecutor(self.jobs, get_context("spawn"), initializer=_serve, initargs=(os.getpid(),))
+        facts = os.getpid(), given_urls()
+        self.pool = ProcessPoolExecutor(self.jobs, get_context("spawn"), initializer=_serve, initargs=facts)
         with _starting():
             for number in range(first, len(self.items)):
                 if number not in self.outcomes:
@@ -141,8 +142,9 @@ def _end(pool: ProcessPoolExecutor) -> None:
 # In a worker ---------------------------------------------------------------------------------------------------------
 
 
-def _serve(parent: int) -> None:
+def _serve(parent: int, urls: dict[str, str]) -> None:
     """Begins the life of a worker, which ends with that of the process that started it."""
+    given_urls(urls)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
     sys.unraisablehook = deliver_signal_again
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

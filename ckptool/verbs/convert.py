@@ -9,7 +9,7 @@ from glob import escape
 from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.files import Folder, unchanged
+from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.patterns import selected
@@ -69,21 +69,24 @@ def convert(
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     part: IsPart = False,
     optimizer_as: Annotated[
-        OptimizerForm, option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.")
+        OptimizerForm,
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.", rare=True),
     ] = None,
     against: Annotated[
         CheckpointLike | None,
         option(
-            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
+            "--against MODEL",
+            "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters.",
+            rare=True,
         ),
     ] = None,
     like: Annotated[PathLike | None, LIKE] = None,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES)] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES, rare=True)] = None,
     ranks: Annotated[
-        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.", rare=True)
     ] = None,
     shard_dim: Annotated[
-        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).", rare=True)
     ] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
@@ -97,7 +100,7 @@ def convert(
     `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
+    folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
         what = (
             f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
@@ -292,7 +295,7 @@ def _to_pickle(
         modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
         if not modules:
             return part, what, [], ()
-        stays = f"{modules[0]} stays an object of its class; by the address of a module its weights alone are written"
+        stays = f"{modules[0]} stays an object of its class, which loading needs; its weights alone need no class"
         fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
         return part, what, [], (Note("whole-module", stays, fix),)
     root, _ = one_state_dict(part, "" if named else None)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from ckptool.analysis import words
-from ckptool.analysis.words import Value, tensor_text, type_name, value_text
-from ckptool.checkpoint import Composite, Tensor, TensorEntry
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.outline import LINES as SCREEN
+from ckptool.analysis.words import FEW, Value, array_text, tensor_text, type_name, value_text
+from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
-from ckptool.checkpoint.strided import to_numpy
+from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import address, find, segment_text, walk
-from ckptool.commands import arg, option, verb
+from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
 from ckptool.verbs._options import At, File
 
-WHOLE = 1_000  # elements up to which all of a tensor is read
-EDGE = 3
 LINES = 1_000
 WIDEST = 10_000  # characters of one value below the one that is shown
 _TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
@@ -45,6 +45,7 @@ class Shown(Report):
     """One tensor with its values, or another value.
 
     values: all of a tensor, as nested lists, complex numbers as [real, imaginary]; null where only corners were read.
+    whole: the checkpoint, of which an outline is told where an entry has more lines than a screen.
     corners: in their place the first and the last along every axis, and between them one that printing leaves out.
     """
 
@@ -56,6 +57,7 @@ class Shown(Report):
     slice: str | None = None
     values: Annotated[Any, Unit(json=_values_json, schema={})] = None
     corners: Annotated[Any, LIVE] = None
+    whole: Annotated[Checkpoint | None, LIVE] = None
 
     @property
     def truncated(self) -> bool:
@@ -76,7 +78,8 @@ class Shown(Report):
 
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
-            yield from _lines_of(self.entry, None if all else LINES)
+            lines = _lines_of(self.entry, None if all else LINES)
+            yield from lines if all or self.whole is None else _outlined(list(lines), self.whole, self)
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -84,13 +87,18 @@ class Shown(Report):
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
     def _array(self, width: int | None) -> Told:
-        import numpy
+        yield Verbatim(array_text(self.corners if self.truncated else self.values, width, self.truncated))
 
-        values = self.corners if self.truncated else self.values
-        limit, edge = 0 if self.truncated else values.size + 1, EDGE if values.ndim <= 2 else 2
-        yield Verbatim(
-            numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
-        )
+
+def _outlined(lines: list[str], whole: Checkpoint, shown: Shown) -> Iterator[Any]:
+    """The lines of an entry; of sets of weights, whose names nobody reads one by one, an outline."""
+    outline = listing(whole, shown.address) if len(lines) > SCREEN else None
+    if outline is None or not any(part.root.is_model for part in outline.parts):
+        yield from lines
+        return
+    yield from (*replace(outline, notes=()).told(), "")
+    first = command("show", f"{shown.file}#{outline.tensors[0].address}")
+    yield f"values: {first}; every entry: {arg(all=True)}"
 
 
 def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
@@ -147,17 +155,18 @@ def show(
     # An address may lead to something beside the tree: the code of a program.
     path, node = find({name: extras[name]()} if name in extras else opened.checkpoint.tree, opened.at or "")
     array = array_entry(node)
-    if array is not None and (slice is not None or array.numel > WHOLE):
+    if array is not None and (slice is not None or array.numel > FEW):
         node = array  # of a few values, all are shown as they stand
     if not isinstance(node, TensorEntry):
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
-        return Shown(opened.name, address(path), node)
+        whole = None if name in extras else opened.checkpoint
+        return Shown(opened.name, address(path), node, whole=whole)
     view = _part(node, slice) if slice is not None else node
     with unchanged(opened.checkpoint.source):
-        if not all and view.numel > WHOLE:
-            return Shown(opened.name, address(path), node, slice, corners=_corners(view))
+        if not all and view.numel > FEW:
+            return Shown(opened.name, address(path), node, slice, corners=corners(view))
         return Shown(opened.name, address(path), node, slice, to_numpy(view))
 
 
@@ -177,17 +186,3 @@ def _part(entry: TensorEntry, text: str) -> TensorEntry:
         first, end = int(span[1] or 0), min(int(span[2] or length), length)
         entry = entry.narrow(axis, first, end - first) if first < end else entry.narrow(axis, 0, 0)
     return entry
-
-
-def _corners(entry: TensorEntry) -> Any:
-    """The first and last three along every axis, and between them one that printing leaves out."""
-    import numpy
-
-    def block(view: TensorEntry, axis: int) -> Any:
-        if axis == len(view.shape):
-            return to_numpy(view)
-        length = view.shape[axis]
-        spans = [(0, length)] if length <= 2 * EDGE + 1 else [(0, EDGE + 1), (length - EDGE, EDGE)]
-        return numpy.concatenate([block(view.narrow(axis, *span), axis + 1) for span in spans], axis=axis)
-
-    return block(entry, 0)
