@@ -56,11 +56,15 @@ class CkptoolError(Exception):
         system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
         return type(self), (self.what, self.why, self.fix), system
 
-    def of_file(self, words: Callable[[Slot], str]) -> None:
-        """Names the file that it is about in its commands.  words: what stands for FILE, FILE#ADDRESS."""
+    def fill(self, words: Mapping[str, str]) -> None:
+        """Puts a word in place of each slot of that name in its commands."""
         for name, text in list(vars(self).items()):
             if isinstance(text, Text) and text.parts:
-                parts = (part.of_file(words) if isinstance(part, Command) else part for part in text.parts)
+                ours = ("ckptool",)  # options that stand alone are about another file
+                parts = (
+                    each.with_words(words) if isinstance(each, Command) and each[:1] == ours else each
+                    for each in text.parts
+                )
                 setattr(self, name, Text(*parts))
 
     def _render_traceback_(self) -> list[str]:
@@ -390,16 +394,14 @@ class Command(tuple[str, ...]):
     def writes(self) -> bool:
         return any(isinstance(word, Slot) and word.is_output for word in self)
 
-    def of_file(self, words: Callable[[Slot], str]) -> Command:
-        """The command for a file that is known now; options that stand alone are about another."""
-        if self[:1] != ("ckptool",):
-            return self
-        is_file = (isinstance(word, Slot) and word.partition("#")[0] == "FILE" for word in self)
-        return Command(words(Slot(word)) if known else word for word, known in zip(self, is_file, strict=True))
-
     def with_words(self, words: Mapping[str, str]) -> Command:
-        """The command with a word in place of each slot of that name."""
-        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
+        """The command with a word in place of each slot of that name, and of the name in FILE#ADDRESS."""
+
+        def filled(word: str) -> str:
+            name, sign, at = word.partition("#")
+            return words[name] + sign + at if isinstance(word, Slot) and name in words else word
+
+        return Command(map(filled, self))
 
 
 class Text(str):
