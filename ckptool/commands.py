@@ -72,7 +72,7 @@ report: Write an HTML page about checkpoints: contents, histograms, health, chan
 strip-module: Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys.
 add-module: Add module. in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
-remap: Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine.
+remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
 cast: Convert the floating-point tensors of the weights to another dtype, and report which lose values.
 edit: Drop entries, set plain values, replace the values of tensors.
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
@@ -86,7 +86,7 @@ bake: Fold weight norm and pruning into plain weights.
 [combine takes]
 bundle: Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3.
 unbundle: Write each member of a bundle to its own file, and bundle.json, which says how they belong together.
-average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's.
+average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters: the last file's own.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.
 lora resize: Write an adapter in a lower rank, truncated by SVD. Its scale stays.
@@ -155,7 +155,10 @@ def function_of(verb: str) -> Any:
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
-    """The words of a command line with its verb as one word, in the place of an alias, too."""
+    """The words of a command line with its verb as one word, in the place of an alias, too; `help VERB` is its
+    `--help`."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     joined = " ".join(words[:2])
     if joined in VERBS:
         return [joined, *words[2:]]
@@ -172,7 +175,8 @@ Hook = Callable[..., Any]
 class Option(NamedTuple):
     """A parameter on the command line.  flags: its names; none for an argument.  metavar: what stands for its value.
 
-    panel: the part of the help that it stands in.  least: the smallest number.  choices: those of a `Literal`.
+    panel: the part of the help that it stands in; rare: in the last one, whatever the panel.
+    least: the smallest number.  choices: those of a `Literal`.
     parse: makes the value of the flag and what was typed.  several: a list of texts.  each: the same, and the function
     is called for each of them.  needed: must be given, although Python has a default for it; optional: the reverse.
     hidden: not in the help.
@@ -182,6 +186,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()
     metavar: str = ""
     panel: str | None = None
+    rare: bool = False
     least: float | None = None
     choices: tuple[str, ...] = ()
     parse: Callable[[str, Any], Any] | None = None
@@ -408,9 +413,11 @@ def flag(name: str) -> str:
 
 
 def _typed(name: str, value: Value) -> Iterator[str]:
-    """The words of an option: `{"epoch": 3}` is `epoch:=3`, and `{"a": "b"}` `a=b`."""
+    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, but for `bundle`, where it is
+    `epoch:=3`."""
     if isinstance(value, Mapping):
-        value = [f"{key}={each}" if isinstance(each, str) else f"{key}:={each}" for key, each in value.items()]
+        sign = ":=" if name == "values" else "="
+        value = [f"{key}={each}" if isinstance(each, str) else f"{key}{sign}{each}" for key, each in value.items()]
     option = [flag(name)] if flag(name) else []
     for each in [value] if isinstance(value, (str, bool, float, int)) else value:
         yield from option if each is True else [*option, each if isinstance(each, str) else str(each)]

@@ -15,7 +15,11 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from errno import EEXIST
+from itertools import count
+from types import MappingProxyType
 from typing import Any
+
+SHORT = 12  # lines of an error in a notebook
 
 
 class CkptoolError(Exception):
@@ -51,6 +55,23 @@ class CkptoolError(Exception):
         """Sends its three parts to another process, and the number and file of the system's error."""
         system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
         return type(self), (self.what, self.why, self.fix), system
+
+    def of_file(self, words: Callable[[Slot], str]) -> None:
+        """Names the file that it is about in its commands.  words: what stands for FILE, FILE#ADDRESS."""
+        for name, text in list(vars(self).items()):
+            if isinstance(text, Text) and text.parts:
+                parts = (part.of_file(words) if isinstance(part, Command) else part for part in text.parts)
+                setattr(self, name, Text(*parts))
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback of sixty lines: where the caller stood, and the three parts."""
+        from traceback import extract_tb
+
+        frames = [frame for frame in extract_tb(self.__traceback__) if f"{os.sep}IPython{os.sep}" not in frame.filename]
+        ours = (number for number, frame in enumerate(frames) if frame.filename.startswith(os.path.dirname(__file__)))
+        callers = [f"  line {each.lineno} of {each.name}: {each.line}" for each in frames[: next(ours, None)][-3:]]
+        lines = [*callers, *f"{type(self).__name__}: {self}".split("\n")]
+        return lines if len(lines) <= SHORT else [*lines[: SHORT - 4], "…", *lines[-3:]]
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
@@ -248,6 +269,45 @@ def quoted(path: str) -> str:
     return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
 
 
+# What may be a secret in a URL: a password before the host, and the query, as of a signed one.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+://)([^\s/?#@]*:[^\s/?#@]*@)?([^\s?#]*)(\?[^\s#]*)?")
+_GIVEN: dict[str, str] = {}  # URLs as they were given, by what they are called from then on
+
+
+def named_urls(text: str) -> str:
+    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
+
+    def name_of(found: re.Match[str]) -> str:
+        scheme, user, place, query = found.groups()
+        if found[0] in _GIVEN or not (user or query):
+            return found[0]
+        if user:
+            _GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
+        names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
+        return next(name for name in names if _GIVEN.setdefault(name, found[0]) == found[0])
+
+    return _URL.sub(name_of, text) if "://" in text else text
+
+
+def given_url(name: str) -> str:
+    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    host = "/".join(name.split("/", 3)[:3])
+    return _GIVEN.get(name) or _GIVEN.get(host, host) + name[len(host) :]
+
+
+def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """All of them, for another process; `known`: those of the process that started this one."""
+    _GIVEN.update(known)
+    return _GIVEN
+
+
+def without_secrets(text: str) -> str:
+    """A text in which the URLs that were given with secrets stand by their names."""
+    for name, url in _GIVEN.items():
+        text = text.replace(url, name)
+    return text
+
+
 def _encoded(character: str) -> bytes:
     """The bytes of a character of a file name, or of a key, which may be half of a surrogate pair that no file has."""
     try:
@@ -261,6 +321,7 @@ def printable(text: str) -> str:
 
     Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is.
     """
+    text = without_secrets(text) if _GIVEN and "://" in text else text
     if text.isprintable():
         return text
     if _MARKED.search(text):
@@ -323,6 +384,13 @@ class Command(tuple[str, ...]):
     @property
     def writes(self) -> bool:
         return any(isinstance(word, Slot) and word.is_output for word in self)
+
+    def of_file(self, words: Callable[[Slot], str]) -> Command:
+        """The command for a file that is known now; options that stand alone are about another."""
+        if self[:1] != ("ckptool",):
+            return self
+        is_file = (isinstance(word, Slot) and word.partition("#")[0] == "FILE" for word in self)
+        return Command(words(Slot(word)) if known else word for word, known in zip(self, is_file, strict=True))
 
     def with_words(self, words: Mapping[str, str]) -> Command:
         """The command with a word in place of each slot of that name."""

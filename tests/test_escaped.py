@@ -183,7 +183,7 @@ COMMAND_LINES = {
     "rename": ("rename FILE '* => x.*' -n --keep-unknown", "rename FILE '* => x' -n", "rename FILE nothing=>at.all -n"),
     "remap": ("remap FILE --to cpu -n --keep-unknown", "remap FILE --map cuda:1=cpu -n"),
     "cast": ("cast FILE --dtype bf16 -n --keep-unknown", "cast FILE --dtype f16 -o OUT.pt"),
-    "edit": ("edit FILE --drop '*' -n --keep-unknown", "edit FILE --set nothing:=1 -n", "edit FILE --set w=1 -n"),
+    "edit": ("edit FILE --drop '*' -n --keep-unknown", "edit FILE --set nothing:=1 -n", "edit FILE --set w -n"),
     "translate": (
         "translate FILE '{a}.* => x.{a}.* : transpose' --rest keep -n --keep-unknown",
         "translate FILE nothing=>at.all -n",

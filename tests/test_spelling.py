@@ -53,7 +53,7 @@ SPELLINGS = {
     arg(on_mismatch="skip"): ("--on-mismatch skip", "on_mismatch='skip'"),
     arg("only"): ("--only", "only"),
     arg("out"): ("-o", "out"),
-    arg(drop="opt*", set={"epoch": 3}): ("--drop 'opt*' --set epoch:=3", "drop='opt*', set={'epoch': 3}"),
+    arg(drop="opt*", set={"epoch": 3}): ("--drop 'opt*' --set epoch=3", "drop='opt*', set={'epoch': 3}"),
     arg(drop=["a", "b c"]): ("--drop a --drop 'b c'", "drop=['a', 'b c']"),
     arg(to="cpu"): ("--to cpu", "to='cpu'"),
     arg(moves={"cuda:1": "cuda:0"}): ("--map cuda:1=cuda:0", "moves={'cuda:1': 'cuda:0'}"),

@@ -69,6 +69,11 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
     return None if a.dtype is b.dtype and not comparison.changed else comparison.result(order)
 
 
+def change_of(values: ValueDifference) -> float:
+    """How much a tensor changed, to sort by: the mean relative change; `inf` where one side alone is not finite."""
+    return inf if values.max_abs == inf else values.mean_rel or 0.0
+
+
 class _Comparison:
     """The running comparison of two tensors, chunk by chunk."""
 

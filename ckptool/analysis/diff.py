@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
-from ckptool.analysis.compare import ValueDifference
-from ckptool.analysis.differences import Comparer, Difference, Tie, Unpaired, is_tensor, ties, topmost
+from ckptool.analysis.compare import ValueDifference, change_of
+from ckptool.analysis.differences import (
+    Comparer,
+    Difference,
+    PartChange,
+    Tie,
+    Unpaired,
+    is_integer,
+    is_tensor,
+    place,
+    ties,
+    topmost,
+)
 from ckptool.analysis.fold import grouped
 from ckptool.analysis.words import tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -31,11 +43,12 @@ _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 # What "same" rests on; the weakest that some tensor was called the same by.
 BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
 EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
-STRIP, LAYERS = "▁▂▃▄▅▆▇█", 48  # levels of change; characters at most
+ROWS, NAMES = 9, 40  # of a kind of difference, unless all are asked for; columns for their names
+STRIP, LAYERS = "▁▂▃▄▅▆▇█", 24  # levels of change; characters at most
 _ASPECTS = {"value": "plain entries", "values": "values of tensors"}
 
 Item = TypeVar("Item")
-Members = Mapping[str, Sequence[Difference]]  # changed tensors by their addresses
+Values = Sequence[ValueDifference]  # of several tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -72,6 +85,7 @@ class Diff(Report):
     only: tuple[str, ...]
     elements: int
     changed_elements: int | None
+    parts: tuple[PartChange, ...] = ()
 
     def told(
         self,
@@ -126,48 +140,58 @@ class Diff(Report):
         left, right = ({bare(path) for path, node in only if is_tensor(node)} for _, only in self._only())
         return bool(left) and left == right and "prefix" not in self.ignored
 
-    def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True) -> Told:
-        """Every difference, by kinds.  sides: what the two are called.  all: each name, instead of groups."""
+    def differences(
+        self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int | None = ROWS
+    ) -> Told:
+        """Every difference: entries, a line for each part, then by kinds.  sides: what the two are called.
 
-        def block(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-            cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows)
-            return Table(cells, title=f"{title} ({len(rows):,})")
+        all: each name, instead of groups.  room: rows for each kind; None for as many as there are.
+        """
+        room = None if all else room
+        limits: dict[str, Any] = {"limit": room, "more": f"  … {{}} more ({arg(all=True)})"}
 
+        def block(title: str, rows: Sequence[tuple[str, str]], *, by_end: bool = False) -> Table:
+            cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows, by_end)
+            return Table(cells, title=f"{title} ({len(rows):,})", hang=NAMES, **limits)
+
+        entries = [(name.rpartition("/"), (name, text)) for name, text in entry_rows(self)]
+        # First what stands at the top (epoch, loss) and the learning rate, the items of lists last.
+        entries.sort(key=lambda row: (row[0][2].isdigit(), bool(row[0][0]) and row[0][2] != "lr"))
+        yield from (block("entries", [row for _, row in entries], by_end=True), "")
+        yield from (block("counters and other integers", integer_rows(self), by_end=True), "")
+        rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change is not None]
+        yield from (
+            Table(rows, title="parts", heads=("", "tensors", "change", "layers (· the same)"), right=(1, 2)),
+            "",
+        )
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
-            rows = [(entry.address, _entry(entry.node)) for entry in only]
-            yield from (block(f"only in {side}", rows), "")
+            yield from (block(f"only in {side}", [(entry.address, _entry(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
-        values = tensors_changed(self)
+        values = [(name, change) for name, change in tensors_changed(self) if not is_integer(change)]
         if any(change.values is not None for _, change in values):
-            yield from (*self._values(values, all), "")
+            yield from (*self._values(values, room, all), "")
         else:  # how far they are apart nobody asked
             yield from (block("values", [(name, "") for name, _ in values]), "")
-        yield from (block("entries", entry_rows(self)), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
-        yield from (Table(tied, title="ties"), "")
+        yield from (Table(tied, title="ties", **limits), "")
         others = self.order_differs if order else ()
-        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order")
+        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order", **limits)
 
-    def _values(self, rows: Sequence[tuple[str, Difference]], all: bool) -> Told:
-        """A row for each tensor, or for each group of tensors where those are fewer."""
-        known = [change.values for _, change in rows if change.values is not None]
-        title, groups = f"values ({len(rows):,})", [] if all else folded(rows)
-        if all or len(groups) == len(rows):
+    def _values(self, rows: Sequence[tuple[str, Difference]], room: int | None, all: bool) -> Told:
+        """A row for each tensor, or for each group of tensors."""
+        title = f"values ({len(rows):,})"
+        if all:
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-            cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
-            yield Table(cells, title=title, heads=heads, right=range(1, 6))
+            yield Table(value_rows(rows), title=title, heads=heads, right=range(1, 6))
+            yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
         else:
-            top = max((values.mean_rel or 0 for values in known), default=0)
-            heads = ("", "tensors", "elements changed", "max |a-b|", "cosine", "change")
-            cells = [(text or WHOLE, *group_facts(members, top)) for text, members in groups]
-            yield Table(cells, title=title, heads=heads, right=range(1, 5))
-            what = "mean |a-b| / max(|a|, |b|) of each layer or member in turn"
-            yield dim(f"  change: {what}, from 0 (▁) to {number(top)} (█); each tensor: --all")
+            groups, left = group_rows(rows, room)
+            yield Table(groups, title=title, heads=("change", "max |a-b|", "elements", ""), right=range(3), hang=NAMES)
+            yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
+            yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
-            share = f"{100 * self.changed_elements / max(self.elements, 1):.3g} %"
+            share = _percent(self.changed_elements / max(self.elements, 1))
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
-        if any(values.max_abs == inf for values in known):
-            yield "  inf: NaN or infinite on one side only; cosine and relative change leave it out"
 
     def _counts(self) -> Told:
         aspects = Counter(name for change in self.changed for name in change.aspects)
@@ -175,7 +199,8 @@ class Diff(Report):
         rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
         rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
         yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))
-        sizes = {each.address: each.values.max_abs or 0 for each in self.changed if each.values is not None}
+        floats = [each for each in self.changed if each.values is not None and not is_integer(each)]
+        sizes = {each.address: each.values.max_abs or 0 for each in floats if each.values is not None}
         if sizes:
             worst = max(sizes, key=lambda name: sizes[name])
             yield f"  largest difference: {number(sizes[worst])} in {worst or WHOLE}"
@@ -214,14 +239,16 @@ def _entry(value: Any) -> str:
     return tensor_text(value) if is_tensor(value) else value_text(value)
 
 
-def grouped_rows(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names with a text each: those with the same text in groups, with their number."""
-    by_text: dict[str, list[tuple[str, None]]] = {}
+def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
+    """Names with a text each: those with the same text in groups, with their number.
+
+    by_end: of names that end in different words each stays on its own.
+    """
+    by_text: dict[tuple[str, str], list[tuple[str, None]]] = {}
     for name, text in rows:
-        by_text.setdefault(text, []).append((name, None))
-    groups = (
-        (group or WHOLE, len(members), text) for text, names in by_text.items() for group, members in folded(names)
-    )
+        end = re.split("[./]", name)[-1].strip("0123456789") if by_end else ""
+        by_text.setdefault((text, end), []).append((name, None))
+    groups = ((group or WHOLE, len(alike), key[0]) for key, names in by_text.items() for group, alike in folded(names))
     return [(f"{group}  ({count:,})" if count > 1 else group, text) for group, count, text in groups]
 
 
@@ -238,49 +265,80 @@ def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
     return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
 
 
-def _cells(values: ValueDifference | None) -> tuple[str, ...]:
-    if values is None:
-        return "differ", "", "", "", "", ""
-    share, at = f"{values.changed:,} of {values.total:,}", "" if values.first is None else str(list(values.first))
-    return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), _cosine(values.cosine), at
+def integer_rows(diff: Diff) -> list[tuple[str, str]]:
+    """Tensors of integers whose values differ: old and new of one element, else how many elements."""
+    rows = []
+    for name, change in tensors_changed(diff):
+        if is_integer(change):
+            old, new = change.aspects["values"]
+            share = (
+                ""
+                if change.values is None
+                else f"{change.values.changed:,} of {counted(change.values.total, 'element')}"
+            )
+            rows.append((name, share if old is None else f"{old} → {new}"))
+    return rows
 
 
-def _cosine(value: float | None) -> str:
-    return "–" if value is None else f"{value:.6f}"
+def value_rows(rows: Iterable[tuple[str, Difference]]) -> list[tuple[str, ...]]:
+    """Tensors and how far they are apart."""
+    cells: list[tuple[str, ...]] = []
+    for name, change in rows:
+        texts: tuple[str, ...] = ("differ",)
+        if (far := change.values) is not None:
+            texts = (f"{far.changed:,} of {far.total:,}", *map(number, (far.max_abs, far.max_rel, far.mean_rel)))
+            cosine = "–" if far.cosine is None else f"{far.cosine:.6f}"
+            texts = (*texts, cosine, "" if far.first is None else str(list(far.first)))
+        cells.append((name or WHOLE, *texts))
+    return cells
 
 
-def group_facts(members: Members, top: float) -> tuple[str, ...]:
-    """The number of tensors, what changed in them together, the range of their cosines, and the strip of change."""
-    changes = [change.values for changes in members.values() for change in changes]
-    known = [each for each in changes if each is not None]
-    if not known:
-        return f"{len(changes):,}", "differ", "", "", ""
-    share = f"{sum(each.changed for each in known):,} of {sum(each.total for each in known):,}"
-    most = max((each.max_abs for each in known if each.max_abs is not None), default=None)
-    cosines = [each.cosine for each in known if each.cosine is not None]
-    cosine = " to ".join(dict.fromkeys(map(_cosine, (min(cosines), max(cosines))))) if cosines else "–"
-    if cosines and len(cosines) < len(known):
-        cosine += f" ({len(known) - len(cosines):,} without)"
-    return f"{len(changes):,}", share, number(most), cosine, _strip(members, top)
+def group_rows(rows: Iterable[tuple[str, Difference]], room: int | None) -> tuple[list[tuple[str, ...]], int]:
+    """Groups of tensors, those of a part together and the largest change first, and how many there is no room for."""
+    parts, cells, left = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
+    for name, change in rows:
+        parts.setdefault(place(change.path)[0], []).append((name, change))
+    most = room and max(2 * room // len(parts) ** 2, 3)
+    for inside in parts.values():
+        groups = list[tuple[str, Values]]()
+        for name, alike in folded(inside):
+            groups.append((name, [one.values for same in alike.values() for one in same if one.values is not None]))
+        groups.sort(key=lambda group: -max(map(change_of, group[1]), default=0.0))
+        left += len(groups[most:]) if most else 0
+        for name, values in groups[:most]:
+            top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
+            moved = sum(each.changed for each in values) / max(sum(each.total for each in values), 1)
+            cells.append((change_text(values), number(top), _percent(moved), name or WHOLE))
+    return cells, left
 
 
-def _strip(members: Members, top: float) -> str:
-    """A character for each layer: for each part in which the names differ first, or for several in a row."""
-    pieces = [name.split(".") for name in members]
-    first = next((at for at, same in enumerate(zip(*pieces, strict=False)) if len({*same}) > 1), 0)
-    layers: dict[str, list[Difference]] = {}
-    for piece, changes in zip(pieces, members.values(), strict=True):
-        layers.setdefault(piece[first], []).extend(changes)
-    each = -(-len(layers) // LAYERS)
-    parts = list(layers.values())
-    parts = [[change for part in parts[i : i + each] for change in part] for i in range(0, len(parts), each)]
-    strip = ""
-    for part in parts if len(parts) > 1 else ():
-        values = [change.values for change in part if change.values is not None]
-        known = [(value.mean_rel, value.total) for value in values if value.mean_rel is not None]
-        mean = sum(value * total for value, total in known) / max(sum(total for _, total in known), 1)
-        strip += STRIP[min(int(8 * mean / top), 7) if top else 0] if known else "?"
-    return strip + (f" ({each} each)" if strip and each > 1 else "")
+def change_text(values: Values) -> str:
+    """The relative change of the tensor that changed most; in words where there is no number."""
+    most = max(values, key=change_of, default=None)
+    if most is None or not most.max_abs or most.max_abs == inf:
+        return "differ" if most is None or most.max_abs is None else "NaN, inf" if most.max_abs else "bits only"
+    return _percent(most.mean_rel or 0.0)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _part_cells(part: PartChange) -> tuple[str, str, str]:
+    """How many tensors changed, the largest change, and a character for each layer, or for several in a row."""
+    finite = [change for layer in part.layers.values() for change in layer if change is not None and change < inf]
+    names = sorted(
+        filter(None, part.layers), key=lambda name: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name)
+    )
+    each = -(-len(names) // LAYERS)
+    strip, top = "", max(finite, default=0.0)
+    for start in range(0, len(names), each) if len(names) > 2 else ():
+        levels = [change for name in names[start : start + each] for change in part.layers[name] if change is not None]
+        most = max(levels, default=None)
+        strip += "·" if most is None else "!" if most == inf else STRIP[min(int(8 * most / top), 7) if top else 0]
+    strip += f" ({each} each)" if each > 1 and strip else ""
+    change = "" if part.largest_change is None else "NaN, inf" if part.largest_change == inf else _percent(top)
+    return f"{part.changed:,} of {part.tensors:,} changed", change, strip
 
 
 # Two checkpoints ------------------------------------------------------------------------------------------------------
@@ -350,6 +408,7 @@ def diff(
         only=tuple(only),
         elements=comparer.elements,
         changed_elements=sum(changed.values()) if statistics else None,
+        parts=comparer.parts(),
     )
 
 

@@ -6,12 +6,13 @@ count where both containers can express them.
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.analysis.compare import ValueDifference, compare_values
+from ckptool.analysis.compare import ValueDifference, change_of, compare_values
 from ckptool.analysis.words import PathFact, type_name, value_json
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
@@ -20,7 +21,7 @@ from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.strided import without_repeats
+from ckptool.checkpoint.strided import to_numpy, without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import bare, without_wrappers
@@ -37,6 +38,7 @@ _Pair = tuple[Path, Any, Any]
 # The kinds of a key that is, or holds, an inert object or a tensor; and of a name that an item has too.
 _NODE, _ATTRIBUTE = object(), object()
 _NODES = (Object, Set, TensorEntry, Composite, StorageRef)
+_LAYER = re.compile(r"(?:.*?[./])?[0-9]+(?=[./])")
 _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
@@ -129,8 +131,46 @@ class Tie(NamedTuple):
     names: tuple[str, ...]
 
 
+class PartChange(NamedTuple):
+    """An entry at the top with the tensors in it that were compared; '' is a file that is one set of tensors.
+
+    largest_change: mean |a-b| / max(|a|, |b|) of the tensor of floats that changed most, as far as it is known.
+    layers: such changes, and None for tensors that did not, by the beginnings of their names.
+    """
+
+    name: str
+    tensors: int
+    changed: int
+    largest_change: float | None
+    layers: Annotated[dict[str, list[float | None]], LIVE]
+
+
+def place(path: Path) -> tuple[str, str]:
+    """The part of a file in which a tensor lies, and the layer: what follows, up to the first number."""
+    part, rest = (segment_text(path[0]), path[1:]) if len(path) > 1 else ("", path)
+    match = _LAYER.match(address(rest))
+    return part, match[0] if match else ""
+
+
 def is_tensor(node: Any) -> bool:
     return isinstance(node, (TensorEntry, Composite))
+
+
+def is_integer(change: Difference) -> bool:
+    """True for tensors of integers, and for those of one element that is a whole number, as a step is."""
+    dtype = change.left.dtype if is_tensor(change.left) else None
+    kinds = ("int", "uint", "bool")
+    return "values" in change.aspects and (
+        change.aspects["values"][0] is not None or (dtype is not None and dtype.kind in kinds)
+    )
+
+
+def whole_number(entry: TensorEntry) -> int | None:
+    """The one element of a tensor, where it is a whole number."""
+    if entry.numel != 1 or entry.dtype.kind not in ("int", "uint", "bool", "float") or entry.dtype.numpy is None:
+        return None
+    value = to_numpy(entry, check=False).item()
+    return int(value) if not isinstance(value, float) or value.is_integer() else None
 
 
 class Comparer:
@@ -161,6 +201,8 @@ class Comparer:
         self.strip = "prefix" in self.skipped
         self.mixed = self.close = False
         self.tensors = self.elements = self.equal = 0
+        self.of_parts = Counter[str]()  # how many tensors
+        self.layers = defaultdict[str, dict[str, list[float | None]]](dict)  # of each part, see there
         self.changed = list[Difference]()
         self.only_left, self.only_right = list[Unpaired](), list[Unpaired]()
         self.order, self.metadata = list[str](), list[str]()
@@ -282,10 +324,28 @@ class Comparer:
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
         aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        sizes = list[float | None]()
         if aspects or kinds:
-            self.changed.append(Difference(path, a, b, {**(kinds or {}), **aspects}, values))
+            change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)
+            self.changed.append(change)
+            if values is not None and not is_integer(change):
+                sizes.append(change_of(values))
         else:
             self.equal += counted
+            sizes.append(None)
+        if counted:
+            part, layer = place(path)
+            self.of_parts[part] += 1
+            self.layers[part].setdefault(layer, []).extend(sizes)
+
+    def parts(self) -> tuple[PartChange, ...]:
+        """The parts in which tensors were compared."""
+        changed = Counter(place(change.path)[0] for change in self.changed if is_tensor(change.left))
+        parts = []
+        for name, layers in self.layers.items():
+            most = max((size for sizes in layers.values() for size in sizes if size is not None), default=None)
+            parts.append(PartChange(name, self.of_parts[name], changed[name], most, layers))
+        return tuple(parts)
 
     def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """In what two tensors differ, and by how much their values do."""
@@ -309,7 +369,10 @@ class Comparer:
         else:
             old, new = (each.kind if isinstance(each, Composite) else "plain" for each in (a, b))
             aspects["kind"] = (old, new)
-        return (aspects if is_same else {**aspects, "values": (None, None)}), values
+        if not is_same:
+            sides = [whole_number(each) if isinstance(each, TensorEntry) else None for each in (a, b)]
+            aspects["values"] = (None, None) if None in sides or sides[0] == sides[1] else (sides[0], sides[1])
+        return aspects, values
 
     def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
         """True where values differ by no more than the tolerance, and the difference if it was asked for."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from ckptool.checkpoint import Note
-from ckptool.checkpoint.paths import absolute, parted
+from ckptool.checkpoint.paths import absolute, is_url, parted
 from ckptool.commands import VERBS, Command, Slot, Use, Words, as_argument
 from ckptool.formats import NOT_WRITTEN
 
@@ -68,8 +68,10 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
 
 
 def _beside(path: str) -> str:
-    """The path with which a new name beside the file or folder begins, also for `runs/` and `.`."""
+    """The path with which a new name beside the file or folder begins, also for `runs/` and `.`; of a URL, here."""
     name = os.path.basename(path)
+    if is_url(path):
+        return os.path.basename(path.rstrip("/"))
     path = path if name not in ("", ".", "..") else os.path.normpath(path)
     if os.path.basename(path) in (".", ".."):
         return os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))

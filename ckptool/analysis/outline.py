@@ -134,8 +134,8 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
         if depth is not None and level == depth:
             break
         below = [_compressed(child, 0 if branch is top else branch.depth) for child in branch.children]
-        if depth is None and len(below) > lines:
-            if branch is not top:
+        if len(below) > (lines if depth is None else LINES):
+            if depth is None and branch is not top:
                 continue
             branch.hidden = max(len(below) - SHOWN, 0)
             below = below[:SHOWN]

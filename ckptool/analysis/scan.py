@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
 from ckptool.checkpoint import FileRange, PartOf
-from ckptool.checkpoint.files import Folder, Source, open_input
+from ckptool.checkpoint.files import Folder, Source, folder_at, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import children
@@ -228,9 +228,10 @@ class Scan(Report):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
             if any(some for _, some in calls):
                 yield ""
-                yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
+                first = next(file.path for file, some in calls if some)
+                yield yellow(what), f" when loaded with pickle; all of it: {command('scan', first)}"
                 for file, some in calls:
-                    names = [call.name_in_folder if os.path.isdir(file.path) else call.name for call in some]
+                    names = [call.name_in_folder if folder_at(file.path) else call.name for call in some]
                     yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
 
     def _relative(self, file: ScannedFile) -> str:
@@ -243,7 +244,7 @@ class Scan(Report):
 def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
     name = os.fspath(path)
-    if not os.path.isdir(name):
+    if not folder_at(name):
         with counting_whole():
             row = _row(full, name)
         return Scan(name, False, 0, row if row.is_good else None, "", full, latest_only, (row,))
@@ -377,7 +378,7 @@ def _row(full: bool, path: str) -> ScannedFile:
     nbytes, modified = _size_of(path)
     beside = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
-    if os.path.isdir(path):
+    if folder_at(path):
         layout = members.members_of(checkpoint, Folder(path))
         count = layout.count if layout is not None else 0
         beside |= members.step_of(path)
@@ -420,7 +421,7 @@ def _size_of(path: str) -> tuple[int, float]:
     """Bytes, and when it was changed, in seconds since 1970."""
     try:
         status = os.stat(path)
-        if not os.path.isdir(path):
+        if not folder_at(path):
             return status.st_size, status.st_mtime
         with os.scandir(path) as entries:
             return sum(entry.stat().st_size for entry in entries), status.st_mtime

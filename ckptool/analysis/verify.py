@@ -19,7 +19,7 @@ from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
-from ckptool.checkpoint.files import Folder, Input, Source, unchanged
+from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
@@ -325,7 +325,7 @@ def _member(folder: Folder, progress: Progress | None, name: str) -> Verificatio
     if name.endswith(".json"):
         members.open_member(folder, name)
         return Verification(path, "json")
-    if os.path.isdir(path):
+    if folder_at(path):
         return _checked(Folder(path), members.open_member(folder, name), progress)
     source = Source(path)
     source.share_descriptors()  # there may be thousands of ranks

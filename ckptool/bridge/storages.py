@@ -76,7 +76,7 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
         raise Unsupported(
-            f"tensors are tagged {location}, which this machine or this torch does not have",
+            f"tensors were saved on {location}, which this machine or this torch does not have",
             str(error).splitlines()[0][:300] if str(error) else "",
             f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}",
         ) from error
@@ -117,7 +117,8 @@ class Storages:
         data = storage.data
         # Of two storages in one place of a file, one has its own memory.
         mapped = self.map_files and id(data) not in self.mapped
-        if mapped and type(data) is FileRange and data.length and data.offset % min(itemsize, 8) == 0:
+        mapped = mapped and type(data) is FileRange and not data.file.far and data.offset % min(itemsize, 8) == 0
+        if mapped and isinstance(data, FileRange) and data.length:
             self.mapped.add(id(data))
             data.ready()
             whole = self.maps.get(data.file) or self._map(data.file)

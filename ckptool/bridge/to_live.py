@@ -182,7 +182,9 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
     None where it is not, or cannot do it: then our own way is taken.
     """
     source, tree = checkpoint.source, checkpoint.tree
-    if device is None or not _is_quicker(device) or not isinstance(source, Source) or not _is_plain(checkpoint):
+    if device is None or not _is_quicker(device) or not isinstance(source, Source) or source.far:
+        return None
+    if not _is_plain(checkpoint):
         return None
     from safetensors import SafetensorError, safe_open
 

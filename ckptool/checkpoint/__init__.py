@@ -270,6 +270,15 @@ class TensorEntry(ArrayLike):
 
         return to_numpy(self)
 
+    def __getitem__(self, key: Any) -> Any:
+        """`entry.numpy()[key]`, of which only the bytes of that part are read for numbers, slices, `...` and None.
+
+        The checksum, which is of all bytes, is not looked at then. For any other key all values are read.
+        """
+        from ckptool.checkpoint.strided import indexed
+
+        return indexed(self, key)
+
     def torch(self) -> Any:
         """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
         return provide("torch", self)

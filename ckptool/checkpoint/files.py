@@ -13,13 +13,14 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from threading import RLock
 from typing import Any
 
-from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.commands import command, other_program
 from ckptool.errors import (
     CkptoolError,
@@ -131,6 +132,15 @@ class Source:
 
     __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
+    far = False  # every read is a request to another machine, and there is no descriptor
+
+    def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None) -> Source:
+        """One that is read by ranges for a URL."""
+        if fd is None and is_url(path):
+            from ckptool.checkpoint.remote import RemoteSource
+
+            return object.__new__(RemoteSource)
+        return object.__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
         """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device).
@@ -142,11 +152,7 @@ class Source:
         fd, kind, status = open_descriptor(self.path) if fd is None else (fd, "", os.fstat(fd))
         self._descriptor = Descriptor(fd)
         if kind == "a folder":
-            raise NotACheckpoint(
-                f"{self} is a folder, not a checkpoint file",
-                "ckptool looked for one file of tensors.",
-                f"Name the file: {other_program('ls', self.path)}",
-            )
+            raise is_a_folder(self)
         if kind:
             raise UsageError(
                 f"{self} is {kind}, not a regular file",
@@ -154,7 +160,7 @@ class Source:
                 "Write it to a file first, and name that.",
             )
         self.size = status.st_size
-        self._identity = _identity(status)
+        self._identity: tuple[Any, ...] = _identity(status)
 
     def __str__(self) -> str:
         return printable(self.path)
@@ -207,6 +213,9 @@ class Source:
         self._check(offset, length)
         return Part(self, offset, length)
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Says which ranges will be read soon: from another machine they come with few requests."""
+
     def _check(self, offset: int, length: int) -> None:
         if length < 0 or offset < 0 or offset + length > self.size:
             raise Truncated(
@@ -241,11 +250,7 @@ class Source:
 
     def changed(self) -> FileChanged:
         """The error for a file that somebody else changed in the meantime."""
-        return FileChanged(
-            f"{self} changed while it was being read",
-            "Another process wrote to it or cut it short; nothing was written.",
-            "Run the command again when the other process is done.",
-        )
+        return file_changed(self.path)
 
     def check_unchanged(self) -> None:
         """Raises `FileChanged` if anyone wrote to the file since it was opened."""
@@ -268,12 +273,32 @@ class Source:
         return self._identity[:2] == (status.st_dev, status.st_ino)
 
 
+def file_changed(path: str) -> FileChanged:
+    """The error for a file that somebody else changed while it was read."""
+    return FileChanged(
+        f"{path} changed while it was being read",
+        "Another process wrote to it or cut it short; nothing was written.",
+        "Run the command again when the other process is done.",
+    )
+
+
+def is_a_folder(source: Source) -> NotACheckpoint:
+    """The error for a folder in the place of a file."""
+    return NotACheckpoint(
+        f"{source} is a folder, not a checkpoint file",
+        "ckptool looked for one file of tensors.",
+        f"Name the file: {other_program('ls', source.path)}",
+    )
+
+
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
     """A descriptor of a named file that is no checkpoint: rules, an array, a configuration.
 
     what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read,
     `UsageError` for a folder, a pipe or a device.
     """
+    if is_url(path):
+        raise UsageError(f"{os.fspath(path)} is a URL, not {what}", "It is read from this machine.", "Fetch it first.")
     fd, kind, _ = open_descriptor(os.fspath(path))
     if kind:
         os.close(fd)
@@ -288,8 +313,11 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
 def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
     """All bytes of such a file. Raises `LimitExceeded` for more than `most` bytes, and what `open_regular` raises."""
     try:
-        with open(open_regular(path, what), "rb") as file:
-            data = file.read(most + 1)
+        if is_url(path):
+            data = (source := Source(path)).read(0, min(source.size, most + 1))
+        else:
+            with open(open_regular(path, what), "rb") as file:
+                data = file.read(most + 1)
     except OSError as error:
         raise file_problem(error, path, "read") from error
     if len(data) > most:
@@ -345,6 +373,10 @@ class Part:
     def __str__(self) -> str:
         return f"{self.file} (the {self.size:,} bytes from {self.start:,})"
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `Source.expect`."""
+        self.file.expect((self.start + start, self.start + stop) for start, stop in ranges)
+
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end of the part."""
         if length < 0 or offset < 0 or offset + length > self.size:
@@ -361,6 +393,15 @@ class Folder:
     """A folder of which some files together are one checkpoint. `size`: the bytes of those that were opened."""
 
     __slots__ = ("__weakref__", "_files", "names", "path", "shown")
+    far = False  # as that of its files
+
+    def __new__(cls, path: str | os.PathLike[str] = "", shown: str | os.PathLike[str] = "") -> Folder:
+        """One whose files are read by ranges for a URL."""
+        if is_url(path):
+            from ckptool.checkpoint.remote import RemoteFolder
+
+            return object.__new__(RemoteFolder)
+        return object.__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], shown: str | os.PathLike[str] = "") -> None:
         """Looks at what is in `path`; raises `FileProblem`, or `LimitExceeded` for a folder of very many files.
@@ -402,6 +443,10 @@ class Folder:
             found = self._files[name] = Source(os.path.join(self.path, name))
             found.share_descriptors()
         return found
+
+    def each(self, names: Sequence[str]) -> Iterator[Source]:
+        """The files of these names, in order, opened one after the other."""
+        return map(self.open, names)
 
     def adopt(self, name: str, source: Input) -> None:
         """Counts a file or folder below it, which was opened by itself, among its own."""
@@ -454,9 +499,21 @@ class Folder:
 Input = Source | Folder
 
 
+opened: Any = deque(maxlen=0)  # what is elsewhere, for as long as a command runs; the program makes a list of it
+
+
+def folder_at(path: str | os.PathLike[str]) -> bool:
+    """True where a folder is at `path`."""
+    if is_url(path):
+        from ckptool.checkpoint import remote
+
+        return remote.folder_at(os.fspath(path))
+    return os.path.isdir(path)
+
+
 def open_input(path: str | os.PathLike[str]) -> Input:
     """The file or folder at `path`. Raises what `Source` and `Folder` raise."""
-    return Folder(path) if os.path.isdir(path) else Source(path)
+    return Folder(path) if folder_at(path) else Source(path)
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Flags
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.errors import Unsupported
 
 if TYPE_CHECKING:
     import numpy
+
+    from ckptool.checkpoint import Flags
 
     Array = numpy.ndarray[Any, Any]
 else:

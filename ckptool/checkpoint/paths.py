@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 
-from ckptool.commands import FILE, Command, arg, other_program
+from ckptool.commands import FILE, arg, other_program
 from ckptool.errors import BrokenLink, CkptoolError, FileMissing, FileProblem, IsAFolder, NoPermission, NotAFolder
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
@@ -26,23 +26,24 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
 }
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
-# How people fetch what is at an address, by its beginning.
-_FETCH = {
-    "s3": ("an address in S3", "aws s3 cp", "."),
-    "gs": ("an address in Google Cloud Storage", "gcloud storage cp", "."),
-    "az": ("an address in Azure", "azcopy copy", "."),
-    "http": ("an address on the web", "curl -LO", ""),
-    "https": ("an address on the web", "curl -LO", ""),
-    "ftp": ("an address on the web", "curl -LO", ""),
-    "hf": ("an address on the Hugging Face hub", "hf download", ""),
-}
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
+
+
+def is_url(path: object) -> bool:
+    """True for the path of what is elsewhere: `hf://org/repo/file`, `https://…`."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    return isinstance(name, str) and "://" in name and _ADDRESS.match(name) is not None
+
+
+def may_exist(path: str | os.PathLike[str]) -> bool:
+    """True where something is at a path; for a URL too, which says so when it is opened."""
+    return is_url(path) or os.path.lexists(path)
 
 
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
     """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
     name = os.fspath(path)
-    if os.path.lexists(name):
+    if os.path.lexists(name) or (is_url(name) and not writing):
         return None
     if name == "-":
         return FileProblem(
@@ -53,14 +54,14 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     found = _ADDRESS.match(name)
     if found is None:
         return None
-    kind, program, rest = _FETCH.get(found[1].lower(), ("a remote address", "", ""))
-    fetched = Command((*program.split(), name.removeprefix("hf://"), *rest.split()))  # hf takes ORGANISATION/MODEL
-    fix = f"Fetch it first: {fetched}" if program else "Copy it to this machine first."
-    return FileMissing(
-        f"{name} is {kind}, not a file",
-        "ckptool works on local files.",
-        "Write a file here, then copy it there." if writing else fix,
-    ).about(errno.ENOENT, name)
+    if is_url(name):
+        what, why = (
+            f"{name} is not on this machine",
+            "What is written there grows file by file, for which it has to be.",
+        )
+        return FileMissing(what, why, "Write it here, then copy it there.").about(errno.ENOENT, name)
+    what, why = f"{name} is not a file on this machine", "A URL has two slashes, of which pathlib leaves one."
+    return FileMissing(what, why, f"Name it as {found[1]}://{name[found.end() :]}").about(errno.ENOENT, name)
 
 
 def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> CkptoolError:
@@ -71,6 +72,10 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         return elsewhere
     name = os.fspath(path)
     number = getattr(error, "errno", None)
+    if number == errno.ENOENT and is_url(path):
+        return FileMissing(f"cannot {doing} {name}: {os.strerror(errno.ENOENT)}", "Nothing is at this URL.").about(
+            number, path
+        )
     if number == errno.ENOENT and os.path.islink(path):
         return BrokenLink(
             f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there",

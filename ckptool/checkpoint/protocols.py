@@ -63,14 +63,9 @@ class ArrayLike:
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
 
-    def __getitem__(self, key: Any) -> Any:
-        """`entry.numpy()[key]`, of which only the bytes of that part are read for numbers, slices, `...` and None.
-
-        The checksum, which is of all bytes, is not looked at then. For any other key all values are read.
-        """
-        from ckptool.checkpoint.strided import indexed
-
-        return indexed(self, key)
+    def __getitem__(self: Any, key: Any) -> Any:
+        """`tensor.numpy()[key]`."""
+        return self.numpy()[key]
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:

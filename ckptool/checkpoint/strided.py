@@ -29,7 +29,7 @@ _PACK = 4 << 20  # bytes read for it at a time
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
 _GAP_FILE = 8 << 10
-_GAP_COMPUTED = 256 << 10
+_GAP_COMPUTED = 256 << 10  # so does what is on another machine
 
 
 def subrange(data: Data, offset: int, length: int) -> Data:
@@ -155,7 +155,8 @@ def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> Non
     """Fills `out` with the elements at `base + sum(index * stride)` of `data`; all counted in elements."""
     import numpy
 
-    size, gap = out.itemsize, (_GAP_COMPUTED if isinstance(data, Computed) else _GAP_FILE) // out.itemsize
+    far = isinstance(data, Computed) or (isinstance(data, FileRange) and data.file.far)
+    size, gap = out.itemsize, (_GAP_COMPUTED if far else _GAP_FILE) // out.itemsize
     # The dimensions of which every index is worth a read of its own, widest first; the elements that one read spans.
     outer, span = sorted(range(out.ndim), key=strides.__getitem__), 1
     while outer and strides[outer[0]] - span <= gap:
@@ -202,7 +203,9 @@ def _copy(source: Array, out: Array) -> None:
 
 def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -> None:
     """Fills `buffer` with `length` bytes from each of `starts`, one after the other."""
-    if not isinstance(data, FileRange):
+    if isinstance(data, FileRange):
+        data.file.expect((data.offset + start, data.offset + start + length) for start in starts)
+    if not isinstance(data, FileRange) or data.file.far:
         for place, start in zip(range(0, len(buffer), length), starts, strict=True):
             buffer[place : place + length] = data.read(start, length)
         return
@@ -218,19 +221,19 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
         raise file_problem(error, data.file.path, "read") from error
 
 
-def indexed(tensor: Any, key: Any) -> Any:
+def indexed(entry: TensorEntry, key: Any) -> Any:
     """The values of `numpy()[key]`; where the key is of numbers, slices, `...` and None, no others are read."""
     import numpy
 
     keys = key if type(key) is tuple else (key,)
     kinds = (int, numpy.integer, slice, type(...), type(None))
-    if not isinstance(tensor, TensorEntry) or any(type(part) is bool or not isinstance(part, kinds) for part in keys):
-        return tensor.numpy()[key]
+    if any(type(part) is bool or not isinstance(part, kinds) for part in keys):
+        return entry.numpy()[key]
     # numpy says which elements these are: of an array of which nothing is read, with elements of a byte.
-    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), tensor.shape, tensor.stride)
+    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), entry.shape, entry.stride)
     chosen = whole[keys if ... in keys else (*keys, ...)]
     forward: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in chosen.strides)
     straight = chosen[(*forward, ...)]
-    offset = tensor.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
-    view = replace(tensor, shape=straight.shape, stride=straight.strides, offset=offset)
+    offset = entry.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
+    view = replace(entry, shape=straight.shape, stride=straight.strides, offset=offset)
     return to_numpy(view, check=False)[forward]

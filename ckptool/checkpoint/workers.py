@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError
+from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError, given_urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
@@ -125,12 +125,13 @@ class _Crew:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
-        self.own = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=(os.getpid(),))
+        facts = os.getpid(), given_urls()
+        self.own = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=facts)
 
     def _submit(self, first: int) -> None:
         """Gives work out, so far ahead that nobody waits, and no further."""
         pool: Any = self.own or self.jobs
-        run = partial(_outcome, self.work) if self.own else partial(_outcome_in, os.getcwd(), self.work)
+        run = partial(_outcome, self.work) if self.own else partial(_outcome_in, os.getcwd(), given_urls(), self.work)
         with _starting() if self.own else ExitStack():
             for number in range(first, min(first + AHEAD, len(self.items))):
                 if number not in self.outcomes:
@@ -208,8 +209,9 @@ def _end(pool: ProcessPoolExecutor) -> None:
 # In a worker ---------------------------------------------------------------------------------------------------------
 
 
-def _serve(parent: int) -> None:
+def _serve(parent: int, urls: dict[str, str]) -> None:
     """Begins the life of a worker, which ends with that of the process that started it."""
+    given_urls(urls)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
     sys.unraisablehook = deliver_signal_again
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -267,9 +269,10 @@ _turns = threading.Condition()
 _before: list[str] = []  # the working directory before each piece of work that is under way in this process
 
 
-def _outcome_in(folder: str, work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
+def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
     """What comes of the work in somebody else's worker: paths mean there what they mean here. The threads of a process
     share their working directory, so work for another one waits."""
+    given_urls(urls)
     with _turns:
         _turns.wait_for(lambda: not _before or os.getcwd() == folder)
         _before.append(os.getcwd())

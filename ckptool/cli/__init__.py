@@ -7,16 +7,28 @@ import os
 import re
 import signal
 import sys
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from ckptool.checkpoint import files
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
-from ckptool.cli.output import FORM, LostAnswer, failed_silently, in_words, say, style_of, tell, unknown_command
+from ckptool.cli.output import (
+    FORM,
+    LostAnswer,
+    failed_silently,
+    in_words,
+    names_place,
+    say,
+    style_of,
+    tell,
+    unknown_command,
+)
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
-from ckptool.errors import CkptoolError, printable
+from ckptool.errors import CkptoolError, named_urls, printable
 from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:
@@ -27,7 +39,7 @@ RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 FIRST_STEPS = """\
 ckptool looks into PyTorch checkpoints, and fixes, converts and combines them.
 
-  ckptool inspect model.pt          what is in it, and what is wrong with it
+  ckptool model.pt                  what is in it, and what is wrong with it
   ckptool doctor model.pt           why it does not load, and what fixes it
   ckptool diff model.pt other.pt    what differs between two
 
@@ -46,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forms = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)  # parsed or not
     FORM.set(forms[-1] if forms else "text")
     reserve: list[bytes] = []
+    words, files.opened = [*map(named_urls, words)], []
     try:
         reserve.append(bytes(RESERVE))
         code = _run(words, done)
@@ -62,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _told(error, done)
         except Exception as another:  # noqa: BLE001 (not even for that there is room: memory or files have run out)
             code = _told_in_short(MemoryError() if isinstance(another, MemoryError) else error)
+    files.opened = deque(maxlen=0)
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -75,7 +89,7 @@ def _run(words: list[str], done: list[Json]) -> int:
     if not words:
         tell(FIRST_STEPS)
         return 2
-    if first == "--version":
+    if first in ("--version", "version"):
         from ckptool import __version__
 
         say(f"ckptool {__version__}\n")
@@ -83,6 +97,8 @@ def _run(words: list[str], done: list[Json]) -> int:
     if first in FLAGS or (below and (not words[1:] or words[1] in FLAGS)):
         say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
         return 0
+    if first not in VERBS and not below and names_place(first):
+        first, words = "inspect", ["inspect", *words]
     if first not in VERBS:
         raise unknown_command(" ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES])
     from ckptool.cli.parser import parse, typed_parameters

@@ -47,7 +47,7 @@ def complete(arguments: Sequence[str]) -> int:
     try:
         shell, line, *more = arguments
         (*before, typed), is_open = words_of(line)
-        found = candidates(with_verb(before[1:]), typed)
+        found = candidates(with_verb(before[2 if before[1:2] == ["help"] else 1 :]), typed)
         rests = {each.text[len(typed) :]: each for each in found or () if each.text.startswith(typed)}
         plain = {rest: rests[rest] for rest in sorted(rests) if _PLAIN.fullmatch(rest)}
         only_lists = more[1:] == ["63"] and len(plain) > 1  # TAB for the second time
@@ -112,6 +112,8 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
             return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
+    if words and words[0] not in VERBS and _of("cli.output").names_place(words[0]):
+        words = ["inspect", *words]
     if not words or words[0] not in VERBS:
         return _verbs(words, typed)
     parameters: list[Parameter] = _of("cli.parser").typed_parameters(function_of(words[0]))
@@ -135,7 +137,7 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     return [] if asked is None else _values(asked, typed, words)
 
 
-def _verbs(words: Sequence[str], typed: str) -> list[Candidate]:
+def _verbs(words: Sequence[str], typed: str) -> list[Candidate] | None:
     if typed.startswith("-"):
         return [] if words else [Candidate("--help"), Candidate("--version")]
     found = {}
@@ -143,7 +145,8 @@ def _verbs(words: Sequence[str], typed: str) -> list[Candidate]:
         *above, last = verb.split()[: len(words) + 1]
         if above == [*words]:
             found[last] = Candidate(last, _first_sentence(facts.about) if verb.endswith(last) else "…")
-    return list(found.values())
+    is_file = bool(not words and typed and not any(verb.startswith(typed) for verb in found))
+    return None if is_file else list(found.values())
 
 
 def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Candidate] | None:

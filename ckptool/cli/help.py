@@ -10,6 +10,7 @@ from ckptool.render.lines import Style
 
 FLAGS = ("-h", "--help")
 WIDEST = 100  # columns; longer lines are hard to read
+MORE = "More options"
 ABOUT = """\
 Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
 
@@ -21,11 +22,15 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
     """The verbs by their groups, each with its line."""
     is_whole = len(verbs) == len(VERBS)
     prose = [textwrap.wrap(text, _width(style)) for text in ABOUT.split("\n\n")] if is_whole else []
-    blocks = [["Usage: ckptool COMMAND [OPTIONS] …"], *prose]
+    lines = [
+        "Usage: ckptool COMMAND [OPTIONS] …",
+        *(["       ckptool FILE            what is in it: inspect"] * is_whole),
+    ]
+    blocks = [lines, *prose]
     for group in dict.fromkeys(VERBS[verb].group for verb in verbs):
         rows = [(verb, VERBS[verb].about) for verb in verbs if VERBS[verb].group == group]
         blocks.append(_table(style, group.capitalize(), rows))
-    rows = [("-h, --help", "Show this message; for one command: ckptool inspect --help")]
+    rows = [("-h, --help", "Show this message; for one command: ckptool help inspect")]
     rows += [("--version", "Print the version.")] if is_whole else []
     return _page([*blocks, _table(style, "Options", rows)])
 
@@ -36,8 +41,12 @@ def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], st
     shown = [each for each in parameters if not each.option.hidden]
     own = [(called(each), about(each)) for each in shown if not each.option.flags]
     blocks += [_table(style, "Arguments", own)] if own else []
-    for panel in dict.fromkeys([None, *(each.option.panel for each in shown)]):
-        rows = [(called(each), about(each)) for each in shown if each.option.flags and each.option.panel == panel]
+    several = sum(each.option.rare for each in shown) > 1  # one alone stands with the others
+    options = [
+        (MORE if each.option.rare and several else each.option.panel, each) for each in shown if each.option.flags
+    ]
+    for panel in sorted(dict.fromkeys([None, *(panel for panel, _ in options)]), key=lambda panel: panel == MORE):
+        rows = [(called(each), about(each)) for at, each in options if at == panel]
         rows += [("-h, --help", "Show this message.")] if panel is None else []
         blocks.append(_table(style, panel or "Options", rows))
     examples = [part for line, purpose in declared.examples for part in (f"  # {purpose}", f"  {line}")]

@@ -284,11 +284,19 @@ def failed_silently(error: Exception) -> bool:
 
 
 def unknown_command(name: str, known: Iterable[str]) -> UsageError:
-    """The error for a word that is no command: what was meant, or what to do with a file."""
+    """The error for a word that is no command: the command or the file here that was meant."""
     if name.startswith("-"):
         return UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
-    what = f"there is no command {name!r}"
-    if os.path.lexists(name):
-        return UsageError(what, "It is a file.", f"Look inside: ckptool inspect {quoted(name)}")
-    meant = nearest(name.lower().replace("_", "-"), known)
-    return UsageError(what, f"Did you mean '{meant}'?" if meant else "", f"See: ckptool {meant or '--help'}".strip())
+    meant = ""
+    with suppress(OSError):
+        meant = nearest(name, os.listdir()) if "." in name else ""
+    meant = meant or nearest(name.lower().replace("_", "-"), known)
+    why = f"Did you mean '{meant}'?" if meant else ""
+    return UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {quoted(meant or '--help')}")
+
+
+def names_place(word: str) -> bool:
+    """True for what is a file or folder, a part of one, or an address elsewhere: no command."""
+    from ckptool.formats.opening import split
+
+    return "://" in word or os.path.lexists(split(word)[0])

@@ -148,7 +148,7 @@ def read_source(source: Input) -> Checkpoint:
 
     with unchanged(source):
         found = with_part(read_alone(source), source)
-    if isinstance(source, Folder) and (links := _led_elsewhere(source)):
+    if isinstance(source, Folder) and not source.far and (links := _led_elsewhere(source)):
         what = counted(len(links), "file is a link that leads", "files are links that lead")
         note = Note("link-elsewhere", f"{what} out of the folder: {listed(links, 3)}")
         kept, found = found.kept, replace(found, notes=(*found.notes, note))
@@ -214,7 +214,7 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return named(default) if named(default).writable else named(DEFAULT)
 
 
-_WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS])}."
+_WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS], 9)}."
 NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
     " .zip .nemo .gz .distcp".split()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder, Source, folder_at
 from ckptool.errors import CkptoolError, NotACheckpoint
 from ckptool.formats import FORMATS, HEAD, read_alone
 from ckptool.formats.parts import FOLDER
@@ -75,7 +75,7 @@ def _names(folder: str) -> Iterator[str]:
             continue
         for name in inside:
             path = os.path.join(folder, name)
-            if os.path.isdir(path):
+            if folder_at(path):
                 if depth < MAX_DEPTH and not os.path.basename(name).startswith(".") and not os.path.islink(path):
                     stack.append((name, depth + 1))
             elif not name.endswith(_OF_DCP) and count < MAX_FILES:

@@ -13,7 +13,8 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.numeric import has_numbers
-from ckptool.errors import Conflict, Corrupt, counted, listed
+from ckptool.checkpoint.paths import is_url
+from ckptool.errors import CkptoolError, Conflict, Corrupt, counted, listed
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -62,6 +63,11 @@ CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d
 
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted; none where it cannot be read."""
+    if is_url(folder):
+        try:
+            return Folder(folder).names
+        except CkptoolError:
+            return []
     try:
         with os.scandir(folder) as entries:
             return sorted(entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False))

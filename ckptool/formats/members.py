@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none, open_input, read_json
+from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json
 from ckptool.checkpoint.nodes import fields
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
@@ -381,7 +381,7 @@ def _table(folder: Folder, name: str, kind: type = dict) -> Any:
 
 
 def _is_folder(folder: Folder, name: str) -> bool:
-    return name in folder and os.path.isdir(os.path.join(folder.path, name))  # `..` is none of its names
+    return name in folder and folder_at(os.path.join(folder.path, name))  # `..` is none of its names
 
 
 def _names_in(folder: Folder, name: str) -> list[str]:

@@ -11,9 +11,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, open_input
+from ckptool.checkpoint.paths import may_exist
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
-from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, named_urls, quoted
 from ckptool.formats import marks
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def in_memory(given: object) -> bool:
 
 def shown(given: CheckpointLike) -> str:
     """What to call an input: its path, or its type."""
-    return os.fspath(given) if isinstance(given, (str, os.PathLike)) else type(given).__name__
+    return named_urls(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
 
 
 def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
@@ -99,7 +100,7 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
         with suppress(OSError, ValueError):  # a pipe stays at its end
             given.seek(end - source.size, os.SEEK_CUR)
-    return Opened(checkpoint, at, source.path if os.path.lexists(source.path) else "")
+    return Opened(checkpoint, at, source.path if may_exist(source.path) else "")
 
 
 def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
@@ -182,8 +183,8 @@ def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:
 
 
 def split(file: PathLike) -> tuple[str, str | None]:
-    """The path and address in `FILE#address`."""
-    name = os.fspath(file)
+    """The path and address in `FILE#address`; of a URL with a secret in it, the name that it has here."""
+    name = named_urls(os.fspath(file))
     if "#" not in name or os.path.lexists(name):
         return name, None
     for i in reversed([i for i, c in enumerate(name) if c == "#"]):
@@ -201,6 +202,6 @@ def refuse_address(verb: str, file: CheckpointLike) -> None:
     if not isinstance(file, (str, os.PathLike)):
         return
     path, place = split(file)
-    if place is not None and os.path.lexists(path):
-        what = f"{os.fspath(file)} is a part of a file, and {verb} takes whole files"
+    if place is not None and may_exist(path):
+        what = f"{shown(file)} is a part of a file, and {verb} takes whole files"
         raise UsageError(what, "", f"Name the file: {path}")

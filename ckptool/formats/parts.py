@@ -21,7 +21,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, Te
 from ckptool.checkpoint.files import Folder, Input, json_or_none
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import Global, Object, fields, items
-from ckptool.checkpoint.paths import absolute
+from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg, command
 from ckptool.errors import OnlyAPart, counted, listed, printable
 from ckptool.formats.folder import (
@@ -246,7 +246,8 @@ def _shard(tree: Any, path: str) -> PartOf | None:
     numbered = NUMBERED.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
     whole, where, index = "", "the index of the set is not beside it", ""
-    for each in filter(INDEX.fullmatch, _beside(path)):
+    others = _beside(path) if numbered or not is_url(path) else ()  # elsewhere, names are asked for
+    for each in filter(INDEX.fullmatch, others):
         table = fields(json_or_none(os.path.join(folder, each), MAX_INDEX)).get("weight_map")
         files = sorted({file for file in fields(table).values() if type(file) is str})
         if name in files:

@@ -21,7 +21,6 @@ from ckptool.checkpoint import (
     NO_FLAGS,
     Checkpoint,
     Computed,
-    FileRange,
     InlineBytes,
     Note,
     Storage,
@@ -29,78 +28,17 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
+from ckptool.formats.boxes import Box, Piece, overlap, part_in
 from ckptool.formats.folder import mixed, refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_RANK = 32  # numpy's, before its version 2
 MAX_SPLIT = 8  # axes along which one tensor is divided
-
-
-class Stored:
-    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
-    it is asked for, once. crc: the checksum of its bytes."""
-
-    __slots__ = ("_entry", "begin", "crc", "file", "like")
-
-    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
-        self.like, self.file, self.begin, self.crc = like, file, begin, crc
-        self._entry: TensorEntry | None = None
-
-    @property
-    def entry(self) -> TensorEntry:
-        if self._entry is None:
-            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
-            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
-        return self._entry
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """A tensor that is the block of another one which begins at `offsets`, counted in elements.
-
-    owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
-    """
-
-    tensor: TensorEntry | Stored
-    offsets: tuple[int, ...]
-    owner: str = ""
-    replicas: tuple[Piece, ...] = ()
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
-
-    @property
-    def like(self) -> TensorEntry:
-        """A tensor of its type, shape and strides."""
-        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Equal for pieces that are the same values at the same place."""
-        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
-        return self.offsets, tensor, len(self.replicas)
-
-    @property
-    def box(self) -> Box:
-        return self.offsets, self.like.shape
-
-    def within(self, box: Box) -> Piece | None:
-        """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
-        common = _common(box, self.box)
-        if common is None:
-            return None
-        begin = tuple(lo - at for lo, at in zip(common[0], box[0], strict=True))
-        return Piece(_cut(self, common), begin, self.owner)
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a block on every axis, and its sizes."""
 
 
 class Vector:
@@ -193,7 +131,7 @@ class Joiner:
             if False in same:
                 self.different[name] = f"{_owner(first)} and {_owner(rest[0])} differ"
             if copied and copy is not None:
-                rest.append(Piece(_cut(copy, box), first.offsets, copy.owner))
+                rest.append(Piece(part_in(copy, box), first.offsets, copy.owner))
             blocks.append(replace(first, replicas=tuple(rest)) if rest else first)
         alike = self._joined.setdefault((shape, blocks[0].identity), [])
         for earlier, whole in alike:
@@ -306,7 +244,7 @@ def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
             return f"{_owner(block)} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
     ordered = sorted(blocks, key=lambda block: block.offsets)
     for one, after in pairwise(ordered):
-        if _common(one.box, after.box):
+        if overlap(one.box, after.box):
             return f"the blocks of {_owner(one)} and {_owner(after)} overlap at {list(after.offsets)}"
     held, total = sum(block.entry.numel for block in blocks), prod(shape)
     if held < total:
@@ -411,12 +349,12 @@ class _Assembly:
             for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
         )
         for piece in self.pieces[low:high]:
-            if (common := _common(box, piece.box)) is None:
+            if (common := overlap(box, piece.box)) is None:
                 continue
-            data = row_major(_cut(piece, common))
+            data = row_major(part_in(piece, common))
             values = data.read(0, data.length)
             for other in piece.replicas:
-                theirs = row_major(_cut(other, common))
+                theirs = row_major(part_in(other, common))
                 if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
                     raise Conflict(
                         f"{self.name or 'a tensor'}: {_owner(piece)} and {_owner(other)} saved different values of the "
@@ -455,22 +393,3 @@ def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, 
         count = min(shape[axis] - begin[axis], (stop - start) // strides[axis])
         yield begin, (*(1 for _ in range(axis)), count, *shape[axis + 1 :])
         start += count * strides[axis]
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """The overlap of two boxes; None without one."""
-    begin, sizes = [], []
-    for a, n, b, m in zip(*one, *other, strict=True):
-        lo, hi = max(a, b), min(a + n, b + m)
-        if lo >= hi:
-            return None
-        begin.append(lo)
-        sizes.append(hi - lo)
-    return tuple(begin), tuple(sizes)
-
-
-def _cut(piece: Piece, box: Box) -> TensorEntry:
-    """The part of a piece that is in a box which lies within it."""
-    entry = piece.entry
-    steps = zip(box[0], piece.offsets, entry.stride, strict=True)
-    return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))

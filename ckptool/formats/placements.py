@@ -19,7 +19,7 @@ from ckptool.checkpoint import Composite, Flags, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
-from ckptool.formats.pieces import Box, Piece
+from ckptool.formats.boxes import Box, Piece
 
 MAX_MESH = 1 << 20  # ranks
 MAX_DIMENSIONS = 64

@@ -15,7 +15,8 @@ from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.boxes import Piece
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]

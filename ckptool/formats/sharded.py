@@ -136,7 +136,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
         why = "The files come from two runs, or the index belongs to others."
         raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
-    shards = {file: _shard(index, folder.open(file)) for file in files}
+    shards = {file: _shard(index, source) for file, source in zip(files, folder.each(files), strict=True)}
     torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
     if 0 < len(torchs) < len(shards):
         what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"

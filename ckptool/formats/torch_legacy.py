@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
@@ -49,6 +50,7 @@ NAME = "torch-legacy"
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 _WINDOW = 512  # bytes: nearly all of the pickles around the value are shorter
+_AHEAD = 256  # storages whose counts are asked for together, where every read is a request
 _SPELLED = (MAGIC.to_bytes(10, "little"), b"%dL\n." % MAGIC)  # in binary, and as text in protocols 0 and 1
 # The three pickles in front of the value as torch writes them nearly everywhere (in Python 3, at its protocol 2).
 _USUAL = (
@@ -303,7 +305,11 @@ class LegacyStorages:
             if wrong:
                 shown = listed([key[:80] for key in wrong], 3)
                 raise Corrupt(f"the list of storages {problem.format(shown)}", _MENDED)
-        for key in keys:
+        for number, key in enumerate(keys):
+            if number % _AHEAD == 0 and isinstance(data, FileRange):
+                sizes = (8 + self.roots[key].ref.storage.nbytes for key in keys[number : number + _AHEAD])
+                starts = accumulate(sizes, initial=data.offset + at)
+                data.file.expect((start, start + 8) for start in starts)
             root = self.roots[key]
             storage, size = root.ref.storage, root.ref.storage.nbytes
             if at + 8 <= data.length:

@@ -146,7 +146,7 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
 def confirm_the_rest(archive: Archive) -> None:
     """Looks at the headers of the records that nothing has asked for: another reader may be asked for them."""
     for record in archive.records.values():
-        if not record.is_used:
+        if not (record.is_used or archive.source.file.far):  # elsewhere each would be a request
             record.confirm()
 
 

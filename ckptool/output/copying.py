@@ -38,7 +38,7 @@ _CANNOT = {
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
     """Copies `length` bytes of `source` from `offset` to byte `at` of `fd`; `progress` gets each piece's size."""
-    done, in_kernel = 0, hasattr(os, "copy_file_range")
+    done, in_kernel = 0, hasattr(os, "copy_file_range") and not source.far
     while done < length:
         copied = 0
         if in_kernel:
@@ -50,9 +50,7 @@ def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progr
                     raise
             in_kernel = copied > 0  # some file systems answer 0 instead of an error
         if not copied:
-            data = os.pread(source.descriptor(), min(BUFFER, length - done), offset + done)
-            if not data:
-                raise source.changed()
+            data = source.read(offset + done, min(BUFFER, length - done))
             write_all(fd, data, at + done)
             copied = len(data)
         start_writeback(fd, at + done, copied)

@@ -85,6 +85,9 @@ class Sink:
             self._take(made(segment) if is_known else bytes(segment.length))
             return
         data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
+        if isinstance(data, FileRange) and data.file.far:  # it comes once, and is summed up on the way
+            data.ready()
+            data = Computed(data.length, data.read)
         if isinstance(data, Computed):
             self._computed(data, crc)
         elif not (isinstance(data, FileRange) and self._copied(data, crc)):

@@ -12,6 +12,7 @@ import sys
 import types
 from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -178,12 +179,24 @@ def _dict(value: dict[Any, Any]) -> Any:
 
 
 def _set(value: Any) -> Any:
-    """A set, its texts sorted: Python orders them differently in each run, and the same set is the same bytes."""
+    """A set, sorted if its items are plain: Python orders texts differently in each run, and the same set is the same
+    bytes."""
     items: Iterable[Any] = value.items if isinstance(value, Set) else value
-    if not isinstance(value, Set) and all(type(item) in (str, int, float, bool, bytes, type(None)) for item in items):
-        items = sorted(items, key=lambda item: (type(item).__name__, item))
+    if not isinstance(value, Set):
+        with suppress(TypeError):
+            items = sorted(items, key=_sort_key)
     made = Set([], value.frozen if isinstance(value, Set) else isinstance(value, frozenset))
     return FillLater(made, lambda of: made.items.extend(map(of, items)))
+
+
+def _sort_key(item: Any) -> tuple[str, Any]:
+    """By the type, then by the value. Raises `TypeError` for what has no order of its own."""
+    if type(item) in (tuple, frozenset):
+        keys = [_sort_key(each) for each in item]
+        return type(item).__name__, keys if type(item) is tuple else sorted(keys)
+    if type(item) not in (str, int, float, bool, bytes, type(None)):
+        raise TypeError
+    return type(item).__name__, item
 
 
 _HANDLERS: dict[type, Any] = {

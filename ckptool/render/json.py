@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ckptool.checkpoint.dtypes import DType
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, without_secrets
 from ckptool.facts import Report, facts_of, schema_of
 
 Json = dict[str, Any]
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 def dumps(value: Any) -> str:
     """The one way in which everything here is written."""
-    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+    return without_secrets(json.dumps(value, ensure_ascii=True, allow_nan=False))
 
 
 def finite(value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, group_facts, tensors_changed
+from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, tensors_changed
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
 from ckptool.analysis.statistics import Statistics
@@ -385,14 +385,22 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if diff.changed_elements:
         share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
+    tables = diff.differences(("A", "B"), room=None)
     moved = {name: one.values.changed for name, one in values if one.values is not None}
     return {
         "verdict": verdict[:1].upper() + verdict[1:],
         "equal": equal,
         "remarks": remarks,
-        "tables": [each for each in diff.differences(("A", "B")) if isinstance(each, Table) and each.rows],
+        "tables": [_name_first(table) for table in tables if isinstance(table, Table) and table.rows],
         "heatmap": _heatmap(report, compared, moved) if moved else {},
     }
+
+
+def _name_first(table: Table) -> Table:
+    """A table whose names stand last in a terminal, which has little room, with them in front."""
+    if not table.heads or table.heads[-1]:
+        return table
+    return table._replace(rows=[[row[-1], *row[:-1]] for row in table.rows], heads=["", *table.heads[:-1]])
 
 
 def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:
@@ -414,8 +422,10 @@ def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tup
     if len(by_text) > 3:
         yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
     if values:
-        _, share, most, _, _ = group_facts({name: [change] for name, change in values}, 0)
-        far = f": {share} elements, by up to {most}" if most else ""
+        apart = [change.values for _, change in values if change.values is not None]
+        share = f"{sum(each.changed for each in apart):,} of {sum(each.total for each in apart):,}"
+        most = max((each.max_abs for each in apart if each.max_abs is not None), default=None)
+        far = f": {share} elements, by up to {number(most)}" if apart else ""
         yield f"values changed in {_named([name for name, _ in values])}{far}"
     for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
         if found:

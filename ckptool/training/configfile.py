@@ -142,6 +142,7 @@ def _words(problem: Any) -> str:
 def assignment(text: str) -> tuple[Place, Any]:
     """The place and value of `optim.main.lr=3e-4`. Raises `UsageError` where it is none."""
     key, separator, value = text.partition("=")
+    key = key.removesuffix(":")  # `:=`, as for values of JSON
     if not separator or not key.strip("."):
         raise UsageError(
             f"{arg('set')} {text!r} is not of the form KEY=VALUE", "", f"For example: {arg(set='train.steps=3000')}"

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
+from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import (
@@ -37,7 +37,7 @@ from ckptool.training.saving import (
 )
 from ckptool.training.state import Objects, Schedule, Window
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
-from ckptool.training.store import Retention, RunFolder, SavedState
+from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
@@ -108,7 +108,7 @@ class Run:
         self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
         self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
         self._metrics: dict[str, float] = {}  # of the step that was saved last
-        self._counted = 0  # the step of the newest save that was not made only to stop: `every` counts from there
+        self._counted: int | None = None  # the step of the newest save that was not made only to stop
         self._loop = ""  # what runs: `run.epochs`, or another
         self._has_batches = False  # in this epoch of `run.epochs`
         self._caught = ExitStack()  # signals, in a loop
@@ -131,7 +131,7 @@ class Run:
             self.folder = self._open(absolute(folder), retention(keep_last, keep_best, keep_every))
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say, note=True))
-            self.resumed = newest is not None
+            self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
             self._saver = Saver(
                 self.folder,
                 self.world,
@@ -140,6 +140,7 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
+                self._counted = self.world.first(lambda: self.folder.newest_counted(newest.step))
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
             if self.world.size > 2 and any(_moves_gradients(value) for value in objects.values()):
@@ -164,22 +165,15 @@ class Run:
         self.folder.refuse_others(self.step, self.step + 1)
         facts = environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
-        self.folder.metrics.cut_back(self.step)
+        self.folder.metrics.cut_back(self.step, self._logged)
 
     def _open(self, folder: str, rules: Retention) -> RunFolder:
         """The run's folder, absolute since scripts change directory; only the first process makes and locks it."""
         if (before := _OPEN.pop(folder, None)) is not None:
             before.close()  # a notebook cell that is run again
-        failed: CkptoolError | None = None
-        opened: RunFolder | None = None
-        if self.world.is_first:
-            try:
-                opened = _open_folder(folder, rules)
-            except CkptoolError as error:
-                failed = error
-        if self.world.broadcast(failed is not None):
-            raise failed or UsageError(f"the first process could not open the run {folder}")
-        return opened or run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
+        opened: list[RunFolder] = []
+        self.world.first(lambda: opened.append(_open_folder(folder, rules)))
+        return opened[0] if opened else run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the lock; nothing more can be saved.
@@ -303,7 +297,6 @@ class Run:
         self.objects.restore(tree, where)
         # Copied, since they would keep the file mapped.
         self.step, self.loss, self.values = tree["step"], tree["loss"], to_cpu(tree["values"], copied=True)
-        self._counted = self.world.first(lambda: self.folder.newest_counted(saved.step))
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
             raise Conflict(
@@ -398,6 +391,12 @@ class Run:
     def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
         """The loop over epochs, under the name of the method that makes it. asked: how many steps or epochs."""
         loop, is_nested = loop_frame(), name == "run.epochs"
+        if self._resumed is not None and self._is_over(asked) and self._ended is None:
+            ((kind, count),) = asked.items()
+            done = self.step if kind == "steps" else self.position.epoch
+            self._say_once(
+                f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
+            )
         with self._looping(name):
             if not self.position.batch or self._is_over(asked):
                 self._restore_random(self._random, self._generators())
@@ -478,6 +477,7 @@ class Run:
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
+                caught.enter_context(workers_spared())
                 yield
         finally:
             self._loop = ""
@@ -572,7 +572,7 @@ class Run:
             self._ended = left
         if self._marked is None and self._offered[0] == self.step:  # the last step is always due
             self._marked = self._offered[1]
-        if self._marked is not None or left is not None or (self.step and self._saver.step != self.step):
+        if self._marked is not None or left is not None or (self.step and self._counted != self.step):
             self._commit(self._point())
         self._saver.wait()
         self.world.first(self.folder.prune)  # again, for a process that was killed between its last commit and this
@@ -593,7 +593,7 @@ class Run:
         if "force" in metrics:
             raise UsageError("run.save has no option force", "Without `every` and `seconds` each call marks a save.")
         refuse_misspelt(metrics, ("every", "seconds"), "run.save")
-        passed = bool(every) and self.step // (every or 1) > self._counted // (every or 1)
+        passed = bool(every) and self.step // (every or 1) > (self._counted or 0) // (every or 1)
         if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
             self._marked = {**(self._marked or {}), **metrics}
             if not self._loop:
@@ -626,6 +626,8 @@ class Run:
             "epoch": point.place["epoch"],
             "loss": self.loss if self.loss is None or self.loss - self.loss == 0 else str(self.loss),
             "metrics": dict(self._metrics),
+            LOGGED: self.folder.metrics.size,
+            "parent": self._counted,
             "environment": environment(self.world.size, self.world.device),
         }
 

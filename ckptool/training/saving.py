@@ -51,7 +51,6 @@ class Saver:
         gather: returns the tree to write, in every process.  facts: for the sidecar.
         """
         self.wait()
-        facts = {**facts, "parent": self.step}
         move = self._staging.copied if self._staging is not None else to_cpu
         tree: Tree = self._in_all(lambda: move(gather()))
         divided = has_divided(tree)

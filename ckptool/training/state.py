@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
+from ckptool.training.batches import saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
@@ -40,7 +41,7 @@ class Objects:
             raise UsageError(f"there is an object {name!r} already", "", "Give it another name.")
         if is_generator(value):
             self.generators[name] = value
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        elif saves(value):
             self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
         else:
             raise UsageError(
@@ -245,41 +246,48 @@ def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: s
 
 
 class Window:
-    """Gradients that were accumulated and that no optimizer has used: they are in no checkpoint."""
+    """Gradients that were accumulated and that their optimizer will use: they are in no checkpoint.
+
+    Each optimizer has a window of its own. What it used in its last step is in no window. What another one's loss left
+    in it (a generator's in the discriminator) is neither, if it stepped in this body, or is known to begin anew: to
+    throw away what earlier bodies left.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self._optimizers = list(objects.of(Optimizer).values())
         self._scalers = list(objects.of(GradScaler).values())
-        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that
-        self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, at the last step of its own optimizer
+        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that, in a step
+        self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, in the last step of its own optimizer
         self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
         self._stepped: set[int] = set()  # the optimizers, by number, in this body
-        self.renewing: set[int] = set()  # those that used no gradient of an earlier body; saved, as saves depend on it
+        self._zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
+        self.renewing: set[int] = set()  # those that begin anew; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
-
-        def used(number: int) -> None:
-            if (window := this()) is not None:
-                window.note_step(number)
-
         for number, optimizer in enumerate(self._optimizers):
-            optimizer.register_step_post_hook(lambda *call, number=number: used(number))
+            _tell(optimizer, number, this, alone=len(self._optimizers) == 1)
 
     def note_step(self, number: int) -> None:
         """An optimizer has used its gradients."""
         self._used = {key: (weakref.ref(each), each._version) for key, each in self._gradients(*self._optimizers)}
         self._counts[number] += 1
-        if len(self._optimizers) > 1:
-            own = dict(self._gradients(self._optimizers[number]))
-            self._used_by_own |= {key: self._used[key] for key in own}
-            self._stepped.add(number)
-            kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
-            (self.renewing.discard if kept else self.renewing.add)(number)
+        if len(self._optimizers) == 1:
+            self._used_by_own = self._used
+            return
+        own = dict(self._gradients(self._optimizers[number]))
+        self._used_by_own |= {key: self._used[key] for key in own}
+        self._stepped.add(number)
+        kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
+        (self.renewing.discard if kept and number not in self._zeroed else self.renewing.add)(number)
+
+    def note_zero(self, number: int) -> None:
+        """The gradients of an optimizer were thrown away."""
+        self._zeroed.add(number)
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped = self._updates(), set()
+        self._scaled, self._stepped, self._zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
             self._kept = {key: weakref.ref(each) for key, each in self._gradients(*self._optimizers)}
 
@@ -290,17 +298,13 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """True where a backward pass came after the last step of any optimizer. A step that a scaler skipped is one.
-
-        Of several optimizers also where one that did not step in this body has gradients that it has not used, unless
-        it has thrown such away before: a generator's loss leaves gradients in the discriminator.
-        """
+        """True where an optimizer has gradients that it will use. A step that a scaler skipped uses them."""
         if self._updates() != self._scaled:
             return False
         settled = self._stepped | self.renewing
-        waiting = [each for number, each in enumerate(self._optimizers) if number not in settled]
-        return _is_any(self._gradients(*self._optimizers), self._used) or (
-            len(self._optimizers) > 1 and _is_any(self._gradients(*waiting), self._used_by_own)
+        return any(
+            _is_any(self._gradients(each), self._used if number in settled else self._used_by_own)
+            for number, each in enumerate(self._optimizers)
         )
 
     def _gradients(self, *which: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
@@ -310,6 +314,25 @@ class Window:
 
     def _updates(self) -> int:
         return sum(map(scaler_updates, self._scalers))
+
+
+def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
+    """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
+    this = weakref.ref(optimizer)
+
+    def stepped(*call: Any) -> None:
+        if (told := window()) is not None:
+            told.note_step(number)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if (told := window()) is not None:
+            told.note_zero(number)
+        if (one := this()) is not None:
+            type(one).zero_grad(one, set_to_none)
+
+    optimizer.register_step_post_hook(stepped)
+    if not alone:
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _is_any(gradients: Iterable[tuple[int, torch.Tensor]], used: Mapping[int, tuple[Any, int]]) -> bool:

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckptool.training.parallel import World
 
 _FILE = re.compile(r"step-(\d{8,})\.(pt|dcp|json)")
+LOGGED = "logged_bytes"  # in a sidecar: of metrics.jsonl, when the checkpoint was taken
 _PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
 
 
@@ -96,11 +97,12 @@ def _replaced(path: str, sidecar: str) -> dict[str, Any]:
     """What a sidecar says of the checkpoint that is there, of which it is, too, until the new one has its name."""
     places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
     old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
-    return {} if old is None else {"replaces": {key: old.get(key) for key in ("step", "bytes", "sha256")}}
+    return {} if old is None else {"replaces": {key: old.get(key) for key in ("step", "bytes", "sha256", LOGGED)}}
 
 
-def check(saved: SavedState, verify: str) -> None:
-    """Raises `Corrupt` unless a checkpoint is what its sidecar says. verify: `full` compares its sha256, `size` not."""
+def check(saved: SavedState, verify: str) -> dict[str, Any]:
+    """The record of a checkpoint in its sidecar. Raises `Corrupt` unless it is what that says. verify: `full` compares
+    its sha256, `size` not."""
     sidecar = saved.sidecar
     if saved.path.endswith(".pt") and os.path.isdir(saved.path):
         raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
@@ -116,8 +118,13 @@ def check(saved: SavedState, verify: str) -> None:
             f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
             "It was truncated, or overwritten.",
         )
-    if verify == "full" and digest_of_files(saved.path) not in [each.get("sha256") for each in same]:
-        raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
+    if verify == "size":
+        return same[0]
+    digest = digest_of_files(saved.path)
+    for each in same:
+        if digest == each.get("sha256"):
+            return each
+    raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
 
 
 def is_whole(saved: SavedState) -> bool:
@@ -297,9 +304,19 @@ class Lines:
                     fact = json.loads(line)
                 yield line, fact if isinstance(fact, dict) else None
 
-    def cut_back(self, step: int) -> None:
-        """Leaves the whole lines up to a step; the later ones will be written again."""
-        self.keep(lambda fact: _step_of(fact) <= step)
+    @property
+    def size(self) -> int:
+        """Its bytes; 0 where it is not there."""
+        return os.path.getsize(self.path) if os.path.exists(self.path) else 0
+
+    def cut_back(self, step: int, size: int | None = None) -> None:
+        """Leaves what a checkpoint has seen: so many bytes; where they are not known or not there, the whole lines up
+        to its step. The later ones will be written again."""
+        if size is None or size > self.size:
+            self.keep(lambda fact: _step_of(fact) <= step)
+        elif size < self.size:
+            with _problems(self.path, "write to"):
+                os.truncate(self.path, size)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Leaves the whole lines that are wanted."""
@@ -448,18 +465,24 @@ class RunFolder:
             if note:
                 self.note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
 
-        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), damaged)
+        records: dict[str, dict[str, Any]] = {}
+
+        def whole(saved: SavedState) -> None:
+            records[saved.path] = check(saved, verify)
+
+        newest = newest_whole(self.checkpoints, self.all(), whole, damaged)
         if newest is None and checkpoints_in(self.folder):
             raise Conflict(
                 f"{self.folder} holds checkpoints, and none of them belongs to this run",
                 "They belong to the run whose run.yaml was here before. They were left as they are.",
                 f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
             )
-        return newest
+        return newest and replace(newest, sidecar={**(newest.sidecar or {}), **records[newest.path]})
 
-    def newest_counted(self, last: int) -> int:
-        """The newest step up to `last` with a checkpoint that was not saved only to stop; 0 for none."""
-        return max((saved.step for saved in self.all() if saved.step <= last and not saved.is_stop), default=0)
+    def newest_counted(self, last: int) -> int | None:
+        """The newest step up to `last` with a checkpoint that was not saved only to stop."""
+        steps = [saved.step for saved in self.all() if saved.step <= last and not saved.is_stop]
+        return max(steps, default=None)
 
     def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them.

@@ -95,14 +95,14 @@ def _mappings(node: Any) -> list[dict[Any, Any]]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """The address and value of `path:=json`. Raises `UsageError` where it is none."""
-    place, separator, value = text.partition(":=")
+    """The address and value of `path=value`: JSON where it parses, else text; after `:=` nothing but JSON.
+
+    Raises `UsageError` where it is neither.
+    """
+    place, separator, value = text.partition("=")
+    place, is_json = place.removesuffix(":"), place.endswith(":")
     if not separator or not place:
-        raise UsageError(
-            f"{text!r} is not of the form PATH:=JSON",
-            "Both sides are needed, and := between them.",
-            f"For example: {arg(set={'epoch': 3})}",
-        )
+        raise UsageError(f"{text!r} is not of the form PATH=VALUE", "", f"For example: {arg(set={'epoch': 3})}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = Counter(name for name, _ in pairs)
@@ -113,10 +113,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     try:
         return place, json.loads(value, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and not is_json:
+            return place, value
         raise UsageError(
             f"{value!r} is not JSON: {error!s}",
             "A string needs quotes inside the shell's, and an object has each name once.",
-            f"""For example: '{place}:="text"'""",
+            f"For example: '{place}=text'",
         ) from None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.files import Folder, open_input
+from ckptool.checkpoint.files import Folder, folder_at, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address
 from ckptool.commands import command
@@ -36,11 +36,12 @@ from ckptool.errors import (
     listed,
     quoted,
 )
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.pieces import Joiner
 from ckptool.names.arithmetic import Lookup
 from ckptool.names.chain import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK
@@ -145,7 +146,7 @@ def _files(folder: Folder) -> list[tuple[tuple[int, ...], str]]:
     for name in folder.names:
         if match := CONSOLIDATED.fullmatch(name):
             found.append(((int(match["rank"]),), name))
-        elif MODEL_PARALLEL.fullmatch(name) and os.path.isdir(os.path.join(folder.path, name)):
+        elif MODEL_PARALLEL.fullmatch(name) and folder_at(os.path.join(folder.path, name)):
             inside = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(os.path.join(folder.path, name))]
             if not set(inside) & set(WEIGHTS):
                 raise Truncated(f"{folder}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptool.analysis.targets import BUFFER, PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.files import Folder, folder_at
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import MODEL, OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
@@ -76,7 +76,7 @@ def _elsewhere(whole: Checkpoint, form: str) -> str:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    is_folder = os.path.isdir(member)  # of ranks, in which the names are
+    is_folder = folder_at(member)  # of ranks, in which the names are
     named = command("convert", member, optimizer_as="names", out=OUT)
     if not is_folder:
         named = command("convert", member, optimizer_as="names", against=MODEL, out=OUT)

@@ -9,7 +9,8 @@ from math import prod
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
 from ckptool.errors import UsageError
-from ckptool.formats.pieces import Piece, assembled
+from ckptool.formats.boxes import Piece
+from ckptool.formats.pieces import assembled
 from ckptool.names.arithmetic import MAX_NUMBER
 
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."

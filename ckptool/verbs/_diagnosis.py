@@ -14,7 +14,7 @@ from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.files import Source, folder_at
 from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, command
 from ckptool.conventions.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
@@ -64,7 +64,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     """
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
-    if os.path.isdir(path) and isinstance(problem, NotACheckpoint):  # a run, or several checkpoints
+    if folder_at(path) and isinstance(problem, NotACheckpoint):  # a run, or several checkpoints
         from ckptool.analysis.scan import scan
 
         newest, run = scan(path).latest, is_run(path)
@@ -78,7 +78,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
 
 def _of_problem(error: CkptoolError, file: str) -> Finding:
     says = table("findings")["errors"].get(error.code, ("", ""))[file.endswith(".safetensors")]
-    if os.path.isdir(file):  # of several that are there, transformers takes one without a word
+    if folder_at(file):  # of several that are there, transformers takes one without a word
         missing = "OSError: … does not appear to have a file named …; or: FileNotFoundError"
         says = "" if error.code == "ambiguous" else missing
     elif error.code == "truncated" and " is empty" in error.what:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from ckptool.checkpoint import workers
-from ckptool.checkpoint.paths import file_problem, refused_place
+from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.checkpoint.workers import Progress
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
@@ -21,15 +21,17 @@ _ONE = "A checkpoint, or FILE#ADDRESS for a part of it."
 File = Annotated[CheckpointLike, argument("FILE", _ONE)]
 Files = Annotated[CheckpointLike, argument("FILE", "Checkpoints, or FILE#ADDRESS for a part of one.", each=True)]
 At = Annotated[
-    str | None, option("--at ADDRESS", "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS.")
+    str | None,
+    option("--at ADDRESS", "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS.", rare=True),
 ]
 _CHANGED = "Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file."
 ChangedFiles = Annotated[CheckpointLike, argument("FILE", _CHANGED, each=True)]
 ChangedAt = Annotated[
-    str | None, option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.")
+    str | None,
+    option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
 _PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Pays for many files."
-Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, parse=lambda _, text: workers.checked_jobs(text))]
+Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: workers.checked_jobs(text))]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
@@ -37,11 +39,14 @@ Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match."
 AGAINST = option(
     "--against TARGET", "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory."
 )
-LIKE = option("--like DIR", "Take config and tokenizer for an output folder from this one, of the same model.")
+LIKE = option(
+    "--like DIR", "Take config and tokenizer for an output folder from this one, of the same model.", rare=True
+)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
-    bool, option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.")
+    bool,
+    option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.", rare=True),
 ]
 Bar = Annotated[Progress | None, Watched("bar")]
 
@@ -59,13 +64,13 @@ DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write
 _CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
 Verify = Annotated[bool, _output("--verify", _CHECKED)]
 _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
-KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT)]
+KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT, rare=True)]
 _CONTAINERS = "Write this container (torch-zip, safetensors, sharded, dcp, npz), whatever the suffix."
 Container = Annotated[str | None, _output("--to CONTAINER", _CONTAINERS)]
 SkipRefused = Annotated[
-    bool, _output("--skip-refused", "If one of several files is refused, write the others. Exit 1.")
+    bool, _output("--skip-refused", "If one of several files is refused, write the others. Exit 1.", rare=True)
 ]
-Extract = Annotated[bool, _output("--extract", "Write only the part at the address, changed.")]
+Extract = Annotated[bool, _output("--extract", "Write only the part at the address, changed.", rare=True)]
 
 QUOTE_RULES = (
     "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
@@ -126,7 +131,7 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
     example = f"For example: {command(verb, 'model.pt', 'a.* => b.*', out=OUT)}"
     for word in files:
         odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
-        if (odd or not ruled) and not os.path.lexists(split(word)[0]) and not refused_place(word):
+        if (odd or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
             why = "A rule is 'OLD => NEW', in quotes and with => between them."
             raise UsageError(f"'{word}' is neither a file nor a rule", why, example)
     if not files:

@@ -18,6 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
@@ -32,6 +33,7 @@ from ckptool.errors import (
     counted,
     escaped,
     listed,
+    named_urls,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks
@@ -113,10 +115,15 @@ class Written(Report):
     def told(self) -> Told:
         how = {"nothing": "unchanged"}.get(self.how, self.how)
         if self.how == "in place":
-            how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
+            how = f"in place, {size(self.bytes_written)} {'to be ' if self.dry_run else ''}added"
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
-        facts = ", ".join([size(self.file_bytes), how, *(["verified"] if self.verified else [])])
+        suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
+        is_told = (
+            self.how not in ("new file", "copy") or how == "new folder" or (suffix and suffix.name == self.container)
+        )
+        words = [*([] if is_told or not self.output else [self.container]), size(self.file_bytes), how]
+        facts = ", ".join([*words, *(["verified"] if self.verified else [])])
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:
             what = f"{self.output} would stay as it is" if self.how == "nothing" else f"would be {where} ({facts})"
@@ -236,6 +243,7 @@ class Change:
         if stays and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
+            files = dict(reversed(files.items()))  # the index was opened first, and is written last
             plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
         else:
             refuse_extras(changed, container)
@@ -291,7 +299,7 @@ class Change:
             from ckptool.formats.members import beside
 
             if names := beside(original):
-                left.append(Note(MEMBERS, f"left behind, since only weights are written: {listed(list(names), 6)}"))
+                left.append(Note(MEMBERS, f"left out, since only weights are written: {listed(list(names), 6)}"))
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))
@@ -357,7 +365,7 @@ class Change:
         """
         asked, folder = self.asked, os.path.dirname(target)
         options: Any = {"overwrite": bool(asked["overwrite"])}
-        if asked["make_folder"] and not os.path.lexists(folder or "."):
+        if asked["make_folder"] and not os.path.lexists(folder or ".") and not is_url(target):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)
@@ -432,6 +440,9 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
             f"for its output it takes {', '.join(known)}"
         )
     memory = any(map(in_memory, inputs))
+    if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
+        what = f"{verb} cannot change {elsewhere} in place"
+        raise UsageError(what, "What is elsewhere can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
         raise UsageError(
@@ -460,7 +471,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
 def path_of(verb: str, path: Any) -> str:
     """The path of an output. Raises `UsageError` for anything else that stands in its place."""
     if isinstance(path, (str, os.PathLike)):
-        return os.fspath(path)
+        return named_urls(os.fspath(path))
     what = f"{verb} was given {type(path).__name__} in the place of its output's path"
     fix = f"For example: {arg(out='new.pt')}"
     fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix

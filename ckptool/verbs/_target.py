@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptool.analysis.targets import Target, is_spec, names_code, of_checkpoint, of_spec
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_input
-from ckptool.checkpoint.paths import refused_place
+from ckptool.checkpoint.paths import is_url, may_exist, refused_place
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
@@ -26,17 +26,17 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
             return target_of(target, shown(target))
         opened = open_whole(target, at, part=part)
         return of_checkpoint(opened.checkpoint, opened.name, opened.at)
-    name = os.fspath(target)
+    name = shown(target)
     path, _ = split(name)
     if elsewhere := refused_place(path):
         raise elsewhere
-    if not os.path.lexists(path) and names_code(name):
+    if not may_exist(path) and names_code(name):
         if at is not None:
             raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
         from ckptool.verbs._live import target_of_code
 
         return replace(target_of_code(name), name=name)
-    if not os.path.lexists(path) and "::" not in name and ":" in name:
+    if not may_exist(path) and "::" not in name and ":" in name:
         what = f"{name} is neither a file nor a name of your own code"
         why = "Your own code is file.py:factory or pkg.module:factory."
         raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
@@ -44,7 +44,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         what = f"{path} is a Python file; name what in it builds the model"
         why = "It is a function without arguments, a class, or a module."
         raise UsageError(what, why, f"For example: {path}:build_model")
-    source = open_input(path) if os.path.isfile(path) else None
+    source = open_input(path) if os.path.isfile(path) or is_url(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:
             raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")

@@ -62,6 +62,9 @@ def _words(
         plain = name.endswith(":")
         if plain:
             name, file = parse_assignment(word)
+        elif not os.path.lexists(split(file)[0]) and parse_assignment(word)[1] != file:
+            what = f"{word!r} names the file {file}, which is not there"
+            raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
         if name in files or name in values:
             what = f"two members are called {name}"
             why = "One member would replace the other. Nothing was written."
@@ -175,7 +178,7 @@ class _Members:
         self.notes += marks.recovered_notes(part.metadata)
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
             said = listed(left, 3)
-            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left behind: {said}"))
+            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {said}"))
         before = self.checkpoint.metadata
         self.checkpoint = replace(
             self.checkpoint,

@@ -9,7 +9,7 @@ from glob import escape
 from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.files import Folder, unchanged
+from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.patterns import selected
@@ -69,21 +69,24 @@ def convert(
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     part: IsPart = False,
     optimizer_as: Annotated[
-        OptimizerForm, option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.")
+        OptimizerForm,
+        option("--optimizer-as", "Optimizer state by parameter name, by number, or as state.NAME.KEY.", rare=True),
     ] = None,
     against: Annotated[
         CheckpointLike | None,
         option(
-            "--against MODEL", "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters."
+            "--against MODEL",
+            "A model, its spec or code: names for --optimizer-as, shapes for FSDP's flat parameters.",
+            rare=True,
         ),
     ] = None,
     like: Annotated[PathLike | None, LIKE] = None,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES)] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES, rare=True)] = None,
     ranks: Annotated[
-        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.")
+        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.", rare=True)
     ] = None,
     shard_dim: Annotated[
-        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).")
+        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).", rare=True)
     ] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
@@ -97,7 +100,7 @@ def convert(
     `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
-    folder = isinstance(file, (str, os.PathLike)) and os.path.isdir(split(file)[0])
+    folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
         what = (
             f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
@@ -109,7 +112,7 @@ def convert(
         raise UsageError(
             "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
         )
-    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
+    if out is not None and folder_at(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)

@@ -14,6 +14,7 @@ from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pa
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
 
 Values = Mapping[str, Any] | None
+_SET = "Set a plain value: epoch=3. JSON, or else text."
 _FILES = pairs("state_dict/fc.bias=bias.npy")
 
 
@@ -21,13 +22,13 @@ def _assignments(flag: str, texts: Iterable[str]) -> dict[str, Any]:
     return once(flag, list(map(edits.parse_assignment, texts)))
 
 
-@verb(("ckptool edit model.pt --drop optimizer --set epoch:=0 -o edited.pt", "drop and set entries"))
+@verb(("ckptool edit model.pt --drop optimizer --set epoch=0 -o edited.pt", "drop and set entries"))
 def edit(
     file: ChangedFiles,
     out: Out = None,
     *,
     drop: Annotated[Texts, repeated("--drop PATTERN", "Drop matching entries below the address.")] = (),
-    set: Annotated[Values, repeated("--set PATH:=JSON", "Set a plain value: epoch:=3.", parse=_assignments)] = None,
+    set: Annotated[Values, repeated("--set PATH=VALUE", _SET, parse=_assignments)] = None,
     tensor: Annotated[Values, repeated("--tensor PATH=FILE.npy", "Give a tensor new values.", parse=_FILES)] = None,
     at: ChangedAt = None,
     **options: Unpack[SavePart],

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from ckptool.analysis import words
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.outline import LINES as SCREEN
 from ckptool.analysis.words import Value, tensor_text, type_name, value_text
-from ckptool.checkpoint import Composite, Tensor, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import address, find, segment_text, walk
-from ckptool.commands import arg, option, verb
+from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
@@ -45,6 +47,7 @@ class Shown(Report):
     """One tensor with its values, or another value.
 
     values: all of a tensor, as nested lists, complex numbers as [real, imaginary]; null where only corners were read.
+    whole: the checkpoint, of which an outline is told where an entry has more lines than a screen.
     corners: in their place the first and the last along every axis, and between them one that printing leaves out.
     """
 
@@ -56,6 +59,7 @@ class Shown(Report):
     slice: str | None = None
     values: Annotated[Any, Unit(json=_values_json, schema={})] = None
     corners: Annotated[Any, LIVE] = None
+    whole: Annotated[Checkpoint | None, LIVE] = None
 
     @property
     def truncated(self) -> bool:
@@ -76,7 +80,8 @@ class Shown(Report):
 
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
-            yield from _lines_of(self.entry, None if all else LINES)
+            lines = _lines_of(self.entry, None if all else LINES)
+            yield from lines if all or self.whole is None else _outlined(list(lines), self.whole, self)
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -91,6 +96,17 @@ class Shown(Report):
         yield Verbatim(
             numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
         )
+
+
+def _outlined(lines: list[str], whole: Checkpoint, shown: Shown) -> Iterator[Any]:
+    """The lines of an entry; of sets of weights, whose names nobody reads one by one, an outline."""
+    outline = listing(whole, shown.address) if len(lines) > SCREEN else None
+    if outline is None or not any(part.root.is_model for part in outline.parts):
+        yield from lines
+        return
+    yield from (*replace(outline, notes=()).told(), "")
+    first = command("show", f"{shown.file}#{outline.tensors[0].address}")
+    yield f"values: {first}; every entry: {arg(all=True)}"
 
 
 def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
@@ -153,7 +169,8 @@ def show(
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
-        return Shown(opened.name, address(path), node)
+        whole = None if name in extras else opened.checkpoint
+        return Shown(opened.name, address(path), node, whole=whole)
     view = _part(node, slice) if slice is not None else node
     with unchanged(opened.checkpoint.source):
         if not all and view.numel > WHOLE:

@@ -237,6 +237,16 @@ def test_codes_and_verbs_are_offered_to_what_explains_them(run: Run) -> None:
             assert run(verb, value).code == 0, value
 
 
+def test_a_file_may_stand_in_the_place_of_a_command(hostile: Path) -> None:
+    assert asked("ckptool a", hostile)[1] == ["add-module", "average"] and asked("ckptool a\\ m", hostile) == (
+        FILES,
+        [],
+    )
+    for words in ("help show --", "./a\\ model.pt --st"):
+        verb, typed = ("show", "--") if "help" in words else ("inspect", "--st")
+        assert asked(f"ckptool {words}", hostile) == asked(f"ckptool {verb} {typed}", hostile) != (0, []), words
+
+
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
 def test_an_alias_is_completed_as_its_command(alias: str, verb: str, hostile: Path) -> None:
     for rest in ("--", "0.pt#", "a\\ model.pt#model/"):

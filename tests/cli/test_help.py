@@ -97,10 +97,27 @@ def test_the_help_shows_the_examples_and_asks_flags_for_nothing(command: str, ru
         assert all(re.search(rf"(?<![\w-]){word}(?![\w-])", text) for word in named), (named, text)
 
 
+def test_what_is_usual_fits_a_screen_and_the_rest_follows_it(run: Run) -> None:
+    """Help is written for 80 columns where there is no terminal."""
+    for command in COMMANDS:
+        text = done(run("help", *command.split()))
+        usual, more, rare = text.partition("\n\nMore options\n")
+        assert usual.partition("\n\nExample")[0].count("\n") < 50, command
+        rows = re.findall(r"^  -", rare.partition("\n\n")[0], re.MULTILINE)
+        assert bool(more) == (len(rows) > 1) and len(re.findall(r"^  (?:-h, )?--help", usual, re.MULTILINE)) == 1
+        assert text == done(run(*command.split(), "--help"))
+
+
+def test_help_and_version_are_words_too(run: Run) -> None:
+    for words, same in ((["help"], ["--help"]), (["help", "lora"], ["lora", "--help"]), (["version"], ["--version"])):
+        assert done(run(*words)) == done(run(*same))
+    assert "Did you mean 'convert'?" in told(run("help", "conver"))
+
+
 @pytest.mark.parametrize("command", ["convert", "warm-start", "lora merge"])
 def test_the_lines_of_a_text_stand_below_each_other(command: str, run: Run) -> None:
     for title, *lines in (block.splitlines() for block in run(*command.split(), "--help").out.split("\n\n")):
-        if title in ("Arguments", "Options"):
+        if title in ("Arguments", "Options", "More options"):
             matches = (re.match(r" {5,}|  \S.*?  +(?=\S)", line) for line in lines)  # of names that are short
             assert len({found.end() for found in matches if found}) == 1, lines
 

@@ -215,11 +215,11 @@ def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeyp
         (tmp_path / name).mkdir()
     saved({"a": torch.ones(3)}, tmp_path / "here" / "m.pt")
     monkeypatch.chdir(tmp_path / "there")
-    is_done, report = workers._outcome_in(str(tmp_path / "here"), ckptool.verify, "m.pt")
+    is_done, report = workers._outcome_in(str(tmp_path / "here"), {}, ckptool.verify, "m.pt")
     assert is_done and report.fine and os.getcwd() == str(tmp_path / "there")
-    is_done, error = workers._outcome_in(str(tmp_path / "none"), ckptool.verify, "m.pt")
+    is_done, error = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, "m.pt")
     assert not is_done and "has no folder" in error.what and three_parts(error)
-    is_done, report = workers._outcome_in(str(tmp_path / "none"), ckptool.verify, str(tmp_path / "here" / "m.pt"))
+    is_done, report = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, str(tmp_path / "here" / "m.pt"))
     assert is_done and report.fine
 
 

@@ -11,7 +11,8 @@ import torch
 
 from ckptool.checkpoint import row_major_strides
 from ckptool.errors import Unsupported
-from ckptool.formats.pieces import Piece, assembled, boxes_between, covers
+from ckptool.formats.boxes import Piece
+from ckptool.formats.pieces import assembled, boxes_between, covers
 from tests.support.entries import entry_of
 from tests.support.looped import looped
 from tests.support.processes import is_quick

@@ -19,6 +19,7 @@ import ckptool
 from ckptool.analysis.diff import LAYERS, STRIP, Diff, diff
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.facts import Table
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as told
 from tests.support.expanded_keys import expand
@@ -49,21 +50,14 @@ KINDS: dict[str, TensorEntry] = {
 kinds = st.sampled_from([*KINDS, "only left", "only right", "value"])
 
 
-def blocks(text: str) -> dict[str, list[str]]:
-    """The rows of a text, by the titles of their blocks."""
-    found: dict[str, list[str]] = {}
-    for block in text.split("\n\n"):
-        title = re.match(r"(only in .* one|other than by value|values|entries) \(", block)
-        if title:
-            rows = [line for line in block.split("\n")[1:] if not re.search(r" changed \(|  max \|a-b\|", line)]
-            found[title[1]] = [row for row in rows if not row.startswith("  change: ")]
-    return found
-
-
-def names(row: str, is_group: bool) -> list[str]:
-    """The names of a row, which ends with two spaces."""
-    text = row.strip().split("  ")[0]
-    return expand(text) if is_group else [text]
+def blocks(found: Diff, **options: Any) -> dict[str, list[str]]:
+    """The names in the rows of all tables, by the titles of their blocks."""
+    tables = [each for each in found.differences(("A", "B"), room=None, **options) if isinstance(each, Table)]
+    return {
+        each.title.split(" (")[0]: [row[-1 if each.heads[-1:] == ("",) else 0] for row in each.rows]
+        for each in tables
+        if each.rows and each.title not in ("parts", "ties")
+    }
 
 
 @given(st.dictionaries(keys, kinds, max_size=40))
@@ -73,16 +67,11 @@ def test_groups_unfold_to_the_table(made: dict[str, str]) -> None:
         key: 2 if kind == "value" else KINDS.get(kind, BEFORE) for key, kind in made.items() if kind != "only left"
     }
     found = differences(left, right)
-    table, groups = blocks(told(found, all=True)), blocks(told(found))
+    table, groups = blocks(found, all=True), blocks(found)
     assert table.keys() == groups.keys()
-    for title, rows in table.items():
-        # What `printable` does to a backslash of a name's own is undone, as the names here have no others.
-        every = Counter(name.replace("\\\\", "\\") for row in rows for name in names(row, False))
-        folded = title != "values" or len(groups[title]) < len(rows)
-        assert every == Counter(
-            name for row in groups[title] for name in names(row.replace("\\\\\\\\", "\\\\"), folded)
-        ) or every == Counter(name for row in groups[title] for name in names(row, folded)), title
-        assert len(groups[title]) <= len(rows)
+    for title, names in table.items():
+        texts = [re.sub(r"  \([0-9]+\)$", "", row) for row in groups[title]]
+        assert Counter(names) == Counter(name for text in texts for name in expand(text)), title
 
 
 def model(layers: int, change: float) -> dict[str, Any]:
@@ -93,24 +82,20 @@ def model(layers: int, change: float) -> dict[str, Any]:
 def test_the_numbers_of_a_group_are_those_of_its_tensors() -> None:
     found = differences(model(8, 0), {**model(8, 0.125), "new": entry([1.0])})
     text = told(found)
-    (attn, mlp) = [line for line in text.split("\n") if "h.{1..7}" in line]
-    assert attn.split()[2:7] == ["14", "14", "of", "42", "0.875"]
-    assert mlp.split()[1:6] == ["7", "7", "of", "21", "0.875"]
-    values = [change.values for change in found.changed]
-    cosines = sorted(f"{each.cosine:.6f}" for each in values if each is not None and each.cosine is not None)
-    assert f"{cosines[0]} to {cosines[-1]}" in text
-    rates = [1 - 1 / (1 + 0.125 * i) for i in range(1, 8)]
-    strip = "".join(STRIP[min(int(8 * rate / max(rates)), 7)] for rate in rates)
-    assert attn.endswith(strip) and mlp.endswith(strip)
+    rates = [1 - 1 / (1 + 0.125 * i) for i in range(8)]  # of the element that changes, one of three
+    for name in ("h.{1..7}.attn.{weight, bias}", "h.{1..7}.mlp.weight"):
+        assert f"  {100 * rates[-1] / 3:.3g} %      0.875    33.3 %  {name}\n" in text
+    strip = "".join(STRIP[min(int(8 * rate / rates[-1]), 7)] for rate in rates[1:])
+    assert f"21 of 24 changed  {100 * rates[-1] / 3:.3g} %  ·{strip}\n" in text
     assert found.changed_elements == 21 and found.elements == 72
     assert "21 of 72 elements changed (29.2 %)\n" in text
 
 
 def test_a_deep_model_has_a_short_strip() -> None:
     text = told(differences(model(200, 0), model(200, 0.01)))
-    (row,) = [line for line in text.split("\n") if "attn" in line]
+    (row,) = [line for line in text.split("\n") if " of 600 changed" in line]
     strip, note = row.rsplit("  ", 1)[-1].split(" ", 1)
-    assert note == "(5 each)" and len(strip) == math.ceil(199 / 5) <= LAYERS
+    assert note == "(9 each)" and len(strip) == math.ceil(200 / 9) <= LAYERS
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
@@ -136,22 +121,10 @@ def test_changed_elements_count_each_storage_once() -> None:
     assert blind.changed_elements is None
 
 
-@given(st.lists(st.floats(-1, 1), min_size=3, max_size=6))
-def test_a_group_gives_the_least_and_the_greatest_cosine(cosines: list[float]) -> None:
-    left = {f"h.{number}.w": entry([1.0, 0.0]) for number in range(len(cosines))}
-    right = {f"h.{number}.w": entry([2 * cos, 2 * math.sqrt(1 - cos * cos)]) for number, cos in enumerate(cosines)}
-    found = differences(left, right)
-    known = [change.values.cosine for change in found.changed if change.values and change.values.cosine is not None]
-    ends = dict.fromkeys(f"{end:.6f}" for end in (min(known), max(known)))
-    assert f" {' to '.join(ends)} " in told(found)
-
-
 def test_what_a_number_does_not_say_is_said() -> None:
-    nan, zero = entry([1.0, float("nan")]), entry([0.0, 0.0])
-    assert "inf: NaN or infinite on one side only" in told(differences({"w": BEFORE}, {"w": nan}))
-    layers = {f"h.{i}.w": zero if i < 2 else BEFORE for i in range(5)}
-    tuned = dict.fromkeys(layers, KINDS["values"])
-    assert "0.989949 (2 without)" in told(differences(layers, tuned))
+    for other, word in (([1.0, float("nan")], "NaN, inf"), ([1.0, 3.0], "16.7 %")):
+        assert f"\n  {word}  " in told(differences({"w": BEFORE}, {"w": entry(other)}))
+    assert "\n  bits only  " in told(differences({"w": entry([0.0])}, {"w": entry([-0.0])}))
 
 
 def test_equal_texts_have_their_kinds(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_differences_in_groups() -> None:
         "device cpu → cuda:0",
         "only in the left one (1)",
         "1 → 2",
-        "2 of 2",
+        "100 %",
         "tied only in",
     ):
         assert expected in text, expected

@@ -104,7 +104,7 @@ REACHED = {
     "loops over blocks": 0,
     "ways of joining ranks": 1,
     "JSON languages for trees": 1,
-    "largest circle of imports (files)": 5,
+    "largest circle of imports (files)": 3,
     "lines over 120 columns": 0,
     "lines of README.md": 260,
     "layers of the import contract": 11,

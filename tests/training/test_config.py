@@ -135,6 +135,7 @@ def test_any_key_can_be_set() -> None:
     assert made.optim["main"].clip is not None
     assert made.optim["main"].clip.norm == 1.5
     assert (made.hooks, made.data.name, made.models["main"].args) == (["grad_norm"], "blobs", {"hidden": [3]})
+    assert parsed(BASE, "train.steps:=7").train.steps == parsed(BASE, "train.steps=7").train.steps == 7
     grouped = BASE + "optim: {main: {groups: [{match: a, lr: 1}]}}\n"
     assert parsed(grouped, "optim.main.groups.0.lr=2").optim["main"].groups[0].model_extra == {"lr": 2}
 

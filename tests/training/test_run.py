@@ -102,9 +102,11 @@ def test_epochs_end_where_they_end_and_a_finished_run_trains_no_more(tmp_path: P
         train(batch, **own)
         seen.append((step, run.epoch))
     assert seen == [(step, (step - 1) // 5) for step in range(1, 11)]
-    run = ckptool.Run(tmp_path / "run", say=str, **parts())
+    said: list[str] = []
+    run = ckptool.Run(tmp_path / "run", say=said.append, **parts())
     assert list(run.batches(LOADERS["shuffled, drawing"](), epochs=2)) == []
     assert run.step == 10
+    assert said[1:] == ["finished: 2 epochs of 2 are done; the loop goes on only if you ask for more"]
 
 
 def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: Path) -> None:
@@ -254,6 +256,25 @@ def test_a_signal_saves_and_leaves_the_program(tmp_path: Path, number: int, code
     assert end(tmp_path / "run", 3)["step"] == 3
     events = [json.loads(line)["event"] for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
     assert events == ["start", "save", "stop"]
+
+
+def test_a_run_that_is_started_again_to_end_where_it_was_stopped_is_saved_as_finished(tmp_path: Path) -> None:
+    def sidecar(steps: int) -> dict[str, Any]:
+        own = parts()
+        run = ckptool.Run(tmp_path / "run", say=str, **own)
+        with suppress(SystemExit):
+            for step in run.steps(steps):
+                train(torch.rand(4, 4), **own)
+                run.save(every=3)
+                if step == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        run.close()
+        found: dict[str, Any] = json.loads((tmp_path / "run/checkpoints/step-00000005.json").read_text())
+        return found
+
+    stopped, finished = sidecar(9), sidecar(5)
+    assert (stopped["stop"], stopped["parent"]) == (True, 3)
+    assert (finished.get("stop"), finished["parent"], finished["sha256"]) == (None, 3, stopped["sha256"])
 
 
 def test_time_that_is_over_stops_a_run_with_exit_code_0(tmp_path: Path) -> None:

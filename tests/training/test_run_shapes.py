@@ -8,12 +8,10 @@ on. The judge is the run that nobody killed: the same checkpoints, byte for byte
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
-import sys
-import traceback
-import warnings
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 import torch._dynamo
 
 import ckptool
+from tests.support.killed_loops import run_and_exit
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -95,9 +94,10 @@ def script(shape: str, loader: str, body: str, save: str, after: str) -> str:
     step = BODIES[body].format(middle=middle or "pass", last=f"run.log(loss=float(step))\n{last or 'pass'}")
     parts = {"body": step, "after": AFTER[after], "save": outer or "pass"}
     nested = {f"{name}{depth}": indent(text, "    " * depth) for name, text in parts.items() for depth in (1, 2)}
-    return BEGIN.replace("{loader}", LOADERS[loader]) + SHAPES[shape].format(**nested) + "\nrun.close()\n"
+    return BEGIN.replace("{loader}", LOADERS[loader]) + SHAPES[shape].format(**nested) + "\nrun.log(ended=run.step)\n"
 
 
+FACTS = ("step", "epoch", "loss", "metrics", "stop", "parent", "logged_bytes")
 Which = tuple[str, str, str, str, str]
 ALL: list[Which] = list(itertools.product(SHAPES, LOADERS, BODIES, SAVES, AFTER))
 OPTIONS: list[dict[str, Any]] = [{}, {"seed": 7}, {"save_async": True}]  # of `ckptool.Run`, one after the other
@@ -108,47 +108,17 @@ def runs(
 ) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
     if not (child := os.fork()):
-        code = 9
-        try:
-            left, own = kill, os.getpid()
-
-            def trace(frame: Any, event: str, argument: Any) -> Any:
-                nonlocal left
-                if frame.f_code.co_filename != "<loop>" or os.getpid() != own:  # a worker's lines are none of the loop
-                    return None
-                if event == "line" and left is not None:
-                    left -= 1
-                    if not left:
-                        os.kill(os.getpid(), number)
-                return trace
-
-            warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-            names = {
-                "torch": torch,
-                "random": random,
-                "numpy": numpy,
-                "ckptool": ckptool,
-                "folder": folder,
-                "options": options,
-            }
-            sys.settrace(trace if kill else None)
-            exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
-            code = 0
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        except BaseException:  # noqa: BLE001  pytest shows it
-            traceback.print_exc()
-        finally:
-            sys.settrace(None)
-            sys.stderr.flush()
-            os._exit(code)
+        names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool}
+        run_and_exit(source, {**names, "folder": folder, "options": options}, kill, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder: Path) -> dict[str, Any]:
+    """What must be the same: the checkpoints, what their sidecars say of them, the metrics."""
     kept = {path.name: path.read_bytes() for path in (folder / "checkpoints").glob("*.pt")}
-    metrics = folder / "metrics.jsonl"
-    return {**kept, "metrics.jsonl": metrics.read_bytes() if metrics.exists() else b""}
+    sidecars = {path.name: json.loads(path.read_text()) for path in (folder / "checkpoints").glob("*.json")}
+    facts = {name: [each.get(key) for key in FACTS] for name, each in sidecars.items()}
+    return {**kept, **facts, "metrics.jsonl": (folder / "metrics.jsonl").read_bytes()}
 
 
 def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
@@ -161,10 +131,12 @@ def compare(folder: Path, source: str, options: dict[str, Any], kills: list[tupl
     for line, number in kills:
         code = runs(source, folder / "killed", options, line, number)
         assert code in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
-    assert runs(source, folder / "killed", options) == 0
-    whole, killed = files(folder / "whole"), files(folder / "killed")
-    assert list(killed) and sorted(whole) == sorted(killed)
-    assert [name for name in whole if whole[name] != killed[name]] == []
+    whole = files(folder / "whole")
+    for _ in range(2):  # the second time it is finished
+        assert runs(source, folder / "killed", options) == 0
+        killed = files(folder / "killed")
+        assert sorted(whole) == sorted(killed)
+        assert [name for name in whole if whole[name] != killed[name]] == []
 
 
 def seeded(which: Which, count: int, number: int) -> list[tuple[int, int]]:
@@ -275,6 +247,15 @@ ODD = {
             "    run.save(every=3)\n"
         ),
     ),
+    "two optimizers in turn keep the tensors of their gradients": (
+        "critic = nn.Linear(1, 1)\nother = torch.optim.SGD(critic.parameters(), lr=0.1)\n",
+        ", critic=critic, other=other",
+        (
+            "for step, batch in run.batches(loader, steps=16):\n    each = (optimizer, other)[step % 2]\n"
+            "    each.zero_grad(set_to_none=False); critic(model(batch)).mean().backward(); each.step()\n"
+            "    run.save(every=3)\n"
+        ),
+    ),
     "random numbers in bodies of run.epochs": (
         "",
         "",
@@ -310,7 +291,24 @@ def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(
     objects, given, loop = ODD[name]
     begin = BEGIN.replace("{loader}", LOADERS["shuffled"]).replace("\nrun =", f"\n{objects}run =")
     begin = begin.replace("scheduler=scheduler", f"scheduler=scheduler{given}").replace("keep_last=2", "keep_last=9")
-    compare(tmp_path, f"{begin}{loop}run.close()\n", options, kills)
+    compare(tmp_path, f"{begin}{loop}run.log(ended=run.step)\n", options, kills)
+    assert len(list((tmp_path / "whole/checkpoints").glob("*.pt"))) >= 3  # none waits to the end
+
+
+def test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped(tmp_path: Path) -> None:
+    begin = BEGIN.replace("{loader}", LOADERS["shuffled"])
+    loop = (
+        "import os, time; os.setpgid(0, 0)\nclass Slow(Noisy):\n    def __getitem__(self, index):\n"
+        "        time.sleep(0.02)\n        return super().__getitem__(index)\n"
+        "validation = torch.utils.data.DataLoader(Slow(), batch_size=3, num_workers=1)\n"
+        f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
+        "    for number, batch in enumerate(validation):\n        if number == 0 and epoch == 0 and not run.resumed:\n"
+        "            os.killpg(0, 15)\n        run.log(val=batch.sum())\n"
+    )
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 143
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 0
+    assert runs(f"{begin}{loop}".replace("os.killpg(0, 15)", "pass"), tmp_path / "whole", {}) == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("others", ["other.zero_grad()", "other.zero_grad(set_to_none=False)"])
@@ -327,6 +325,23 @@ def test_gradients_that_one_loss_leaves_in_the_other_optimizer_are_no_window(tmp
         optimizer.step()
         run.save()
     assert [saved.step for saved in run.folder.all()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("zeroed", [1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_of_two_optimizers_that_step_in_turn_what_the_other_one_left_is_no_window(
+    tmp_path: Path, zeroed: int, to_none: bool
+) -> None:
+    model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    both = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic)]
+    run = ckptool.Run(tmp_path, model=model, critic=critic, one=both[0], other=both[1], say=str, keep_last=9)
+    for step in run.steps(6):
+        for optimizer in (both[step % 2], both[step % 2 - 1])[:zeroed]:
+            optimizer.zero_grad(set_to_none=to_none)
+        critic(model(torch.ones(2))).mean().backward()
+        both[step % 2].step()
+        run.save()
+    assert [saved.step for saved in run.folder.all()] == [2, 3, 4, 5, 6]
 
 
 def test_a_save_that_would_wait_for_ever_is_named(tmp_path: Path) -> None:

@@ -201,6 +201,8 @@ def test_the_command(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["=G.pt"], "names no member"),
         (["a="], "names no member"),
         (["epoch:=tree"], "is not JSON"),
+        (["epoch=3"], "For the value: 'epoch:=3'"),
+        (["epoch=tree"], "cannot read tree"),
         (["a=G.pt", "b=ema.pt", "--drop", "a"], "change one bundle"),
         (["b.tar", "--rename", "x"], "is not of the form OLD=NEW"),
         (["b.tar", "--rename", "a=b", "--rename", "a=c"], "was given 'a' twice"),

@@ -192,6 +192,12 @@ def test_no_plain_value_takes_the_place_of_tensors(place: str) -> None:
     ("word", "place", "value"),
     [
         ("epoch:=4", "epoch", 4),
+        ("epoch=4", "epoch", 4),
+        ("epoch=four = 4", "epoch", "four = 4"),
+        ("epoch=", "epoch", ""),
+        ('a/b="4"', "a/b", "4"),
+        ("a=[1, null, true]", "a", [1, None, True]),
+        ("a=[1, None]", "a", "[1, None]"),
         ('a/b:="x:=y"', "a/b", "x:=y"),
         ("a:=[1, null, true]", "a", [1, None, True]),
         ('a:={"b": 1.5}', "a", {"b": 1.5}),
@@ -206,14 +212,14 @@ def test_words_of_the_command_line(word: str, place: str, value: Any, tmp_path: 
 @looped(
     ("word", "says"),
     [
-        *[(each, "not of the form PATH:=JSON") for each in ("epoch=3", "epoch", ":=3", "")],
+        *[(each, "not of the form PATH=VALUE") for each in ("epoch", "=3", ":=3", "")],
         *[(each, "is not JSON") for each in ("a:=text", "a:={", "a:=")],
-        *[(each, "'x' is there twice") for each in ('a:={"x": 1, "x": 2}', 'a:=[{"b": {"x": 1, "y": 2, "x": 1}}]')],
+        *[(each, "'x' is there twice") for each in ('a={"x": 1, "x": 2}', 'a:=[{"b": {"x": 1, "y": 2, "x": 1}}]')],
     ],
 )
 def test_words_that_are_no_assignment(word: str, says: str, tmp_path: Path, run: Any) -> None:
     done = run("edit", saved({"epoch": 3}, tmp_path / "in.pt"), "--set", word, "-o", tmp_path / "out.pt")
-    assert done.code == 2 and says in done.err and "For example: " in done.err and ":=" in done.err
+    assert done.code == 2 and says in done.err and "For example: " in done.err
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------

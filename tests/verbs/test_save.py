@@ -166,7 +166,8 @@ def test_arrays_become_tensors_in_safetensors(tmp_path: Path) -> None:
 
 def test_the_same_set_is_the_same_bytes(tmp_path: Path) -> None:
     code = "import sys, ckptool; "
-    code += f"ckptool.save({{'s': {{'a', 'bb', 'ccc', 'dddd', 'eeeee'}}}}, {str(tmp_path)!r} + '/' + sys.argv[1])"
+    sets = "{'s': {'a', 'bb', 'ccc', 'dddd', 'eeeee'}, 't': {('a',), ('bb', 1), ('bb', 'c'), frozenset('xyz')}}"
+    code += f"ckptool.save({sets}, {str(tmp_path)!r} + '/' + sys.argv[1])"
     for seed in "12":
         subprocess.run([sys.executable, "-c", code, seed], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()

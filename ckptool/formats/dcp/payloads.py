@@ -15,11 +15,11 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part
 from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
+from ckptool.formats.boxes import Box
 from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.dcp.templates import Templates
 from ckptool.formats.layouts.hf_pieces import saved_offsets
-from ckptool.formats.pieces import Box
 
 SMALL = 1 << 20  # bytes of objects that are compared
 

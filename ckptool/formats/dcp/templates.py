@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Part
-from ckptool.formats.pieces import Stored
+from ckptool.formats.boxes import Stored
 from ckptool.formats.torch_zip import Origin
 from ckptool.formats.zip.record import Record
 

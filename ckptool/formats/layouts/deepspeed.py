@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.files import Folder, Input, folder_at, read_small
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.folder import names_in
@@ -37,7 +37,7 @@ def detect(head: bytes, source: Input) -> bool:
 def is_universal(folder: Folder) -> bool:
     """True for the output of `ds_to_universal`, or a folder whose only or latest tag is one."""
     path = folder.path if _has_states(folder.names) else os.path.join(folder.path, tag_of(folder) or "\0")
-    return "\0" not in path and os.path.isdir(os.path.join(path, UNIVERSAL))
+    return "\0" not in path and folder_at(os.path.join(path, UNIVERSAL))
 
 
 def belonging(folder: Folder) -> set[str]:

@@ -14,9 +14,10 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.errors import Corrupt, Unsupported
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks
 from ckptool.formats.layouts.zero import Tag, checkpoint_of, joined_groups, shapes_of
-from ckptool.formats.pieces import Piece, refuse_other
+from ckptool.formats.pieces import refuse_other
 
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
 

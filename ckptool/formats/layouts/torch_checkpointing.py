@@ -23,8 +23,9 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import lacks, missing_ranks, mixed
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, axis_of, distributed, row_major_axes, sizes_of
 from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage

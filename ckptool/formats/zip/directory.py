@@ -365,6 +365,8 @@ def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:
 def _place_records(archive: Archive, depth: int = 0) -> None:
     """Computes where each record's data is; refuses records that overlap, and bytes that belong to none."""
     records, begins = archive.by_offset(), 0
+    ends = [*(record.header for record in records[1:]), archive.directory]
+    archive.source.expect((r.header, end) for r, end in zip(records, ends, strict=False) if "/data/" not in r.name)
     pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
     before = pickles[0].header - END.size if len(pickles) == 1 else -1
     if 0 <= before < archive.directory - END.size and archive.source.read(before, 4) == b"PK\x05\x06":
