@@ -198,7 +198,7 @@ def progress_line(label: str, width: int) -> str:
     nbytes = f"{size(int(share * outer.total))} of {size(outer.total)}"
     many = f"{done:,} of {counted(files, 'file')}" if files else nbytes
     seconds = monotonic() - outer.began
-    left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share else ""
+    left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
     room = width - len(many + left) - 8
     long = max(0, min(24, room - len(label)))
     label = label if len(label) <= room - long else label[: max(0, room - long - 1)] + "…"

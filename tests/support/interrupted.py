@@ -14,8 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from ckptool.checkpoint.workers import deliver_signal_again
-from ckptool.cli import main
+from ckptool import cli
 
 EVENTS = {"open", *(f"os.{call}" for call in "rename remove mkdir rmdir scandir listdir truncate link".split())}
 
@@ -46,7 +45,7 @@ def in_terminal(words: list[str], folder: str, at: int, writing: int) -> int:
     os.chdir(folder)
     os.environ["COLUMNS"] = "80"
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.unraisablehook = deliver_signal_again
+    cli._as_program()
     count = 0
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -59,7 +58,7 @@ def in_terminal(words: list[str], folder: str, at: int, writing: int) -> int:
                 os.kill(os.getpid(), signal.SIGINT)
 
     sys.addaudithook(look)
-    return main(words)
+    return cli.main(words)
 
 
 if __name__ == "__main__":
