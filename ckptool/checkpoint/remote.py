@@ -79,7 +79,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """The file system of fsspec for a URL, and the object's path in it. Raises `MissingExtra`, `UsageError`."""
     scheme = url.partition(":")[0].lower()
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(given_url(url))
     except ImportError as error:
@@ -87,7 +87,7 @@ def file_system(url: str) -> tuple[Any, str]:
         what = f"{scheme}:// needs a package that is not installed"
         raise MissingExtra(what, without_secrets(str(error)), f"pip install {package or _OF_WEB}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
-        raise UsageError(f"cannot read {url}", without_secrets(str(error))) from error
+        raise UsageError(f"cannot use {url}", without_secrets(str(error))) from error
     return fs, path
 
 
@@ -100,7 +100,7 @@ def _protocols(fs: Any) -> set[str]:
 
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
-    from fsspec.asyn import sync  # type: ignore[import-untyped]
+    from fsspec.asyn import sync
 
     fs, path = file_system(url)
     kinds = _protocols(fs)
@@ -112,8 +112,8 @@ def asking(url: str) -> tuple[Ask, bool]:
 
     def of_hub(start: int, stop: int) -> Served:
         if not known:
-            from fsspec import filesystem  # type: ignore[import-untyped]
-            from huggingface_hub.utils import build_hf_headers  # type: ignore[import-not-found, unused-ignore]
+            from fsspec import filesystem
+            from huggingface_hub.utils import build_hf_headers
 
             if _asked(url, fs.info, path)["type"] == "directory":
                 raise _IsFolder
