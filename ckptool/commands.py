@@ -19,9 +19,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
 from ckptool.errors import Command as Command
@@ -258,9 +258,25 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 
     def declare(function: Function) -> Function:
         vars(function)["verb"] = Declared(examples, **more)
-        return function
+        return _for_lists(function)
 
     return declare
+
+
+def _for_lists(function: Function) -> Function:
+    """The function, which takes a list of paths, too, where several files can be typed."""
+
+    @wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
+        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
+        are_files = paths and all(isinstance(each, (str, os.PathLike)) for each in paths)
+        if are_files and next(parameters_of(function)).option.each:
+            return import_module("ckptool.verbs._many_files").of_list(
+                called, [*map(os.fspath, paths)], given[1:], options
+            )
+        return function(*given, **options)
+
+    return cast(Function, called)
 
 
 @cache

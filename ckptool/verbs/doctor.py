@@ -26,7 +26,8 @@ def _message(_: str, text: str) -> str:
 )
 def doctor(
     file: Annotated[
-        CheckpointLike | None, argument("FILE", "The checkpoint that does not load, or FILE#ADDRESS for a part of it.")
+        CheckpointLike | None,
+        argument("FILE", "Checkpoints that do not load, or FILE#ADDRESS for a part of one.", each=True),
     ] = None,
     out: Out = None,
     *,
