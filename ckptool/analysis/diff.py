@@ -28,6 +28,8 @@ from ckptool.analysis.words import entry_text, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.progress import reading
+from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
@@ -367,7 +369,9 @@ def diff(
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
-    same = comparer.compare(pairs)
+    sides = ([pair[side] for pair in pairs] for side in (1, 2))
+    with reading(lambda: 2 * min(sum(storage.nbytes for storage in storages(side)) for side in sides)):
+        same = comparer.compare(pairs)
     tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
