@@ -83,8 +83,8 @@ def upload(
     """Writes a plan to a URL, by way of a temporary folder of the user's own: a file, or a folder where it has several.
 
     inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
-    progress: counts every byte twice, here and there. Raises what `check_upload` and writing here raise; then nothing
-    is left there. There are no notes.
+    progress: half of it is told when all is written here. Raises what `check_upload` and writing here raise; then
+    nothing is left there. There are no notes.
     """
     url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
     check_upload(url, overwrite=overwrite, names=names)
@@ -99,7 +99,7 @@ def upload(
                 os.fchmod(folder.fd, 0o700)
                 with unchanged(*inputs):
                     files = replace(plan, files={name: plan.files[""]}) if name else plan
-                    write_files(files, folder, lambda done, _: tell(done, 2 * size))
+                    write_files(files, folder, lambda done, _: tell(done // 2, size))
                     if verify is not None:
                         verify(os.path.join(folder.path, name))
         except DiskFull as error:
@@ -111,7 +111,7 @@ def upload(
             if fs.protocol == "hf":
                 _commit(fs, paths)
             else:
-                _send(fs, paths, existed, lambda sent: tell(size + sent, 2 * size))
+                _send(fs, paths, existed, lambda sent: tell((size + sent) // 2, size))
             fs.invalidate_cache()
     finally:
         folder.close()

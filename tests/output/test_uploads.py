@@ -149,6 +149,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(run: Run, tmp
         assert ran.code == 2 and said in ran.err and "hidden" not in ran.err + ran.out, ran
     ran = run("strip-module", "memory://full/of.pt", "--in-place")
     assert ran.code == 2 and "-o OUT" in ran.err
+    with pytest.raises(ckptool.CkptoolError, match="a folder on this machine"):
+        ckptool.Run("memory://run")
 
 
 def test_a_full_disk_here_is_said_with_the_folder_that_is_full(run: Run, tmp_path: Path, temporary: Path) -> None:
