@@ -373,12 +373,7 @@ class Run:
                 "",
                 "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
-        generators = {**self.objects.generators, **generators_of(loader)}
-        place, seeding, done = self.position, self._seeding, lambda: self.step
-        restore, objects = self._restore_random, self.objects
-        found = Batches(
-            loader, place, generators, seeding, self._capture, done, restore, objects.parts_of, objects.refetching
-        )
+        found = Batches(loader, self)
         if nested:
             return self._one_epoch(self._epoch_of(found), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
