@@ -130,7 +130,7 @@ class Batches:
         self.loader, self.run, self.position, self.seeding = loader, run, run.position, run._seeding
         self.generators = {**run.objects.generators, **generators_of(loader)}
         run.position.loader = loader
-        if is_iterator(loader):
+        if hasattr(loader, "__next__"):
             raise UsageError(
                 f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
                 "It cannot start again, neither for the next epoch nor to resume.",
@@ -259,11 +259,6 @@ def end_workers(*which: Any) -> None:
 
 # Before the interpreter does: it would send them a signal that is blocked, and wait.
 atexit.register(end_workers)
-
-
-def is_iterator(loader: Any) -> bool:
-    """True for an iterator, which cannot be iterated again."""
-    return hasattr(loader, "__next__")
 
 
 def by_place(seed: int, rank: int, device: torch.device) -> Seeding:
