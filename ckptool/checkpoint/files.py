@@ -208,6 +208,11 @@ class Source:
     def file(self) -> Source:
         return self
 
+    @property
+    def modified(self) -> float:
+        """When it was changed, in seconds since 1970; 0 where nobody says."""
+        return os.fstat(self.descriptor()).st_mtime
+
     def part(self, offset: int, length: int) -> Part:
         """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
         self._check(offset, length)

@@ -41,7 +41,7 @@ from ckptool.errors import (
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
-NEAR = 64 << 10  # bytes that it costs less to read through than to ask again
+NEAR = 4 << 10  # bytes that may lie between two reads of one that goes front to back
 PART, AT_ONCE = 512 << 10, 16  # bytes of a range of values, and the ranges that are asked for at once
 KEPT, MOST_KEPT = 2 * AT_ONCE * PART, 1_024  # bytes and pieces of all objects that are kept, or on their way
 TABLE = 64 << 20  # bytes that are asked for as one range
@@ -58,6 +58,7 @@ class Served(NamedTuple):
     data: bytes | bytearray
     size: int
     tag: str
+    when: Any  # it was changed
 
 
 Ask = Callable[[int, int], Served]
@@ -130,12 +131,23 @@ def asking(url: str) -> tuple[Ask, bool]:
             raise _IsFolder
         size: int = known[0]["size"]
         data = _asked(url, fs.cat_file, path, start=start, end=min(stop, size)) if start < min(stop, size) else b""
-        return Served(data, size, next((str(known[0][tag]) for tag in _TAGS if known[0].get(tag)), ""))
+        found = [known[0][name] for name in _TAGS if known[0].get(name)]
+        return Served(data, size, str(found[0]) if found else "", found[-1] if found else 0)
 
     return (of_hub, True) if "hf" in kinds else (of_any, False)
 
 
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified")
+_TAGS = (  # the times last
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+)
 
 
 def _asked(url: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -166,16 +178,17 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
         if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
             raise
         head = await fs._call_s3("head_object", **asked)  # there are no bytes there: it is empty, or was cut
-        return Served(b"", head["ContentLength"], head["ETag"])
+        return Served(b"", head["ContentLength"], head["ETag"], head["LastModified"])
     async with found["Body"] as body:
-        return Served(await body.read(), int(found["ContentRange"].rpartition("/")[2]), found["ETag"])
+        size = int(found["ContentRange"].rpartition("/")[2])
+        return Served(await body.read(), size, found["ETag"], found["LastModified"])
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
     """A range of what a web server has. Raises `FileProblem`, `Unsupported` where it gives no ranges, `_Again`."""
     from asyncio import TimeoutError as SlowError
 
-    from aiohttp import ClientError, ClientTimeout
+    from aiohttp import ClientError, ClientPayloadError, ClientTimeout
 
     session, options = await fs.set_session(), {**fs.kwargs}
     asked = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
@@ -185,9 +198,10 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
         async with session.get(fs.encode_url(path), headers=asked, **options) as answer:
             status, given = answer.status, answer.headers
             place, _, size = given.get("Content-Range", "").rpartition("/")
-            tag = given.get("ETag", "").removeprefix("W/") or given.get("Last-Modified", "")
+            when = given.get("Last-Modified", "")
+            tag = given.get("ETag", "").removeprefix("W/") or when
             if status == 416 and size.isdigit():
-                return Served(b"", int(size), tag)
+                return Served(b"", int(size), tag, when)
             if status in (200, 206):
                 whole = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
@@ -201,7 +215,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     data += chunk
                     if len(data) > stop - start:
                         raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and gives more.")
-                return Served(data, int(size) if whole is None else whole, tag)
+                return Served(data, int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
             said = given.get("X-Error-Message") or f"{status} {answer.reason}"
@@ -210,9 +224,10 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (408, 425, 429) or status >= 500:
                 raise _Again(f"the server says {said}")
             raise FileProblem(f"cannot read {url}: the server says {said}")
+    except ClientPayloadError as error:
+        raise _Again("its answer was cut short") from error
     except (ClientError, SlowError) as error:
-        why = without_secrets(str(error)) or f"nothing came for {PATIENCE} seconds"
-        raise _Again(f"{type(error).__name__}: {why}") from error
+        raise _Again(without_secrets(str(error)) or f"nothing came for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, said: str) -> CkptoolError:
@@ -236,6 +251,16 @@ def _tried(url: str, call: Callable[[], Result]) -> Result:
         if number < TRIES - 1:
             time.sleep(WAIT * 2**number)
     raise FileProblem(f"cannot read {url}: {why}", f"It was tried {TRIES} times.", "Try again later.")
+
+
+def _seconds(when: Any) -> float:
+    """A time in seconds since 1970; 0 where it is none."""
+    from email.utils import parsedate_to_datetime
+
+    with suppress(ValueError, TypeError, AttributeError):
+        when = parsedate_to_datetime(when) if isinstance(when, str) else when
+        return float(when) if isinstance(when, (int, float)) else float(when.timestamp())
+    return 0.0
 
 
 @cache
@@ -274,7 +299,7 @@ class RemoteObject:
     """What is behind a URL: its size and tag, and the pieces of it that are kept. Shared by all who have it open."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.size, self.tag = url, -1, ""
+        self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.ask, self.is_told = asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: list[_Reader] = []  # the last used is the last
@@ -283,9 +308,9 @@ class RemoteObject:
         if self.size:
             self._keep(_Piece(0, len(first.result()), first, False))
 
-    def __del__(self) -> None:
+    def __del__(self, kept: dict[int, Any] = _kept) -> None:
         for piece in getattr(self, "pieces", ()):
-            _kept.pop(id(piece), None)
+            kept.pop(id(piece), None)
 
     def fetch(self, start: int, stop: int) -> bytes | bytearray:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
@@ -293,7 +318,7 @@ class RemoteObject:
         def once() -> bytes | bytearray:
             answer = self.ask(start, stop)
             if self.size < 0:
-                self.size, self.tag = answer.size, answer.tag
+                self.size, self.tag, self.modified = answer.size, answer.tag, _seconds(answer.when)
             if (answer.size, answer.tag) != (self.size, self.tag):
                 raise file_changed(self.url)
             wanted = max(0, min(stop, self.size) - start)
@@ -312,8 +337,9 @@ class RemoteObject:
         """Asks for tables that will be read soon, near ones as one range, and does not wait for them."""
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(ranges):
-            if joined and start - joined[-1][1] <= NEAR:
-                joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+            begin, end = joined[-1] if joined else (start, -STEP)
+            if joined and (start - end <= NEAR or (start - end <= STEP and stop - begin <= END)):
+                joined[-1] = begin, max(stop, end)
             else:
                 joined.append((start, stop))
         with _lock:
@@ -324,7 +350,7 @@ class RemoteObject:
     def read_into(self, offset: int, buffer: memoryview, *, table: bool = False) -> None:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
         at, end = offset, offset + len(buffer)
-        reader = self._reader_of(at, end)
+        reader = _Reader() if table and len(buffer) <= STEP else self._reader_of(at, end)  # headers between values
         while at < end:
             with _lock:
                 self._look_ahead(reader, at, end, table and len(buffer) <= TABLE)
@@ -366,7 +392,7 @@ class RemoteObject:
             enough = min(self.size, at + window // 2, end + ahead // 2)
             if reader.read <= PART or reader.front >= enough:
                 return
-        start, stop = at, min(self.size, end + ahead, max(at + window, end if table else 0))
+        start, stop = at, min(self.size, max(end, at + ahead), max(at + window, end if table else 0))
         if not ahead and end - at < PART:
             stop = min(self.size, max(end, at + STEP))
             start = max(0, at - BEFORE) if stop <= self.size - END else max(0, min(at - BEFORE, self.size - END))
@@ -392,6 +418,11 @@ class RemoteObject:
         while start < stop:
             piece, after = self._at(start)
             if piece is None:
+                while most == PART and after < min(stop, start + most) and (few := self._at(after)[0]) is not None:
+                    if few.stop - few.start > BEFORE + STEP:
+                        break
+                    self._drop(few)  # headers, which come again with what is around them
+                    _, after = self._at(start)
                 after = min(stop, after, start + most)
                 later = _pool(os.getpid()).submit(self.fetch, start, after)
                 self._keep(_Piece(start, after, later, most == PART))
@@ -462,12 +493,22 @@ def _listing(url: str) -> _Listing:
     return found
 
 
+def forget(url: str) -> None:
+    """Drops what is known of a URL, and of the folder that it is in: something was written there."""
+    name = named_urls(url).rstrip("/")
+    for place in (name, name.rpartition("/")[0]):
+        for known in (_objects, _listings, _probed):
+            known.pop(place, None)
+
+
 def folder_at(url: str) -> bool:
     """True for a URL that ends in a slash, and for one at which no object is, but others below it."""
     name = named_urls(url)
     above, _, last = name.rpartition("/")
-    if not last or last in (known := _listings.get(above, _Listing())):
-        return not last or known[last]
+    if not last:
+        return True
+    if (known := _listings.get(above)) is not None and known.is_known:
+        return known.get(last, False)
     try:
         _probed[name] = time.monotonic(), _object(name)
         return False
@@ -504,6 +545,10 @@ class RemoteSource(Source):
 
     def descriptor(self) -> Descriptor:
         raise AssertionError(f"{self} has no descriptor")
+
+    @property
+    def modified(self) -> float:
+        return self._object.modified
 
     def share_descriptors(self) -> None:
         """It has none."""
@@ -562,7 +607,7 @@ class RemoteFolder(Folder):
         def begin(name: str) -> RemoteObject | None:
             with suppress(CkptoolError, _IsFolder):  # who opens it is told
                 found = _object(os.path.join(self.path, name))
-                found.expect([(found.size - END, found.size)])  # every reader looks for a zip's end there
+                found.expect([(max(0, found.size - END), found.size)])  # every reader looks for a zip's end there
                 return found
             return None
 

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorE
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import absolute
+from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.folder import names_in
@@ -171,13 +171,13 @@ def _json(place: str, name: str) -> dict[str, Any]:
 def _companion(place: str, name: str) -> FileRange | str:
     """A file beside weights, or the reason why it is not carried along."""
     path = os.path.join(place, name)
-    if not os.path.isfile(path):
+    if not (os.path.isfile(path) or is_url(place)):
         return "not a file"
     # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
     folder, real = os.path.realpath(place), os.path.realpath(path)
     snapshots = os.path.dirname(folder)
     blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
-    if os.path.dirname(real) not in (folder, blobs):
+    if os.path.dirname(real) not in (folder, blobs) and not is_url(place):
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:

@@ -9,7 +9,7 @@ from typing import Annotated
 from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import argument, command, option, verb
 from ckptool.errors import CkptoolError, UsageError
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file, shown
 from ckptool.verbs._options import AGAINST, standard_input
 
 
@@ -43,7 +43,7 @@ def doctor(
     from ckptool.verbs._diagnosis import of_opened, of_unopened
     from ckptool.verbs._target import find_target
 
-    path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
+    path = shown(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):
