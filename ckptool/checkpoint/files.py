@@ -13,9 +13,9 @@ import errno
 import json
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from threading import RLock
 from typing import Any
@@ -504,7 +504,17 @@ class Folder:
 Input = Source | Folder
 
 
-opened: Any = deque(maxlen=0)  # what is elsewhere, for as long as a command runs; the program makes a list of it
+opened: ContextVar[tuple[Any, ...]] = ContextVar("opened", default=())  # what is elsewhere and stays open
+
+
+@contextmanager
+def while_open() -> Iterator[None]:
+    """What is elsewhere is asked for once inside of this, however often it is opened."""
+    before = opened.set(opened.get() or (None,))
+    try:
+        yield
+    finally:
+        opened.reset(before)
 
 
 def folder_at(path: str | os.PathLike[str]) -> bool:
@@ -518,7 +528,8 @@ def folder_at(path: str | os.PathLike[str]) -> bool:
 
 def open_input(path: str | os.PathLike[str]) -> Input:
     """The file or folder at `path`. Raises what `Source` and `Folder` raise."""
-    return Folder(path) if folder_at(path) else Source(path)
+    with while_open():
+        return Folder(path) if folder_at(path) else Source(path)
 
 
 @contextmanager
