@@ -122,9 +122,13 @@ class AcceleratorCheckpoints:
                 tree = {"step": self.step, "epoch": self.epoch + over, "ranks": ranks, **self.objects.state({})}
                 tree["generators"], ours = sorted(self.objects.generators), os.path.join(temporary, _OURS)
                 commit_file(to_cpu(tree), ours, ours + ".json", {"step": self.step}, {})
-        if main and self.keep_last:
-            there = [saved.path for saved in folders.saved_folders(self.folder, _NAME)]
-            folders.rotate([path for path in there if path != target], self.keep_last - 1)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Deletes what is older than the checkpoint of this step and not to be kept."""
+        if self.accelerator.is_main_process and self.keep_last:
+            there = folders.saved_folders(self.folder, _NAME)
+            folders.rotate([saved.path for saved in there if saved.step < self.step], self.keep_last - 1)
 
     def _load(self, path: str) -> None:
         accelerator, tree = self.accelerator, loaded(os.path.join(path, _OURS))
@@ -134,6 +138,7 @@ class AcceleratorCheckpoints:
         self.objects.restore(tree, path)
         self.step, self.epoch = tree["step"], tree["epoch"]
         accelerator.project_configuration.iteration = self.step + 1
+        self._rotate()  # the process may have been killed between its last save and this
 
     def close(self) -> None:
         """Releases the lock."""

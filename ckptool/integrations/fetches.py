@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.errors import Conflict, counted
 from ckptool.training import rng
-from ckptool.training.batches import HoldingDraws, generators_of, has_state
+from ckptool.training.batches import generators_of, make_ready
 from ckptool.training.saving import to_cpu
 
 
@@ -33,12 +33,7 @@ class Fetches:
         """Called before the iterators of an epoch are made."""
         for number, loader in enumerate(loaders):
             self.generators |= {f"{number}.{name}": each for name, each in generators_of(loader).items()}
-            works = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
-            if works and has_state(loader):
-                loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
-            if getattr(loader, "_iterator", None) is not None:
-                loader._iterator = None  # its workers would go on with random states that cannot be restored
-                loader._initial_iter_for_state_dict = False
+            make_ready(loader)
         if self.saved is not None:
             rng.restore(self.saved["start"], self.generators)
         self.fetched, self.start = 0, rng.capture(self.generators)

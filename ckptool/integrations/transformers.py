@@ -62,6 +62,8 @@ class DurableCheckpoints:
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.
                 self._load_from_checkpoint(resume)
                 self.state = state
+                if resume_from_checkpoint is True:  # it may have been killed between its last save and this
+                    self._rotate(folder, resume)
                 if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                     self._load_best_model()
                 return TrainOutput(state.global_step, 0.0, {})
@@ -113,12 +115,15 @@ class DurableCheckpoints:
                 self.state.best_model_checkpoint = target
                 if main:
                     self.state.save_to_json(os.path.join(temporary, _STATE))
-        if main and (limit := self.args.save_total_limit):
-            kept = {target, self.state.best_model_checkpoint} - {None}
-            others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-            folders.rotate(others, limit - len(kept))
+        self._rotate(run, target)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
+
+    def _rotate(self: Any, run: str, newest: str) -> None:
+        if self.args.should_save and (limit := self.args.save_total_limit):
+            kept = {newest, self.state.best_model_checkpoint} - {None}
+            others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
+            folders.rotate(others, limit - len(kept))
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if self._staged is None:

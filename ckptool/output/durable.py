@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.files import Input, unchanged
-from ckptool.checkpoint.paths import absolute, file_problem, refused_place
+from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
@@ -41,6 +41,11 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
     """
     path = os.fspath(target)
+    if is_url(path):
+        from ckptool.output.uploads import check_upload
+
+        check_upload(path, overwrite=overwrite)
+        return path
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path
@@ -90,6 +95,10 @@ def replace_file(
     then nothing is changed.
     """
     plan = Plan({"": [InlineBytes(plan)]}) if isinstance(plan, bytes) else plan
+    if is_url(path := os.fspath(target)):
+        from ckptool.output.uploads import upload
+
+        return upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
     real = check_target(target, overwrite=overwrite, sweep=True)
     temporary, fd = "", -1
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
-from ckptool.checkpoint.paths import absolute, file_problem, refused_place
+from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
@@ -52,7 +52,12 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     `overwrite` is false, `Conflict` where others are among them, `FileProblem` for a file at the target or a missing
     folder above it.
     """
-    path, real = os.fspath(target), _real_path(target)
+    if is_url(path := os.fspath(target)):
+        from ckptool.output.uploads import check_upload
+
+        check_upload(path, overwrite=overwrite, names=replaceable)
+        return path
+    real = _real_path(target)
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     try:
@@ -161,6 +166,10 @@ def replace_folder(
     `OutputExists`, `Conflict` (other files would be deleted), `DiskFull`, `FileProblem`, `Corrupt` (an input does not
     match its checksum); then nothing is changed.
     """
+    if is_url(path := os.fspath(target)):
+        from ckptool.output.uploads import upload
+
+        return upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
     allowed = {*replaceable, *plan.files}
     folder = NewFolder(target)
     check_folder(target, overwrite=overwrite, replaceable=allowed)
@@ -170,7 +179,7 @@ def replace_folder(
             folder.begin()
             lost = keep_attributes(folder.target, folder.fd)
             with unchanged(*inputs):
-                lost += _write_files(plan, folder, progress)
+                lost += write_files(plan, folder, progress)
                 if verify is not None:
                     verify(folder.path)
         return (*attribute_notes(folder.target, lost), *folder.commit(allowed.__contains__, overwrite))
@@ -178,7 +187,7 @@ def replace_folder(
         folder.close()
 
 
-def _write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> list[str]:
+def write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> list[str]:
     """Writes all files of the plan, each synced; the bytes written are counted over all of them.
 
     Returns what could not be kept of the files in the folder that is replaced.

@@ -12,14 +12,14 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
-from ckptool.training.data import ignore_in_worker, signals_blocked
+from ckptool.training.data import signals_blocked
 from ckptool.training.seeds import seed_all
 
 Seeding = Callable[..., None]
@@ -70,19 +70,30 @@ class Position:
             self.next_epoch(self.began + self.batch)
 
 
+def saves(value: Any) -> bool:
+    """True for what has a state, and takes it back."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 def has_state(loader: Any) -> bool:
     """True for a loader that saves its own place, and with it what its workers draw: see `HoldingDraws`.
 
     Data without a state that torchdata reads again from its start, and objects that take no attribute, hold no draws.
     """
     workers: int = getattr(loader, "num_workers", 0)
-    data = loader.dataset if _saves(loader) and workers else None
-    again = isinstance(data, torch.utils.data.IterableDataset) and not _saves(data)
-    return _saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
+    data = loader.dataset if saves(loader) and workers else None
+    again = isinstance(data, torch.utils.data.IterableDataset) and not saves(data)
+    return saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
 
 
-def _saves(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+def make_ready(loader: Any) -> None:
+    """Before an iterator of a loader is made: its workers begin anew, and hold their draws where it saves its place."""
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None  # its workers would go on with random states that cannot be restored
+        loader._initial_iter_for_state_dict = False
+    works = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
+    if works and has_state(loader):
+        loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
@@ -180,8 +191,7 @@ class Batches:
         for owner in (loader, *(getattr(loader, name, None) for name in _EPOCH_AWARE)):
             if callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
-        if getattr(loader, "persistent_workers", False):
-            loader._iterator = None  # else they would go on with random states that cannot be restored
+        make_ready(loader)
         if position.loader_state is not None and has_state(loader):
             try:
                 loader.load_state_dict(position.loader_state)
@@ -194,33 +204,16 @@ class Batches:
         position.loader_state = None
         if not getattr(loader, "num_workers", 0):
             return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
-        given = loader.worker_init_fn
-        loader.worker_init_fn = _WorkerInit(HoldingDraws(given) if has_state(loader) else given)
-        try:
-            with signals_blocked():  # workers begin with what their parent lets through
-                begun: Iterator[Any] = iter(loader)
-            _WORKING.add(begun)
-            return begun
-        finally:
-            loader.worker_init_fn = given
+        with signals_blocked():
+            begun: Iterator[Any] = iter(loader)
+        _WORKING.add(begun)
+        return begun
 
     def _shorter(self, number: int, skipped: int) -> Conflict:
         return Conflict(
             f"the loader gave {counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on",
             "This is not the data that the run was trained on.",
         )
-
-
-class _WorkerInit:
-    """Starts a worker that ignores the signals which stop the run, as its last step needs it."""
-
-    def __init__(self, given: Callable[[int], Any] | None) -> None:
-        self.given = given
-
-    def __call__(self, number: int) -> None:
-        ignore_in_worker()
-        if self.given is not None:
-            self.given(number)
 
 
 class HoldingDraws:
@@ -237,7 +230,7 @@ class HoldingDraws:
             self.given(number)
         worker = torch.utils.data.get_worker_info()
         data: Any = worker.dataset if worker else None  # the worker's own
-        save, load = (data.state_dict, data.load_state_dict) if _saves(data) else (lambda: None, lambda state: None)
+        save, load = (data.state_dict, data.load_state_dict) if saves(data) else (lambda: None, lambda state: None)
 
         def load_with_draws(state: Any) -> None:
             load(state["data"])
@@ -250,13 +243,34 @@ class HoldingDraws:
 _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@contextmanager
+def workers_spared() -> Iterator[None]:
+    """Blocks signals in the workers of all loaders that begin: a script's validation also needs its own to its end."""
+    loaders: Any = torch.utils.data.DataLoader
+    begin = loaders._get_iterator
+
+    def begun(loader: Any) -> Any:
+        if not loader.num_workers:
+            return begin(loader)
+        with signals_blocked():
+            batches = begin(loader)
+        _WORKING.add(batches)
+        return batches
+
+    loaders._get_iterator = begun
+    try:
+        yield
+    finally:
+        loaders._get_iterator = begin
+
+
 def end_workers(*which: Any) -> None:
     """Ends the workers of these iterators of loaders, or of all."""
     for batches in which or list(_WORKING):
         batches._shutdown_workers()
 
 
-# Before the interpreter does: it would send them a signal that they ignore, and wait.
+# Before the interpreter does: it would send them a signal that is blocked, and wait.
 atexit.register(end_workers)
 
 

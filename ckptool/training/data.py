@@ -27,7 +27,7 @@ from ckptool.training.extensions import Choice
 from ckptool.training.seeds import CPU, derived, generator, order
 from ckptool.training.seeds import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
-from ckptool.training.toys import MOVED_DATA, Arrays, blobs, digits
+from ckptool.training.toys import Arrays, blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -158,11 +158,10 @@ class Samples:
             **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
             collate_fn=unchanged,
             num_workers=self.settings.workers,
-            worker_init_fn=ignore_in_worker,
             multiprocessing_context="fork" if sys.platform == "linux" else None,
             pin_memory=device.type == "cuda",
         )
-        with signals_blocked():  # workers begin with what their parent lets through
+        with signals_blocked():
             batches: Any = iter(loader)
         try:
             yield from self._guarded(batches)
@@ -364,7 +363,6 @@ DATA = Choice(
     "data",
     "is called with args and gives a Dataset or an IterableDataset",
     {"digits": digits, "blobs": blobs},
-    moved=MOVED_DATA,
     gives=(
         "a Dataset (with a length and items) or an IterableDataset",
         lambda made: is_stream(made) or (hasattr(made, "__len__") and hasattr(made, "__getitem__")),
@@ -377,15 +375,10 @@ _ALL = ("TERM", "INT", "USR1", "USR2", "HUP")
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks signals, so that a process that is forked here cannot be stopped before it ignores them."""
+    """Blocks signals, for good in workers that are begun here: one to the whole process group is for the trainer, which
+    still needs its workers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in _ALL])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_in_worker(_: int = 0) -> None:
-    """Ignores signals in a worker: one to the whole process group is for the trainer, which still needs its workers."""
-    for name in _ALL:
-        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)

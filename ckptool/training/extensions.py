@@ -36,16 +36,14 @@ class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
     key: as messages call it.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
-    by name in lower case; `step` and `step_lr` are StepLR.  moved: names that were built in once, and where they are.
-    unnamed: of `classes`, those that no message offers.  gives: what a call must result in, in words, and the test for
-    it.
+    by name in lower case; `step` and `step_lr` are StepLR.  unnamed: of `classes`, those that
+    no message offers.  gives: what a call must result in, in words, and the test for it.
     """
 
     key: str
     yours: str
     built_in: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
-    moved: Mapping[str, str] = field(default_factory=dict)
     unnamed: Collection[Any] = ()
     gives: tuple[str, Callable[[Any], bool]] = ("", lambda made: True)
 
@@ -64,13 +62,6 @@ class Choice:
         for spelling in (plain, f"{plain}lr", plain.removesuffix("lr")):
             if spelling in self.classes:
                 return self.classes[spelling]
-        if name in self.moved:
-            raise UsageError(
-                f"{self.key}: {name} is no longer built in; it is {self.moved[name]} in the folder examples of "
-                "ckptool's source",
-                "",
-                f"Copy that file beside your configuration, and write: {self.moved[name]}",
-            )
         classes = {key: each.__name__ for key, each in self.classes.items() if each not in self.unnamed}
         known = {each.lower(): each for each in self.built_in} | classes
         close = difflib.get_close_matches(plain, known, 1)

@@ -21,7 +21,7 @@ from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, print
 from ckptool.training.config import ActivationCheckpoint, Model
 from ckptool.training.extensions import Choice
 from ckptool.training.matching import modules_matching, outermost
-from ckptool.training.toys import MLP, MOVED_MODELS
+from ckptool.training.toys import MLP
 
 Say = Callable[[str], Any]
 
@@ -32,7 +32,6 @@ MODELS = Choice(
     "models",
     "is called with args and gives a torch.nn.Module",
     {"mlp": MLP},
-    moved=MOVED_MODELS,
     gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
 )
 

@@ -22,7 +22,7 @@ from torch import nn
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of
+from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import (
@@ -477,6 +477,7 @@ class Run:
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
+                caught.enter_context(workers_spared())
                 yield
         finally:
             self._loop = ""

@@ -18,7 +18,7 @@ from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, TABLE, configfile
 from ckptool.training.code_paths import code_names
-from ckptool.training.config import ChangedKey, Config, changes, refuse_fixed
+from ckptool.training.config import Config, changes, refuse_fixed
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
@@ -33,7 +33,6 @@ from ckptool.training.saving import loaded
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
 from ckptool.training.store import RunFolder, SavedState, digest_of_files, file_digest, size_of
-from ckptool.training.toys import MOVED_DATA, MOVED_MODELS
 from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
 
 
@@ -95,18 +94,11 @@ def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> 
 
     def open_first() -> None:
         if there:
-            found = changes(read_config(config.run)[1], config)
-            refuse_fixed([change for change in found if not _is_moved(change)], asked, config.run)
+            refuse_fixed(changes(read_config(config.run)[1], config), asked, config.run)
         opened.append(reopen(config.run, config) if there else create(config))
 
     world.first(open_first)
     return opened[0] if opened else reopen(config.run, config, write=False)
-
-
-def _is_moved(change: ChangedKey) -> bool:
-    """True for the name of what was built in once, where it is now named in a copy of its file of `examples/`."""
-    moved = (MOVED_DATA | MOVED_MODELS).get(str(change.before))
-    return moved is not None and os.path.basename(str(change.after)) == moved
 
 
 class TrainerRun(Run):

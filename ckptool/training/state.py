@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
+from ckptool.training.batches import saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
@@ -40,7 +41,7 @@ class Objects:
             raise UsageError(f"there is an object {name!r} already", "", "Give it another name.")
         if is_generator(value):
             self.generators[name] = value
-        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        elif saves(value):
             self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
         else:
             raise UsageError(

@@ -79,13 +79,3 @@ class MLP(nn.Sequential):
             if number < len(sizes) - 2:
                 layers += [nn.ReLU(), nn.Dropout(dropout)]
         super().__init__(*layers)
-
-
-# What was built in once, by the file of `examples/` that it is in now.
-MOVED_DATA = {
-    **{name: f"data.py:{name}" for name in ("images", "linear", "modadd", "ring", "spirals", "text")},
-    "sequences": "data.py:Sequences",
-}
-MOVED_MODELS = {
-    name.lower(): f"models.py:{name}" for name in ("CharGPT", "Conv", "Discriminator", "Generator", "Tagger")
-}

@@ -18,6 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
@@ -32,6 +33,7 @@ from ckptool.errors import (
     counted,
     escaped,
     listed,
+    named_urls,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks
@@ -241,6 +243,7 @@ class Change:
         if stays and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
+            files = dict(reversed(files.items()))  # the index was opened first, and is written last
             plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
         else:
             refuse_extras(changed, container)
@@ -362,7 +365,7 @@ class Change:
         """
         asked, folder = self.asked, os.path.dirname(target)
         options: Any = {"overwrite": bool(asked["overwrite"])}
-        if asked["make_folder"] and not os.path.lexists(folder or "."):
+        if asked["make_folder"] and not os.path.lexists(folder or ".") and not is_url(target):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)
@@ -437,6 +440,9 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
             f"for its output it takes {', '.join(known)}"
         )
     memory = any(map(in_memory, inputs))
+    if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
+        what = f"{verb} cannot change {elsewhere} in place"
+        raise UsageError(what, "What is elsewhere can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
         raise UsageError(
@@ -465,7 +471,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
 def path_of(verb: str, path: Any) -> str:
     """The path of an output. Raises `UsageError` for anything else that stands in its place."""
     if isinstance(path, (str, os.PathLike)):
-        return os.fspath(path)
+        return named_urls(os.fspath(path))
     what = f"{verb} was given {type(path).__name__} in the place of its output's path"
     fix = f"For example: {arg(out='new.pt')}"
     fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix

@@ -93,11 +93,12 @@ def test_none_whole_is_an_error_and_not_a_new_beginning(trainer: Scripts, tmp_pa
 
 
 def test_a_finished_run_that_is_started_again_trains_no_further_step(trainer: Scripts, tmp_path: Path) -> None:
-    trainer.finish(tmp_path, 10)
+    trainer.finish(tmp_path, 15)
     before = digest(tmp_path)
-    trainer.finish(tmp_path, 10)
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-5")  # as one killed before it was deleted has it
+    trainer.finish(tmp_path, 15)
     assert digest(tmp_path) == before
-    assert newest(tmp_path)[0] == "checkpoint-10"
+    assert newest(tmp_path)[0] == "checkpoint-15" and len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
 def test_checkpoints_are_not_overwritten_by_a_run_that_begins_anew(trainer: Scripts, tmp_path: Path) -> None:

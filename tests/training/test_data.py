@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from ckptool.bridge.user_code import import_user_code
-from ckptool.errors import Conflict, UsageError, UserCodeFailed
+from ckptool.errors import UsageError, UserCodeFailed
 from ckptool.training import toys
 from ckptool.training.data import default, pad, to_device
 from ckptool.training.parallel import World
-from ckptool.training.start import resume
-from tests.support.small_runs import CONV, IMAGES, last, run_to_end, take, toy, trainer
+from tests.support.small_runs import last, run_to_end, take, toy, trainer
 
 RANDOM = """
 import random
@@ -250,39 +249,11 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
 # The toys -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["blobs", *toys.MOVED_DATA.values()])
+@pytest.mark.parametrize("name", "blobs images linear modadd ring spirals text Sequences".split())
 def test_toy_data_are_the_same_every_time(name: str) -> None:
-    make = import_user_code(toy(name), "data") if ":" in name else toys.blobs
+    make = toys.blobs if name == "blobs" else import_user_code(toy(f"data.py:{name}"), "data")
     one, other = make(), make()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
     if isinstance(one, toys.Arrays):
         assert str(one.batch([3, 1, 3])) == str(default([one[3], one[1], one[3]]))
-
-
-def test_a_toy_that_moved_says_where_it_is_and_is_there() -> None:
-    """What runs of 0.1.0 name, each by the one line that is to be typed."""
-    moved = [("data", *pair) for pair in toys.MOVED_DATA.items()]
-    for key, name, place in [*moved, *(("models", *pair) for pair in toys.MOVED_MODELS.items())]:
-        with pytest.raises(UsageError, match=f"{key}: {name} is no longer built in; it is {place} in") as raised:
-            trainer(f"{'data' if key == 'data' else 'models.main'}.name={name}")
-        assert str(raised.value.fix).endswith(place)
-        assert callable(import_user_code(toy(place), key))
-
-
-def test_a_run_of_a_toy_that_moved_goes_on_with_a_copy_of_its_file(tmp_path: Path) -> None:
-    """The recorded name is that of 0.1.0; the end is that of a run that was as long from the beginning."""
-    for name, steps in (("whole", 4), ("run", 2)):
-        run_to_end(tmp_path / name, models={"main": CONV}, data=IMAGES, train={"steps": steps})
-    run = tmp_path / "run" / "run"
-    text = (run / "run.yaml").read_text()
-    assert CONV["name"] in text and IMAGES["name"] in text
-    (run / "run.yaml").write_text(text.replace(CONV["name"], "conv").replace(IMAGES["name"], "images"))
-    names = f"models.main.name={CONV['name']}", f"data.name={IMAGES['name']}"
-    with pytest.raises(UsageError, match="no longer built in"):
-        resume(str(run), ["train.steps=4"])
-    with pytest.raises(Conflict, match=r"data\.name was 'images', and is now 'blobs'"):
-        resume(str(run), ["train.steps=4", names[0], "data.name=blobs"])
-    resume(str(run), ["train.steps=4", *names])
-    one, other = (tmp_path / name / "run/checkpoints/step-00000004.pt" for name in ("whole", "run"))
-    assert one.read_bytes() == other.read_bytes()

@@ -105,8 +105,8 @@ def test_what_was_not_restored_is_named_and_confirmed(script: str, fault: str, s
 @pytest.mark.parametrize("script", NAMES)
 def test_a_file_written_in_place_is_torn(script: str) -> None:
     found = proved([str(SCRIPTS / f"{script}.py"), "torn"], kills=1)
-    assert found.exit() == 1 and ": the kill in half of a write at step " in found.findings[0], found
-    assert "left it torn: it is written in place" in found.findings[0]
+    assert found.exit() == 1 and " is torn: the program was killed after step " in found.findings[0], found
+    assert ", half way through a write, and writes it in place (" in found.findings[0]
 
 
 @pytest.mark.soak
@@ -162,9 +162,9 @@ def test_a_torn_file_and_a_restart_that_stops_are_found(tmp_path: Path, monkeypa
     torn = plain(tmp_path, "torn")
     assert torn.kills[-1].place == "half of a write" and torn.watched == "preload"
     assert torn.findings[0].startswith(
-        "last.safetensors: the kill in half of a write left it torn: it is written in place"
+        "last.safetensors is torn: the program was killed half way through a write, and writes it in place"
     )
-    assert torn.findings[1] == "after the kill in half of a write it ended with exit code 1: it is torn"
+    assert torn.findings[1] == "killed half way through a write, it ended with exit code 1: it is torn"
     assert torn.events["fsync"] == 10 and torn.events["half of a write"] >= 10
     monkeypatch.setattr(module.CommandRuns, "plan", lambda *_: [(0.0, "mkdir")])
     stops = plain(tmp_path, "stops", kills=1)

@@ -11,10 +11,7 @@ import random
 import re
 import signal
 import socket
-import sys
 import time
-import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptool
+from tests.support.killed_loops import run_and_exit
 from tests.support.looped import sliced
 from tests.support.small_runs import contents_but_lock
 
 BEGIN = """
+torch.distributed.init_process_group("gloo")
 torch.manual_seed(3)
 norm = nn.BatchNorm1d(6) if {kind!r} == "ddp" else nn.LayerNorm(6)
 model = nn.Sequential(nn.Linear(4, 6), norm, nn.Dropout({dropout}), nn.Linear(6, 1))
@@ -95,37 +94,16 @@ def ranks(world: int, source: str, folder: Path, kills: dict[int, tuple[int, int
 
 
 def _work(rank: int, world: int, source: str, folder: Path, line: int, number: int) -> None:
-    code, left, notes = 9, line, list[str]()
+    notes: list[str] = []
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != "<loop>":
-            return None
-        if event == "line":
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), number)
-        return trace
-
-    try:
-        warnings.simplefilter("ignore")
-        torch.distributed.init_process_group("gloo")
-        names = {"torch": torch, "nn": nn, "ckptool": ckptool, "folder": folder, "rank": rank, "world": world}
-        names |= {"notes": notes, "fully_shard": fully_shard, "DistributedDataParallel": DistributedDataParallel}
-        sys.settrace(trace if line else None)
-        exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
-        code = 0
-    except SystemExit as stopped:
-        code = int(stopped.code or 0)
-    except BaseException:  # noqa: BLE001  pytest shows it
-        traceback.print_exc()
-    finally:
-        sys.settrace(None)
+    def write() -> None:
         if not rank:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "notes").write_text("\n".join(notes))
-        sys.stderr.flush()
-        os._exit(code)
+
+    names = {"torch": torch, "nn": nn, "ckptool": ckptool, "folder": folder, "rank": rank, "world": world}
+    names |= {"notes": notes, "fully_shard": fully_shard, "DistributedDataParallel": DistributedDataParallel}
+    run_and_exit(source, names, line, number, write)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -12,9 +12,6 @@ import json
 import os
 import random
 import signal
-import sys
-import traceback
-import warnings
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 import torch._dynamo
 
 import ckptool
+from tests.support.killed_loops import run_and_exit
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -110,40 +108,8 @@ def runs(
 ) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
     if not (child := os.fork()):
-        code = 9
-        try:
-            left, own = kill, os.getpid()
-
-            def trace(frame: Any, event: str, argument: Any) -> Any:
-                nonlocal left
-                if frame.f_code.co_filename != "<loop>" or os.getpid() != own:  # a worker's lines are none of the loop
-                    return None
-                if event == "line" and left is not None:
-                    left -= 1
-                    if not left:
-                        os.kill(os.getpid(), number)
-                return trace
-
-            warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-            names = {
-                "torch": torch,
-                "random": random,
-                "numpy": numpy,
-                "ckptool": ckptool,
-                "folder": folder,
-                "options": options,
-            }
-            sys.settrace(trace if kill else None)
-            exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
-            code = 0
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        except BaseException:  # noqa: BLE001  pytest shows it
-            traceback.print_exc()
-        finally:
-            sys.settrace(None)
-            sys.stderr.flush()
-            os._exit(code)
+        names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool}
+        run_and_exit(source, {**names, "folder": folder, "options": options}, kill, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -327,6 +293,22 @@ def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(
     begin = begin.replace("scheduler=scheduler", f"scheduler=scheduler{given}").replace("keep_last=2", "keep_last=9")
     compare(tmp_path, f"{begin}{loop}run.log(ended=run.step)\n", options, kills)
     assert len(list((tmp_path / "whole/checkpoints").glob("*.pt"))) >= 3  # none waits to the end
+
+
+def test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped(tmp_path: Path) -> None:
+    begin = BEGIN.replace("{loader}", LOADERS["shuffled"])
+    loop = (
+        "import os, time; os.setpgid(0, 0)\nclass Slow(Noisy):\n    def __getitem__(self, index):\n"
+        "        time.sleep(0.02)\n        return super().__getitem__(index)\n"
+        "validation = torch.utils.data.DataLoader(Slow(), batch_size=3, num_workers=1)\n"
+        f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
+        "    for number, batch in enumerate(validation):\n        if number == 0 and epoch == 0 and not run.resumed:\n"
+        "            os.killpg(0, 15)\n        run.log(val=batch.sum())\n"
+    )
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 143
+    assert runs(f"{begin}{loop}", tmp_path / "killed", {}) == 0
+    assert runs(f"{begin}{loop}".replace("os.killpg(0, 15)", "pass"), tmp_path / "whole", {}) == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("others", ["other.zero_grad()", "other.zero_grad(set_to_none=False)"])

@@ -30,12 +30,12 @@ from ckptool.checkpoint.tree import address
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
 from ckptool.training.prove.trace import NOT_RESTORED, Cause, Divergence, Life, Reference
-from ckptool.training.prove.watch import Watch
+from ckptool.training.prove.watch import HALF, Watch
 from ckptool.training.reports import ANY, PRELOAD, Kill, Proof
 
 RUN = "{run}"
 # Kinds of events in the order in which kills come at them.
-PLAN = ("half of a write", ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
+PLAN = (HALF, ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
 PAUSE = 0.002  # seconds between two looks
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
 TAIL = 1500  # characters of the program's own words
@@ -225,17 +225,17 @@ class CommandRuns:
         life, after = lives[-1], ""
         if len(lives) > 1:
             kill = proof.kills[-1] = replace(proof.kills[-1], resumed=life.start)
-            after = f"after the kill {_where(kill)}"
+            after = f"{_killed(kill)}, "
             before = max((each.start or 0 for each in lives[:-1]), default=0)
             if life.start == 0 and whole and self.saves:
-                proof.findings.append(f"{after} it began again at step 0, although {printable(whole[-1])} was whole")
+                proof.findings.append(f"{after}it began again at step 0, although {printable(whole[-1])} was whole")
             elif life.start is not None and life.start < before:
-                proof.findings.append(f"{after} it went back to step {life.start}, from before step {before}")
+                proof.findings.append(f"{after}it went back to step {life.start}, from before step {before}")
         if life.late:
-            proof.findings.append(f"{after} it did not end within {self.limit:.0f} s".strip())
+            proof.findings.append(f"{after}it did not end within {self.limit:.0f} s")
         elif life.code:
             last = self.tail().splitlines()[-1:] or ["it printed nothing"]
-            proof.findings.append(f"{after} it ended with exit code {life.code}: {last[0][:300]}".strip())
+            proof.findings.append(f"{after}it ended with exit code {life.code}: {last[0][:300]}")
 
     def judge_files(self, proof: Proof) -> None:
         """Notes files that a kill left torn under the names that checkpoints have in the end."""
@@ -243,9 +243,9 @@ class CommandRuns:
         for name, row in self.checkpoints().items():
             torn = row.state not in (GOOD, MEMBER, PART) and _pattern(name) in names
             if torn and not any(name in finding for finding in proof.findings):
-                why = f"the kill {_where(proof.kills[-1])} left it torn: it is written in place"
                 problem = row.problem.replace(f"{self.run}{os.sep}", "")
-                proof.findings.append(f"{name}: {why} ({problem})")
+                why = f"the program was {_killed(proof.kills[-1])}, and writes it in place ({problem})"
+                proof.findings.append(f"{name} is torn: {why}")
 
     def judge_end(self, proof: Proof, lives: list[Life]) -> None:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""
@@ -410,9 +410,10 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _where(kill: Kill) -> str:
-    step = "" if kill.step is None else f" at step {kill.step}"
-    return step.strip() if kill.place == ANY else f"in {kill.place}{step}"
+def _killed(kill: Kill) -> str:
+    step = [] if kill.step is None else [f" after step {kill.step}"]
+    moment = "half way through a write" if kill.place == HALF else f"before a call of {kill.place}"
+    return "killed" + ",".join([*step, *([] if kill.place == ANY else [f" {moment}"])])
 
 
 def _write_plan(folder: str, plan: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ckptool.training.reports import PRELOAD, TIME
 
-KINDS = ("open", "write", "half of a write", "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
+HALF = "half of a write"
+KINDS = ("open", "write", HALF, "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
 _HEAD, _FOLDER, _OUTSIDE, _LOG = struct.Struct("2q5i"), 4096, 8192, 1 << 20  # the page that is shared with shim.c
 
 

@@ -62,7 +62,8 @@ def main(out, steps=40, limit=1, draws=False, seedable=False, stateful=False, wo
         counter.seen += len(labels)
         if step % every == 0:
             checkpoints.save()
-    torch.save({"model": accelerator.unwrap_model(model).state_dict(), "seen": counter.seen}, out + "/final.pt")
+    if accelerator.is_main_process:  # each process has its own statistics of batches
+        torch.save({"model": accelerator.unwrap_model(model).state_dict(), "seen": counter.seen}, out + "/final.pt")
     checkpoints.close()
 
 

@@ -1,6 +1,5 @@
 """A model under Lightning's Trainer, killed anywhere, resumed by itself: `python lightning_fit.py OUT`."""
 
-import datetime
 import logging
 import sys
 import warnings
@@ -58,6 +57,13 @@ class Model(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
 
 
+class Inside(lightning.Callback):
+    """Saves after each batch, as a checkpoint by time does when its time has come."""
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.save_checkpoint(trainer.default_root_dir + "/inside.ckpt")
+
+
 def main(
     out,
     steps=40,
@@ -69,7 +75,7 @@ def main(
     keep=2,
     accumulate=1,
     persist=False,
-    seconds=0,
+    inside=False,
     devices=1,
 ):
     lightning.seed_everything(0, verbose=False)
@@ -81,8 +87,6 @@ def main(
     data = Stream(draws) if stream else Rows(draws)
     loader = Loader(data, batch_size=8, shuffle=not stream, num_workers=workers, persistent_workers=persist)
     checkpoints = {"every_n_train_steps": every} if every else {"save_on_train_epoch_end": True}
-    if seconds:
-        checkpoints = {"train_time_interval": datetime.timedelta(seconds=seconds)}
     trainer = lightning.Trainer(
         max_steps=steps,
         accumulate_grad_batches=accumulate,
@@ -91,7 +95,11 @@ def main(
         strategy="ddp" if devices > 1 else "auto",
         default_root_dir=out,
         plugins=[DurableCheckpointIO()],
-        callbacks=[ExactResume(), ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints)],
+        callbacks=[
+            ExactResume(),
+            ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints),
+            *([Inside()] if inside else []),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -99,7 +107,8 @@ def main(
     model = Model()
     validation = torch.utils.data.DataLoader(Rows(), batch_size=16, shuffle=True)
     trainer.fit(model, loader, validation, ckpt_path=newest_checkpoint(out))
-    torch.save(model.state_dict(), out + "/final.pt")
+    if trainer.is_global_zero:  # each process has its own statistics of batches
+        torch.save(model.state_dict(), out + "/final.pt")
 
 
 if __name__ == "__main__":

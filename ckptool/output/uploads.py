@@ -1,0 +1,246 @@
+"""Files and folders elsewhere: written here first, whole and proven, then sent. So are those for open files.
+
+A store shows an object when all of it has come: there a file is sent under its own name, in parts, which are given up
+where one fails. Elsewhere it is sent under a hidden name, and renamed. A hub takes all files of a folder in one commit;
+elsewhere they are sent in the plan's order, in which the index is last, and taken back where one fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import posixpath
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from ckptool.checkpoint import Note
+from ckptool.checkpoint.files import Input, unchanged
+from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.remote import file_system, is_web
+from ckptool.commands import FILE, arg
+from ckptool.errors import (
+    CkptoolError,
+    DiskFull,
+    FileMissing,
+    FileProblem,
+    NoPermission,
+    OutputExists,
+    UsageError,
+    counted,
+    named_urls,
+    without_secrets,
+)
+from ckptool.output.durable import check_space, write_problems
+from ckptool.output.folders import NewFolder, write_files
+from ckptool.output.sink import Progress
+
+PART, AT_ONCE = 8 << 20, 4  # bytes that are sent at once, and how often at a time
+MOST_PARTS, GRAIN = 9_000, 256 << 10  # of one object: S3 takes 10,000; Google's are multiples of this
+# What shows an object whole or not at all, with the options of its `put_file` that bound the memory.
+_STORES = {"s3": ("chunksize", "max_concurrency"), "gs": ("chunksize",), "abfs": ()}
+
+
+def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> tuple[Any, str, bool]:
+    """The file system of a URL, the path in it, and whether something is replaced; raises where it must not be written.
+
+    names: of the files, where it is a folder. Raises `OutputExists` where something is there that is not to be
+    replaced, or cannot be, `UsageError` for web servers, `FileProblem`.
+    """
+    if is_web(url := named_urls(url)):
+        fix = f"Write a file, then upload it: {arg(out=FILE)}; or write to s3://, gs://, hf://."
+        raise UsageError(f"cannot write {url}: a web server only hands out files", "Nothing was written.", fix)
+    with _problems(url):
+        fs, place = file_system(url)
+        kind = _kind(fs, place)
+        held: Collection[str] = [place] if kind else []
+        if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
+            held = [name for name in names if _kind(fs, f"{place}/{name}")]
+        elif names and kind == "directory":
+            held = fs.ls(place, detail=False)
+    if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
+        what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
+        raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
+    if held and names and fs.protocol != "hf":
+        why = "Its files could only be replaced one by one: until the last, it would be a mix of two checkpoints."
+        what = f"the folder {url} exists already, with {counted(len(held), 'file')} in it"
+        raise OutputExists(what, why, "Choose another name, or remove the folder first.")
+    if held and not overwrite:
+        raise OutputExists(f"{url} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+    return fs, place, bool(held)
+
+
+def upload(
+    plan: Plan,
+    url: str,
+    *,
+    overwrite: bool = False,
+    inputs: Iterable[Input] = (),
+    verify: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Note, ...]:
+    """Writes a plan to a URL: a file, or a folder where it has several. There are no notes.
+
+    inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
+    progress: counts every byte twice, here and there. Raises what `check_upload` and writing here raise; then nothing
+    is left there.
+    """
+    url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
+    check_upload(url, overwrite=overwrite, names=names)
+    tell = progress or (lambda done, total: None)
+    name, size = "" if names else posixpath.basename(url), plan.nbytes
+    with staged(plan, name, url, inputs, verify, lambda done, _: tell(done, 2 * size)) as files:
+        fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
+        places = {path: f"{place}/{name}" if names else place for name, path in files.items()}
+        with _problems(url):
+            if fs.protocol == "hf":
+                _commit(fs, places)
+            else:
+                _send(fs, places, existed, lambda sent: tell(size + sent, 2 * size))
+            fs.invalidate_cache()
+    return ()
+
+
+@contextmanager
+def staged(
+    plan: Plan,
+    name: str,
+    url: str,
+    inputs: Iterable[Input] = (),
+    verify: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Iterator[dict[str, str]]:
+    """The files of a plan, by their names, in a temporary folder of the user's own. name: that of a single one.
+
+    What killed runs left is cleared away first. Raises `DiskFull`, and what writing and verifying raise.
+    """
+    place = os.path.join(tempfile.gettempdir(), "ckptool")
+    folder = NewFolder(place)
+    try:
+        try:
+            with write_problems(url):
+                check_space(plan.nbytes, place)
+                folder.begin()
+                os.fchmod(folder.fd, 0o700)
+                with unchanged(*inputs):
+                    write_files(replace(plan, files={name: plan.files[""]}) if name else plan, folder, progress)
+                    if verify is not None:
+                        verify(os.path.join(folder.path, name))
+        except DiskFull as error:
+            what = f"cannot write {url}: it is put together in {os.path.dirname(place)} first, where it has no room"
+            raise DiskFull(what, "Nothing was sent.", "Make room, or set TMPDIR to a folder that has it.") from error
+        yield {each: os.path.join(folder.path, each) for each in ([name] if name else plan.files)}
+    finally:
+        folder.close()
+
+
+def write_out(plan: Plan, file: Any, inputs: Iterable[Input] = ()) -> None:
+    """Writes a plan of one file to an object that is open for writing in binary, once it is complete.
+
+    Raises `UsageError` where it takes no bytes, and what `staged` raises.
+    """
+    shown = f"<{type(file).__name__}>"
+    with staged(plan, "checkpoint", shown, inputs) as files, open(files["checkpoint"], "rb") as content:
+        try:
+            shutil.copyfileobj(content, file, 1 << 20)
+        except (TypeError, ValueError) as error:
+            fix = "Open it for writing in binary: open(PATH, 'wb')"
+            raise UsageError(f"{shown} takes no bytes", str(error), fix) from None
+
+
+# Sending -------------------------------------------------------------------------------------------------------------
+
+
+def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], None]) -> None:
+    """Sends files, each to its place; takes back what was sent where one fails."""
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    store = next((each for each in _STORES if each in protocols), "")
+    sent, done, folder = list[str](), 0, fs._parent(next(iter(places.values())))
+    is_new = not store and not fs.exists(folder)
+    try:
+        if is_new:
+            fs.makedirs(folder, exist_ok=True)
+        for path, place in places.items():
+            size = os.path.getsize(path)
+            part = max(PART, (size // MOST_PARTS // GRAIN + 1) * GRAIN)
+            bounds = {"chunksize": part, "max_concurrency": AT_ONCE}
+            sent.append(place if store else f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
+            _put(fs, path, sent[-1], done, tell, {name: bounds[name] for name in _STORES.get(store, ())})
+            if not store:
+                sent.append(place)
+                fs.mv(sent[-2], place)
+            done += size
+    except BaseException:
+        for place in reversed(sent):
+            with suppress(Exception):
+                if not existed or place not in places.values():
+                    fs.rm_file(place)
+        if is_new:
+            with suppress(Exception):
+                fs.rmdir(folder)
+        raise
+
+
+def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
+    """Sends one file. A signal ends it between two parts, so that those which were sent are given up."""
+    from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+
+    stopped = list[BaseException]()
+
+    def passed(_: int, sent: int) -> None:
+        if stopped:
+            raise InterruptedError
+        tell(done + sent)
+
+    callback = Callback(hooks={"sent": passed})
+    if not fs.async_impl:
+        fs.put_file(path, place, callback=callback, **bounds)
+        return
+    job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
+    try:
+        job.result()
+    except BaseException as error:
+        stopped.append(error)
+        job.exception()  # until it has ended
+        raise
+
+
+def _commit(fs: Any, places: dict[str, str]) -> None:
+    """Gives files to a hub in one commit."""
+    from huggingface_hub import CommitOperationAdd  # type: ignore[import-not-found]
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[import-not-found]
+
+    disable_progress_bars()
+    found = [fs.resolve_path(place) for place in places.values()]
+    added = [CommitOperationAdd(each.path_in_repo, path) for each, path in zip(found, places, strict=True)]
+    at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
+    fs._api.create_commit(at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision)
+
+
+def _kind(fs: Any, place: str) -> str:
+    """What is at a path: `file`, `directory`, or "" for nothing."""
+    fs.invalidate_cache()
+    try:
+        return str(fs.info(place)["type"])
+    except FileNotFoundError as error:
+        if error.__cause__ is not None:  # the bucket or the repository is not there, either
+            raise
+        return ""
+
+
+@contextmanager
+def _problems(url: str) -> Iterator[None]:
+    """Raises an error with words in place of a file system's."""
+    try:
+        yield
+    except CkptoolError:
+        raise
+    except Exception as error:
+        kinds: dict[Any, type[FileProblem]] = {FileNotFoundError: FileMissing, PermissionError: NoPermission}
+        kind, number = kinds.get(type(error), FileProblem), getattr(error, "errno", None)
+        what = f"cannot write {url}: {without_secrets(str(error)) or type(error).__name__}"
+        raise kind(what, "Nothing was written there.").about(number, url) from error
