@@ -504,13 +504,13 @@ class Folder:
 Input = Source | Folder
 
 
-opened: ContextVar[tuple[Any, ...]] = ContextVar("opened", default=())  # what is elsewhere and stays open
+opened: ContextVar[dict[str, Any] | None] = ContextVar("opened", default=None)  # by their URLs, see `while_open`
 
 
 @contextmanager
 def while_open() -> Iterator[None]:
     """What is elsewhere is asked for once inside of this, however often it is opened."""
-    before = opened.set(opened.get() or (None,))
+    before = opened.set({} if opened.get() is None else opened.get())
     try:
         yield
     finally:

@@ -15,12 +15,13 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context, copy_context
 from email.utils import parsedate_to_datetime
 from errno import EACCES, ENOENT
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Descriptor, Folder, Source, file_changed, is_a_folder
@@ -396,28 +397,23 @@ class _Listing(dict[str, bool]):
     is_known = True
 
 
-_objects: WeakValueDictionary[str, RemoteObject] = WeakValueDictionary()
-_listings: WeakValueDictionary[str, _Listing] = WeakValueDictionary()
-
-
-def _object(url: str) -> RemoteObject:
-    """The object at a URL, asked for once while somebody has it open, or until the command ends."""
-    found = _objects.get(url)
-    if found is None:
-        found = _objects[url] = RemoteObject(url)
-    return _held(found)
-
-
-def _held(found: Result) -> Result:
-    """Keeps it until the command ends: see `while_open`."""
-    files.opened.set(files.opened.get() and (*files.opened.get(), found))
+def _known(url: str, ask: Callable[[str], Result]) -> Result:
+    """What is known of a URL, or what is answered now."""
+    held = {} if (there := files.opened.get()) is None else there
+    if url not in held:
+        held[url] = ask(url)
+    found: Result = held[url]
     return found
 
 
-def _listing(url: str) -> _Listing:
-    """The names in a folder. Raises `FileProblem` where it cannot be listed, `LimitExceeded`."""
-    if (found := _listings.get(url)) is not None:
-        return found
+def _object(url: str) -> RemoteObject:
+    return _known(url, RemoteObject)
+
+
+def _listing(folder: str) -> _Listing:
+    """The names in a folder, whose URL ends in a slash. Raises `FileProblem` where it cannot be listed,
+    `LimitExceeded`."""
+    url = folder.rstrip("/")
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
@@ -428,16 +424,14 @@ def _listing(url: str) -> _Listing:
             found[unquote(name.rstrip("/")) if is_web(url) else name] = row["type"] == "directory"
     if len(found) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
-    _listings[url] = found
-    return _held(found)
+    return found
 
 
 def forget(url: str) -> None:
     """Drops what is known of a URL, and of the folder that it is in: something was written there."""
     name = named_urls(url).rstrip("/")
-    for place in (name, name.rpartition("/")[0]):
-        _objects.pop(place, None)
-        _listings.pop(place, None)
+    for place in (name, f"{name.rpartition('/')[0]}/"):
+        (files.opened.get() or {}).pop(place, None)
 
 
 def folder_at(url: str) -> bool:
@@ -446,7 +440,8 @@ def folder_at(url: str) -> bool:
     above, _, last = name.rpartition("/")
     if not last:
         return True
-    if (known := _listings.get(above)) is not None and known.is_known:
+    known: _Listing | None = (files.opened.get() or {}).get(f"{above}/")
+    if known is not None and known.is_known:
         return known.get(last, False)
     try:
         _object(name)
@@ -454,7 +449,7 @@ def folder_at(url: str) -> bool:
         return True
     except FileMissing:
         with suppress(CkptoolError):
-            return not is_web(name) and bool(_listing(name))
+            return not is_web(name) and bool(_known(f"{name}/", _listing))
     return False
 
 
@@ -526,7 +521,7 @@ class RemoteFolder(Folder):
         self.shown = named_urls(os.fspath(shown)) or self.path
         self._files = {}
         try:
-            self._listing = _listing(self.path)
+            self._listing = _known(f"{self.path}/", _listing)
         except FileProblem:
             if not shown:
                 raise
@@ -539,17 +534,16 @@ class RemoteFolder(Folder):
         return super().missing(names) if self._listing.is_known else []
 
     def each(self, names: Sequence[str]) -> Iterator[Source]:
-        def begin(name: str) -> RemoteObject | None:
+        def begin(context: Context, url: str) -> None:
             with suppress(CkptoolError, _IsFolder):  # who opens it is told
-                found = _object(os.path.join(self.path, name))
+                found = context.run(_object, url)
                 found.expect([(max(0, found.size - END), found.size)])  # where every reader looks for a zip's end
-                return found
-            return None
 
         for at in range(0, len(names), AT_ONCE):
-            held = [*_pool(os.getpid()).map(begin, names[at : at + AT_ONCE])]
+            urls = [os.path.join(self.path, name) for name in names[at : at + AT_ONCE]]
+            if files.opened.get() is not None:
+                list(_pool(os.getpid()).map(begin, [copy_context() for _ in urls], urls))
             yield from map(self.open, names[at : at + AT_ONCE])
-            del held
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         name = named_urls(os.fspath(path)).rstrip("/")

@@ -135,6 +135,9 @@ def _places(part: Checkpoint) -> Iterator[str]:
         return
     path = absolute(part.source.path)
     folder = path if isinstance(part.source, Folder) else os.path.dirname(path)
+    if part.source.far:
+        yield folder
+        return
     above = [os.path.dirname(folder)] if _TAG.fullmatch(os.path.basename(folder)) else []
     member = part.base[0] if part.base and type(part.base[0]) is str else ""
     below = [member] if member and member in names_in(folder) else []

@@ -87,7 +87,8 @@ class Archive:
         """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
         begin, window = self._window
         if not begin <= at <= at + length <= begin + len(window):
-            window = self.source.read(at, max(length, min(_WINDOW, self.source.size - at)))
+            more = 0 if self.source.file.far else min(_WINDOW, self.source.size - at)
+            window = self.source.read(at, max(length, more))
             begin, self._window = at, (at, window)
         return window[at - begin : at - begin + length]
 
