@@ -72,7 +72,7 @@ report: Write an HTML page about checkpoints: contents, histograms, health, chan
 strip-module: Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys.
 add-module: Add module. in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
-remap: Change the devices that a checkpoint's tensors are tagged with, so that it loads on this machine.
+remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
 cast: Convert the floating-point tensors of the weights to another dtype, and report which lose values.
 edit: Drop entries, set plain values, replace the values of tensors.
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
@@ -86,7 +86,7 @@ bake: Fold weight norm and pruning into plain weights.
 [combine takes]
 bundle: Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3.
 unbundle: Write each member of a bundle to its own file, and bundle.json, which says how they belong together.
-average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters are the last file's.
+average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters: the last file's own.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.
 lora resize: Write an adapter in a lower rank, truncated by SVD. Its scale stays.

@@ -19,6 +19,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+SHORT = 12  # lines of an error in a notebook
+
 
 class CkptoolError(Exception):
     """Something that ckptool could not do, told in three parts.
@@ -53,6 +55,23 @@ class CkptoolError(Exception):
         """Sends its three parts to another process, and the number and file of the system's error."""
         system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
         return type(self), (self.what, self.why, self.fix), system
+
+    def of_file(self, words: Callable[[Slot], str]) -> None:
+        """Names the file that it is about in its commands.  words: what stands for FILE, FILE#ADDRESS."""
+        for name, text in list(vars(self).items()):
+            if isinstance(text, Text) and text.parts:
+                parts = (part.of_file(words) if isinstance(part, Command) else part for part in text.parts)
+                setattr(self, name, Text(*parts))
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback of sixty lines: where the caller stood, and the three parts."""
+        from traceback import extract_tb
+
+        frames = [frame for frame in extract_tb(self.__traceback__) if f"{os.sep}IPython{os.sep}" not in frame.filename]
+        ours = (number for number, frame in enumerate(frames) if frame.filename.startswith(os.path.dirname(__file__)))
+        callers = [f"  line {each.lineno} of {each.name}: {each.line}" for each in frames[: next(ours, None)][-3:]]
+        lines = [*callers, *f"{type(self).__name__}: {self}".split("\n")]
+        return lines if len(lines) <= SHORT else [*lines[: SHORT - 4], "…", *lines[-3:]]
 
     def within(self, place: str) -> CkptoolError:
         """The same error, saying where it happened when its first part does not yet."""
@@ -365,6 +384,13 @@ class Command(tuple[str, ...]):
     @property
     def writes(self) -> bool:
         return any(isinstance(word, Slot) and word.is_output for word in self)
+
+    def of_file(self, words: Callable[[Slot], str]) -> Command:
+        """The command for a file that is known now; options that stand alone are about another."""
+        if self[:1] != ("ckptool",):
+            return self
+        is_file = (isinstance(word, Slot) and word.partition("#")[0] == "FILE" for word in self)
+        return Command(words(Slot(word)) if known else word for word, known in zip(self, is_file, strict=True))
 
     def with_words(self, words: Mapping[str, str]) -> Command:
         """The command with a word in place of each slot of that name."""

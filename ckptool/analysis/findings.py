@@ -227,7 +227,7 @@ def first_line(text: str, known: KnownError | None = None) -> str:
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message. Looks at no file; without the name of one, its commands speak of FILE and OUT.
 
-    devices: those that the file's tensors are tagged with, where they are known.
+    devices: those that the file's tensors were saved on, where they are known.
     """
     known = recognised(text)
     if known is None:
@@ -236,8 +236,7 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        tagged = f"tagged {listed(devices, 3)}" if devices else "tagged with no device but the CPU"
-        tags = f"{file or 'the checkpoint'} is {tagged}"
+        tags = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
         meant = _DEVICE.search(text)
         kind = (meant[1] or meant[2]).lower() if meant else ""
         if finding.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):

@@ -485,7 +485,8 @@ def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
         partial = partial or 0 < having < len(names)  # the command is one for all roots
         wrapped = sum(kinds.values())
         where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
-        message = f"{where} {form(wrapped, 'carries', 'carry')} a wrapper's {listed(sorted(kinds))}"
+        prefixes = listed([f"'{kind}'" for kind in sorted(kinds)])
+        message = f"{where} {form(wrapped, 'has', 'have')} a wrapper's prefix, {prefixes}"
         notes.append(("prefix-module" if having else "prefix-compiled", message))
     fix = command("strip-module", FILE, partial=partial, out=OUT)
     yield from (Note(code, message, fix) for code, message in notes)
@@ -497,10 +498,14 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
     elsewhere = sorted((place, count) for place, count in places.items() if place not in ("cpu", "meta"))
     if elsewhere:
         (first, count), *more = elsewhere
-        tagged = f"{count:,} {form(count, 'tensor is', 'tensors are')} tagged {first}"
-        facts = listed([tagged, *(f"{count:,} {place}" for place, count in more)])
+        saved = f"{count:,} {form(count, 'tensor was', 'tensors were')} saved on {first}"
+        facts = listed([saved, *(f"{count:,} {place}" for place, count in more)])
         code = "cuda-location" if any(place.startswith("cuda") for place, _ in elsewhere) else "device-location"
-        yield Note(code, f"{facts}; a machine without it needs map_location", command("remap", FILE, to="cpu", out=OUT))
+        yield Note(
+            code,
+            f"{facts}; without that device, torch.load needs map_location",
+            command("remap", FILE, to="cpu", out=OUT),
+        )
     if is_unsafe or checkpoint.container not in _WITH_DEFAULT or takes(checkpoint.tree):
         return
     fix: tuple[()] | Command = ()

@@ -77,7 +77,11 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
         found = quantized_in(checkpoint, root.node)
         if found.weights:
             fix = command("cast", FILE, dtype="bf16", dequantize=True, out=_out(checkpoint))
-            yield Note("quantized", "; ".join(found.lines()), () if found.problems else fix)
+            facts = [weight.facts for weight in found.weights if "forms" in weight.facts]
+            # With zero points that are not all the same, only the configuration says what they stand for.
+            unsettled = any(not each["forms"] and each["symmetric"] is not True for each in facts)
+            need = ["how their zero points are stored is in a config.json, which has to lie beside it"] * unsettled
+            yield Note("quantized", "; ".join([*found.lines(), *need]), () if found.problems or need else fix)
         if found.problems:
             yield Note("quantized-unknown", listed(found.problems, 4))
 

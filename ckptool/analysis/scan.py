@@ -233,7 +233,8 @@ class Scan(Report):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
             if any(some for _, some in calls):
                 yield ""
-                yield yellow(what), " when loaded with pickle: see  ckptool scan FILE"
+                first = next(file.path for file, some in calls if some)
+                yield yellow(what), f" when loaded with pickle; all of it: {command('scan', first)}"
                 for file, some in calls:
                     names = [call.name_in_folder if folder_at(file.path) else call.name for call in some]
                     yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None

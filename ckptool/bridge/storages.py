@@ -76,7 +76,7 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
         raise Unsupported(
-            f"tensors are tagged {location}, which this machine or this torch does not have",
+            f"tensors were saved on {location}, which this machine or this torch does not have",
             str(error).splitlines()[0][:300] if str(error) else "",
             f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}",
         ) from error

@@ -24,7 +24,7 @@ from ckptool.cli.output import (
     training_progress,
 )
 from ckptool.cli.parser import writes
-from ckptool.commands import Declared, parameters_of, signature_of, watched
+from ckptool.commands import Declared, as_argument, parameters_of, signature_of, watched
 from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.facts import Page, Report
 from ckptool.render.lines import Style
@@ -122,6 +122,8 @@ def _answer(
 
     output: where a verb that writes many files writes this one, and is told of its progress from outside.
     """
+    from ckptool.formats.opening import split
+
     given = {**given, **({first: file} if first else {}), **output}
     declared: Declared = function.verb
     report = declared.first_try(**_named(declared.first_try, given)) if declared.first_try is not None else None
@@ -133,7 +135,13 @@ def _answer(
                 arguments[name] = progress if output else stack.enter_context(_watching(how, verb, given))
             if "training" not in asked.values():
                 stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
-            report = function(**arguments)
+            try:
+                report = function(**arguments)
+            except CkptoolError as error:
+                if isinstance(named := arguments.get("file"), str) and named != "-":
+                    path, whole = as_argument(split(named)[0]), as_argument(named)
+                    error.of_file(lambda slot: path + slot[4:] if "#" in slot else whole)
+                raise
         if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
             return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
     return answer_of(report, style, _named(report.told, given), report.exit() if declared.exits else 0)

@@ -170,7 +170,7 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     models = [root for root in roots if root.kind == WEIGHTS]
     if len(models) == 1:
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
-        return models[0], f"took {printable(models[0].address)}, the model; {averages} is its average"
+        return models[0], f"took {printable(models[0].address)}, not its average {averages}"
     where = str(checkpoint.source or "the checkpoint")
     raise UsageError(
         f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}",

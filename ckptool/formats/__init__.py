@@ -214,7 +214,7 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
     return named(default) if named(default).writable else named(DEFAULT)
 
 
-_WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS])}."
+_WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS], 9)}."
 NOT_WRITTEN = frozenset(
     ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
     " .zip .nemo .gz .distcp".split()

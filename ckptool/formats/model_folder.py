@@ -72,7 +72,7 @@ class ModelFolder:
         found = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
             found = [f"no {CONFIG} is beside the input; one of the same model goes along with --like DIR"]
-        return [*found, *self.changes, *(f"left behind: {name}" for name in self.left)]
+        return [*found, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
 def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:

@@ -20,6 +20,7 @@ from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storag
 from ckptool.commands import Slot, arg
 from ckptool.conventions.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
+from ckptool.facts import size
 from ckptool.formats import DEFAULT, WRITERS
 from ckptool.transforms.slim import equal
 
@@ -179,8 +180,8 @@ def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
             rows.append(Member(str(name), "plain value", 0, 0, origin or json.dumps(member)[:60]))
             continue
         kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds.get(name, []), 3)
-        size = sum(storage.nbytes for storage in storages(member))
-        rows.append(Member(str(name), kind, sum(1 for _ in tensors(member)), size, origin))
+        nbytes = sum(storage.nbytes for storage in storages(member))
+        rows.append(Member(str(name), kind, sum(1 for _ in tensors(member)), nbytes, origin))
     return rows
 
 
@@ -188,7 +189,7 @@ def lines_of(rows: Sequence[Member]) -> list[str]:
     """The members as a table for people."""
     cells = []
     for row in rows:
-        sizes = (counted(row.tensors, "tensor"), f"{row.bytes:,} bytes") if row.tensors else ("", "")
+        sizes = (counted(row.tensors, "tensor"), size(row.bytes)) if row.tensors else ("", "")
         cells.append((row.name, row.kind, *sizes, row.file))
     widths = [max(map(len, column)) for column in list(zip(*cells, strict=True))[:4]]
     return ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells]

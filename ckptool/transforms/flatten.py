@@ -24,6 +24,7 @@ from ckptool.conventions.state_dicts import (
     unnamed_tensors,
 )
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
+from ckptool.facts import size
 from ckptool.formats import marks
 from ckptool.formats.whole_tree import holds
 
@@ -227,7 +228,7 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The entries that an output lacks. lines: one for each, with its tensors.  facts: their addresses and sums."""
+    """The entries that an output lacks. lines: those with tensors, and the others.  facts: their addresses and sums."""
 
     lines: list[str]
     facts: dict[str, Any]
@@ -265,21 +266,23 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
     wanted = [nbytes for _, expected, nbytes in found if not expected]
     unexpected = dict.fromkeys(entry for entry, expected, _ in found if not expected)
     total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
-    lines = [f"{printable(name)} ({_sum(each)})" if each else printable(name) for name, each in sizes.items()]
+    weighing = [f"{printable(name)} ({_sum(each)})" for name, each in sizes.items() if each]
+    plain = [printable(name) for name, each in sizes.items() if not each]
     if not chosen and sum(wanted) > total:
         odd = listed([f"{name} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left behind, more than the {total:,} "
-            f"bytes that would be written: {odd}",
+            f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left out, more than the {size(total)} "
+            f"that would be written: {odd}",
             "They are of no optimizer, average or random state, and may be the model. Nothing was written.",
             f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
         )
     facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
-    return Behind([f"left behind: {line}" for line in lines], {"left_behind": list(sizes), **facts})
+    lines = [f"left out (the input keeps it): {listed(names, 9)}" for names in (weighing, plain) if names]
+    return Behind(lines, {"left_behind": list(sizes), **facts})
 
 
 def _sum(sizes: Sequence[int]) -> str:
-    return f"{counted(len(sizes), 'tensor')} of {sum(sizes):,} bytes"
+    return size(sum(sizes)) if len(sizes) == 1 else f"{counted(len(sizes), 'tensor')} of {size(sum(sizes))}"
 
 
 def _nbytes(part: TensorEntry | StorageRef) -> int:

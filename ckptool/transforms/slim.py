@@ -47,7 +47,7 @@ class Slimmed:
 def slim(
     checkpoint: Checkpoint, *, dedup: bool = False, keep_optimizer: bool = False, kept: Iterable[Storage] = ()
 ) -> Slimmed:
-    """Drops optimizer state and bytes that no tensor shows; with `dedup`, ties equal storages of one set of weights.
+    """Drops optimizer state and bytes that no tensor uses; with `dedup`, ties equal storages of one set of weights.
 
     kept: storages that are used elsewhere as well, and stay as they are.
     Reads tensor data only to look for equal storages. Raises `UsageError` for a file that is nothing but an optimizer.

@@ -444,4 +444,4 @@ def _first_rule(report: LoadReport) -> str:
             return f"Perhaps: {arg(rename=suggestion.rules)}"
     if any(suggestion.rules for suggestion in report.suggestions):
         return f"Write rules that would make more fit: {arg(suggest='rules.yaml')}"
-    return f"See both sides: {command('inspect', FILE, all=True)}"
+    return f"See both sides: {command('inspect', report.source or FILE, all=True)}"

@@ -115,7 +115,7 @@ class Written(Report):
     def told(self) -> Told:
         how = {"nothing": "unchanged"}.get(self.how, self.how)
         if self.how == "in place":
-            how = f"in place, {self.bytes_written:,} bytes {'to be ' if self.dry_run else ''}added"
+            how = f"in place, {size(self.bytes_written)} {'to be ' if self.dry_run else ''}added"
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
@@ -299,7 +299,7 @@ class Change:
             from ckptool.formats.members import beside
 
             if names := beside(original):
-                left.append(Note(MEMBERS, f"left behind, since only weights are written: {listed(list(names), 6)}"))
+                left.append(Note(MEMBERS, f"left out, since only weights are written: {listed(list(names), 6)}"))
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))

@@ -117,7 +117,7 @@ def average(
         *[f"{share:.6g} × {path}" for share, path in zip(shares, paths, strict=True)][:8],
         Row("settings", list(how.settings), how.settings),
         Row("weight", several(weight), several(weight)),
-        Row("kept", dict(found.kept), [f"from {paths[-1]} as they are: {kept}"] if kept else []),
+        Row("kept", dict(found.kept), [f"copied from {paths[-1]}: {kept}"] if kept else []),
         Row("left_behind", behind, lines),
         notes=notes,
         files=paths,

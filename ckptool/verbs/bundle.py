@@ -178,7 +178,7 @@ class _Members:
         self.notes += marks.recovered_notes(part.metadata)
         if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
             said = listed(left, 3)
-            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left behind: {said}"))
+            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {said}"))
         before = self.checkpoint.metadata
         self.checkpoint = replace(
             self.checkpoint,

@@ -10,6 +10,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.commands import arg, option, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed
+from ckptool.facts import size
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
@@ -86,7 +87,7 @@ def cast(
         rows.append(Row.named("left_out", weights.left_out, "left out, of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
-        sizes = f"{plan.bytes_before:,} → {plan.bytes_after:,} bytes"
+        sizes = f"{size(plan.bytes_before)} → {size(plan.bytes_after)}"
         summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
     elif plan.skipped:
         kept = counted(len(plan.skipped), "tensor is", "tensors are")

@@ -83,7 +83,7 @@ def lora_merge(
     inputs = [added.source] if added.source else []
     trained_on = printable(found.base_model)
     return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
-        f"{found.name} merged: {counted(merged.keys, 'key')} into {counted(len(merged.changed), 'tensor')}",
+        f"{counted(merged.keys, 'key')} of {found.name} merged into {counted(len(merged.changed), 'tensor')}",
         *([remark] if remark else []),
         *merged.moved,
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),

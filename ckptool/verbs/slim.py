@@ -1,4 +1,4 @@
-"""`slim`: a checkpoint without optimizer state and without bytes that no tensor shows."""
+"""`slim`: a checkpoint without optimizer state and without bytes that no tensor uses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, option, verb
 from ckptool.errors import UsageError, counted
+from ckptool.facts import size
 from ckptool.transforms import slim as slimming
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
@@ -39,17 +40,17 @@ def slim(
     written = change.save(done.checkpoint, changes=done.changed or unused)
     saved = (change.original.source.size if change.original.source else 0) - written.file_bytes
     parts = (
-        f"{done.optimizer_bytes:,} bytes of optimizer state" if done.dropped else "",
-        f"{done.waste_bytes:,} bytes behind views" if done.compacted else "",
-        f"{done.tied_bytes:,} bytes stored twice" if done.tied else "",
+        f"{size(done.optimizer_bytes)} of optimizer state" if done.dropped else "",
+        f"{size(done.waste_bytes)} that no tensor uses" if done.compacted else "",
+        f"{size(done.tied_bytes)} stored twice" if done.tied else "",
         "unused records" if unused else "",
     )
     without = f"without {', '.join(filter(None, parts))}"
     if saved > 0:
-        summary = f"{saved:,} bytes smaller, {without}"
+        summary = f"{size(saved)} smaller, {without}"
     else:  # a new container has tables and alignment of its own
-        size = "no smaller" if not saved else f"{-saved:,} bytes larger"
-        summary = f"{without}, but {size}: {written.container} takes more room for its own tables and alignment"
+        room = "no smaller" if not saved else f"{size(-saved)} larger"
+        summary = f"{without}, but {room}: {written.container} needs more for its own tables and alignment"
     tied = f"{counted(done.tied, 'storage is', 'storages are')} one with an equal one of the same weights now: "
     tied += "training one trains the other"
     return written.about(

@@ -237,7 +237,7 @@ def test_one_root(tmp_path: Path) -> None:
 def test_the_model_is_taken_where_the_other_is_its_average(order: tuple[str, str], tmp_path: Path) -> None:
     value = {"model": MODEL, "ema": {"shadow": OTHER, "decay": 0.9}}
     root, remark = one_state_dict(opened({name: value[name] for name in order}, tmp_path))
-    assert (root.address, remark) == ("model", "took model, the model; ema/shadow is its average")
+    assert (root.address, remark) == ("model", "took model, not its average ema/shadow")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_file_and_its_copy(tmp_path: Path) -> None:
 def test_a_training_file_and_the_weights_out_of_it(tmp_path: Path) -> None:
     file, out = make("training.pt", tmp_path), tmp_path / "out.safetensors"
     ckptool.convert(file, out)
-    chose = ("took model_state_dict, the model; ema_state_dict is its average", f"compared model_state_dict of {file}")
+    chose = ("took model_state_dict, not its average ema_state_dict", f"compared model_state_dict of {file}")
     for left, right in ((file, out), (out, file)):
         found = ckptool.diff(left, right)
         assert found.same and found.tensors == 9 and found.remarks == chose

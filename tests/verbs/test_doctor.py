@@ -344,9 +344,9 @@ def test_an_error_about_devices_is_compared_with_the_tags_of_the_file(tmp_path: 
         (alone,) = ckptool.doctor(error=message).findings
         found = {name: ckptool.doctor(tmp_path / name, error=message).findings[0] for name in ("cpu.pt", "gpu.pt")}
         assert {each.code for each in found.values()} == {code}
-        assert "gpu.pt is tagged cuda:1" in found["gpu.pt"].what and found["gpu.pt"].what.startswith(alone.what)
+        assert "gpu.pt was saved on cuda:1" in found["gpu.pt"].what and found["gpu.pt"].what.startswith(alone.what)
         assert found["gpu.pt"].certain == alone.certain and len(found["gpu.pt"].fixes) == len(alone.fixes)
-        assert "cpu.pt is tagged with no device but the CPU" in found["cpu.pt"].what and not found["cpu.pt"].certain
+        assert "cpu.pt was saved on the CPU alone" in found["cpu.pt"].what and not found["cpu.pt"].certain
         assert "remap" not in str(found["cpu.pt"].fixes)
         assert ckptool.doctor(tmp_path / "cut.pt", error=message).findings[0].what == alone.what
 

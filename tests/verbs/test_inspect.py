@@ -226,11 +226,11 @@ def test_the_command_of_a_note_mends_it(name: str, tmp_path: Path) -> None:
 def test_the_notes_say_what_and_where(tmp_path: Path) -> None:
     value = {"G": weights("module.a.w", "module.b.w"), "D": weights("module.c.w", "d.w"), "x": weights("e")}
     one, other = (note for note in listed(value, tmp_path).notes if note.code == "prefix-module")
-    assert [note.message.partition(" carr")[0] for note in (one, other)] == ["2 of 2 keys of G", "1 of 2 keys of D"]
+    assert [note.message.partition(" ha")[0] for note in (one, other)] == ["2 of 2 keys of G", "1 of 2 keys of D"]
     assert "--partial" in one.fix and not other.fix  # one command mends both
     assert main(one.fix[1:]) == 0 and ckptool.inspect(one.fix[one.fix.index("-o") + 1]).notes == ()
     device = notes(ckptool.inspect(make("cuda.pt", tmp_path)))["cuda-location"]
-    assert "9 tensors are tagged cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")
+    assert "9 tensors were saved on cuda:0" in device.message and device.fix[:2] == ("ckptool", "remap")
 
 
 def test_wasted_bytes_are_those_behind_no_tensor(tmp_path: Path) -> None:

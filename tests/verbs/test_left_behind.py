@@ -36,22 +36,24 @@ def test_more_than_is_written_is_refused_until_it_is_named(suffix: str, tmp_path
     for name, value in (EXPECTED | UNEXPECTED).items():
         torch.save({"model": MODEL, name: value}, file)
         if name in UNEXPECTED:
-            with pytest.raises(Unsupported, match=r"1 tensor of 16,000 bytes would be left behind.*60 bytes"):
+            with pytest.raises(Unsupported, match=r"16.0 kB would be left out.*60 B"):
                 ckptool.convert(file, out)
             assert not out.exists()
             done = ckptool.convert(f"{file}#model", out)
         else:
             done = ckptool.convert(file, out)
         assert done.facts["left_behind_bytes"] >= LARGE.numel() and done.facts["left_behind_tensors"] >= 1
-        assert any(line.startswith(f"left behind: {name} (") and "bytes)" in line for line in done.details), done
+        assert any(
+            line.startswith(f"left out (the input keeps it): {name} (") and "B)" in line for line in done.details
+        ), done
         out.unlink()
 
 
 def test_only_what_one_does_not_expect_is_named_and_summed(tmp_path: Path) -> None:
     torch.save({"model": MODEL, **EXPECTED, "codebook": LARGE}, tmp_path / "in.pt")
-    with pytest.raises(Unsupported, match="1 tensor of 16,000 bytes would be left behind") as raised:
+    with pytest.raises(Unsupported, match=r"16\.0 kB would be left out") as raised:
         ckptool.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
-    assert raised.value.what.endswith("written: codebook (1 tensor of 16,000 bytes)")
+    assert raised.value.what.endswith("written: codebook (16.0 kB)")
 
 
 def test_what_is_smaller_or_written_under_another_name_is_no_loss(tmp_path: Path) -> None:

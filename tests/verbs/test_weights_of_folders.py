@@ -38,7 +38,7 @@ def test_the_files_beside_the_weights_are_named_as_left_behind(
     out = tmp_path / "out.safetensors"
     found = run("convert", str(folder), "-o", str(out), "--json")
     said = [note["message"] for note in json.loads(found.out)["notes"] if note["code"] == "members"]
-    assert found.code == 0 and len(said) == 1 and "left behind" in said[0] and name in said[0], found
+    assert found.code == 0 and len(said) == 1 and "left out" in said[0] and name in said[0], found
     assert "everything" not in run("convert", str(folder), "-n", "-o", str(tmp_path / "out.pt")).out
 
 
@@ -47,7 +47,7 @@ def test_every_writer_of_the_weights_says_what_it_leaves(verb: str, tmp_path: Pa
     folder = trainer_folder(tmp_path / "step-500")
     out = tmp_path / "out.safetensors"
     found = run(verb, str(folder), *WRITERS[verb], "-o", str(out))
-    assert found.code == 0 and "left behind" in found.out and "optimizer.pt" in found.out, found
+    assert found.code == 0 and "left out" in found.out and "optimizer.pt" in found.out, found
     alone = run(verb, str(folder / "model.safetensors"), *WRITERS[verb], "-f", "-o", str(out))
     assert alone.code == 0 and "optimizer.pt" not in alone.out, alone
 
@@ -55,7 +55,7 @@ def test_every_writer_of_the_weights_says_what_it_leaves(verb: str, tmp_path: Pa
 def test_what_is_changed_in_place_leaves_nothing(tmp_path: Path, run: Callable[..., Any]) -> None:
     folder = trainer_folder(tmp_path / "step-500")
     found = run("add-module", str(folder), "--in-place")
-    assert found.code == 0 and "left behind" not in found.out, found
+    assert found.code == 0 and "left out" not in found.out, found
 
 
 def test_diff_says_that_it_compared_the_weights_alone(tmp_path: Path, run: Callable[..., Any]) -> None:
