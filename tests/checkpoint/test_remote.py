@@ -19,9 +19,8 @@ import ckptool
 from ckptool.checkpoint import remote
 from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, NoPermission, Unsupported
 from fixtures.sparse import make_sparse
-from tests.cli.test_usage import READS
 from tests.support.cli import Run
-from tests.support.elsewhere import FILES, FOLDERS, SHARDS, TENSORS, make_elsewhere, plain, weights
+from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
 from tests.support.range_server import RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
 
@@ -100,7 +99,7 @@ def test_a_listing_is_not_needed_for_an_index(files: Path, monkeypatch: pytest.M
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """32 MB in 64 tensors."""
     folder = tmp_path_factory.mktemp("large")
-    model = weights(64, 500)
+    model = layered(64, 500)
     torch.save(model, folder / "model.pt")
     save_file(model, folder / "m.safetensors")
     return folder
@@ -191,7 +190,7 @@ def test_a_file_that_changes_between_opening_and_reading(files: Path, tmp_path: 
     (tmp_path / "model.pt").write_bytes((files / "model.pt").read_bytes())
     with RangeServer(tmp_path) as server:
         opened = ckptool.open(f"{server.url}model.pt")["state_dict"]
-        torch.save(weights(), tmp_path / "model.pt")
+        torch.save(layered(), tmp_path / "model.pt")
         with pytest.raises(FileChanged):
             opened["layers.6.0"].numpy()
         assert "layers.6.0" in ckptool.open(f"{server.url}model.pt").tree  # opened anew, it is what it is now
@@ -203,7 +202,7 @@ def test_a_file_that_changes_between_opening_and_reading(files: Path, tmp_path: 
 @pytest.fixture
 def at(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    torch.save(weights(), "dp.pt")
+    torch.save(layered(), "dp.pt")
     yield files
 
 

@@ -20,15 +20,40 @@ SHARDS, TENSORS = 20, 24
 FILES = ("model.pt", "legacy.pt", "old.tar", "script.pt", "m.safetensors", "a.npz")
 FOLDERS = ("hub", "hub/model.safetensors.index.json", "dcp", "zero")
 
+# Every command that takes a file, where it takes one.
+READS = (
+    "inspect {0}",
+    "show {0}",
+    "diff {0} dp.pt",
+    "verify {0}",
+    "verify dp.pt --against {0}",
+    "doctor {0}",
+    "doctor dp.pt --against {0}",
+    "scan {0}",
+    "scan --latest-good -q {0}",
+    "strip-module {0} -o out.pt",
+    "rename {0} 'a => b' -o out.pt",
+    "rename dp.pt --rules {0} -o out.pt",
+    "edit dp.pt --tensor module.fc1.bias={0} -o out.pt",
+    "convert {0} -o out.safetensors",
+    "recover {0} -o out.pt",
+    "average {0} dp.pt -o out.pt",
+    "bundle a={0} b=dp.pt -o out.pt",
+    "unbundle {0} -d out",
+    "warm-start {0} --against dp.pt",
+    "warm-start dp.pt --against {0}",
+    "spec {0}",
+)
 
-def weights(tensors: int = TENSORS, size: int = 128) -> dict[str, torch.Tensor]:
+
+def layered(tensors: int = TENSORS, size: int = 128) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     shapes = [(size, size), (size,)]
     return {f"layers.{n // 2}.{n % 2}": torch.randn(*shapes[n % 2]) for n in range(tensors)}
 
 
 def make_elsewhere(folder: Path) -> Path:
-    model = weights()
+    model = layered()
     whole = {"state_dict": model, "epoch": 3}
     torch.save(whole, folder / "model.pt")
     torch.save(whole, folder / "legacy.pt", _use_new_zipfile_serialization=False)
@@ -39,7 +64,7 @@ def make_elsewhere(folder: Path) -> Path:
         script.save(str(folder / "script.pt"))  # type: ignore[no-untyped-call]
     save_file(model, folder / "m.safetensors")
     numpy.savez(folder / "a.npz", **{name: tensor.numpy() for name, tensor in model.items()})
-    hub(folder / "hub", {f"{n}.{name}": each for n in range(SHARDS) for name, each in weights(10, 100).items()}, SHARDS)
+    hub(folder / "hub", {f"{n}.{name}": each for n in range(SHARDS) for name, each in layered(10, 100).items()}, SHARDS)
     save_dcp({"model": model}, folder / "dcp")
     write_zero(folder / "zero" / "global_step5", 2, 2)
     (folder / "zero" / "latest").write_text("global_step5")
