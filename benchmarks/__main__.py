@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks import loading, training
 from benchmarks.files import prepare
+from tests.support.range_server import RangeServer
 
 CKPTOOL = str(Path(sys.executable).with_name("ckptool"))
 MB = 1e6
@@ -29,7 +30,8 @@ MB = 1e6
 class Claim:
     """A command, what it is measured against (None: only its own time counts), and the goal in words.
 
-    In commands, {out} is a name that does not exist yet; `fresh` is a file that is copied to {copy} before every run.
+    In commands, {out} is a name that does not exist yet, {url} where the folder is served on this machine; `fresh` is a
+    file that is copied to {copy} before every run.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Run:
 
 PEER = f"{sys.executable} -m benchmarks.peers"
 CP = "sh -c 'cp --reflink=never big.pt {out} && sync {out}'"
+
+GET = "import fsspec, sys; fs, path = fsspec.core.url_to_fs(sys.argv[1]); fs.get(path, sys.argv[2])"
 
 QKV = "'*c_attn.weight => *{{q,k,v}}.weight : transpose | split 0' '*c_attn.bias => *{{q,k,v}}.bias : split 0'"
 
@@ -152,6 +156,12 @@ CLAIMS = (
         "",
     ),
     Claim(
+        "verify behind a URL, 1 GB, against fsspec's get and verify",
+        f"{CKPTOOL} verify {{url}}wide.pt",
+        f"sh -c '{sys.executable} -c \"{GET}\" {{url}}wide.pt {{out}} && {CKPTOOL} verify {{out}}'",
+        "≤ 1.1 ×",
+    ),
+    Claim(
         ".dcp of eight ranks to .pt, 4 GB, against dcp_to_torch_save",
         f"{CKPTOOL} convert ranks.dcp -o {{out}}.pt",
         f"{PEER} from_dcp ranks.dcp {{out}}.pt",
@@ -197,8 +207,9 @@ def main() -> None:
     print(machine(), flush=True)
     print(f"\nMedians of {options.runs} runs in turn, after one that is not counted; [least–most].\n")
     print("| work | ckptool | peak memory | peer | ratio | goal |\n| --- | --- | --- | --- | --- | --- |")
-    for claim in claims:
-        print(row(claim, options.folder, options.runs), flush=True)
+    with RangeServer(options.folder) as server:
+        for claim in claims:
+            print(row(claim, options.folder, options.runs, server.url), flush=True)
     for line in loading.rows(options.only, options.runs, options.folder):
         print(line, flush=True)
     for found in training.rows(options.only, options.runs):
@@ -218,13 +229,13 @@ def machine() -> str:
     return f"{system}, Python {platform.python_version()}"
 
 
-def row(claim: Claim, folder: Path, runs: int) -> str:
+def row(claim: Claim, folder: Path, runs: int, url: str) -> str:
     ours: list[Run] = []
     theirs: list[Run] = []
     for number in range(runs + 1):
-        ours.append(measured(claim.command, claim.fresh, folder))
+        ours.append(measured(claim.command.replace("{url}", url), claim.fresh, folder))
         if claim.peer is not None:
-            theirs.append(measured(claim.peer, "", folder))
+            theirs.append(measured(claim.peer.replace("{url}", url), "", folder))
         if number == 0:  # the first of each warms the caches
             ours.clear()
             theirs.clear()

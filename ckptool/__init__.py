@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
     from ckptool.verbs.bake import bake as bake
+    from ckptool.verbs.browse import browse as browse
     from ckptool.verbs.bundle import bundle as bundle
     from ckptool.verbs.cast import cast as cast
     from ckptool.verbs.convert import convert as convert

@@ -68,12 +68,13 @@ doctor: Explain why a checkpoint does not load, and what fixes it. Exit 1: somet
 scan: List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code.
 [look takes]
 report: Write an HTML page about checkpoints: contents, histograms, health, changes. Opens in any browser, offline.
+browse: Walk through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
 [change changes]
 strip-module: Remove the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed from the keys.
-add-module: Add module. in front of the keys, as DataParallel does.
+add-module: Add 'module.' in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
 remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
-cast: Convert the floating-point tensors of the weights to another dtype, and report which lose values.
+cast: Convert the weights to another dtype (half the size: --dtype bf16), and report which values were rounded.
 edit: Drop entries, set plain values, replace the values of tensors.
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
 translate: Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another.
@@ -86,9 +87,9 @@ bake: Fold weight norm and pruning into plain weights.
 [combine takes]
 bundle: Put several models, optimizers and values into one file: bundle -o gan.tar generator=G.pt epoch:=3.
 unbundle: Write each member of a bundle to its own file, and bundle.json, which says how they belong together.
-average: Average the weights of several checkpoints, or merge models, in bounded memory. Counters: the last file's own.
+average: Average the weights of several checkpoints, or merge models. Counters are copied from the last file.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
-lora extract: Write what one model changed of another as an adapter of PEFT, of low rank, in bounded memory.
+lora extract: Write the difference of a fine-tuned model from its base as a low-rank adapter for PEFT.
 lora resize: Write an adapter in a lower rank, truncated by SVD. Its scale stays.
 lora convert: Write an adapter with the names of another library; its factors stay as they are.
 [use takes]

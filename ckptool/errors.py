@@ -56,11 +56,15 @@ class CkptoolError(Exception):
         system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
         return type(self), (self.what, self.why, self.fix), system
 
-    def of_file(self, words: Callable[[Slot], str]) -> None:
-        """Names the file that it is about in its commands.  words: what stands for FILE, FILE#ADDRESS."""
+    def fill(self, words: Mapping[str, str]) -> None:
+        """Puts a word in place of each slot of that name in its commands."""
         for name, text in list(vars(self).items()):
             if isinstance(text, Text) and text.parts:
-                parts = (part.of_file(words) if isinstance(part, Command) else part for part in text.parts)
+                ours = ("ckptool",)  # options that stand alone are about another file
+                parts = (
+                    each.with_words(words) if isinstance(each, Command) and each[:1] == ours else each
+                    for each in text.parts
+                )
                 setattr(self, name, Text(*parts))
 
     def _render_traceback_(self) -> list[str]:
@@ -89,14 +93,19 @@ class UsageError(CkptoolError, ValueError, code="usage"):
 class MissingKey(UsageError, KeyError):
     """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
 
-    _looked: tuple[str, Callable[[], Sequence[str]]]
+    _looked: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
 
     @classmethod
-    def among(cls, name: str, names: Callable[[], Sequence[str]], where: str) -> MissingKey:
-        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`."""
+    def among(
+        cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
+    ) -> MissingKey:
+        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`.
+
+        below: gives the place further down where there is one of that name.
+        """
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names
+        error._looked = name, names, below
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -106,7 +115,7 @@ class MissingKey(UsageError, KeyError):
 
         name, there = self._looked[0], self._looked[1]()
         below = [f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")]
-        meant = below[:1] or get_close_matches(name, there[:2000], 1)
+        meant = below[:1] or [*filter(None, [self._looked[2]()])] or get_close_matches(name, there[:2000], 1)
         self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant[0]}?") if meant else ""
         return self.why if attribute == "why" else self.fix
@@ -385,16 +394,14 @@ class Command(tuple[str, ...]):
     def writes(self) -> bool:
         return any(isinstance(word, Slot) and word.is_output for word in self)
 
-    def of_file(self, words: Callable[[Slot], str]) -> Command:
-        """The command for a file that is known now; options that stand alone are about another."""
-        if self[:1] != ("ckptool",):
-            return self
-        is_file = (isinstance(word, Slot) and word.partition("#")[0] == "FILE" for word in self)
-        return Command(words(Slot(word)) if known else word for word, known in zip(self, is_file, strict=True))
-
     def with_words(self, words: Mapping[str, str]) -> Command:
-        """The command with a word in place of each slot of that name."""
-        return Command(words.get(word, word) if isinstance(word, Slot) else word for word in self)
+        """The command with a word in place of each slot of that name, and of the name in FILE#ADDRESS."""
+
+        def filled(word: str) -> str:
+            name, sign, at = word.partition("#")
+            return words[name] + sign + at if isinstance(word, Slot) and name in words else word
+
+        return Command(map(filled, self))
 
 
 class Text(str):

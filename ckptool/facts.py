@@ -57,6 +57,15 @@ def bar(part: int, whole: int, width: int = BAR) -> str:
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
+def bars(parts: Sequence[int], height: int, wide: int = 1) -> list[str]:
+    """A bar for each part, side by side, in so many lines; the largest is as high as they are."""
+    eighths = [-(-part * height * 8 // max(*parts, 1)) for part in parts]
+    steps = " ▁▂▃▄▅▆▇█"
+    return [
+        "".join(steps[min(max(each - 8 * row, 0), 8)] * wide for each in eighths) for row in reversed(range(height))
+    ]
+
+
 # Lines and tables -----------------------------------------------------------------------------------------------------
 
 

@@ -174,6 +174,7 @@ COMMAND_LINES = {
     "doctor": ("doctor FILE", "doctor FILE --json", "doctor FILE --against OTHER"),
     "scan": ("scan FILE", "scan FILE --json", "scan FOLDER"),
     "report": ("report FILE -o OUT.html", "report FILE OTHER --against OTHER --json"),
+    "browse": ("browse FILE",),
     "strip-module": (
         "strip-module FILE -n",
         "strip-module FILE -o OUT.pt --keep-unknown",

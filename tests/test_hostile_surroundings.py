@@ -94,6 +94,7 @@ VERBS = {
     "doctor": "doctor in.pt --against model.py:build",
     "scan": "scan in.pt",
     "report": "report in.pt other.pt -o r.html",
+    "browse": "browse none.pt",
     "strip-module": "strip-module in.pt -o a.pt --verify",
     "add-module": "add-module other.pt -o b.pt",
     "rename": "rename in.pt --rules rules.yaml -o c.pt",

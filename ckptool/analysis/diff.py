@@ -23,7 +23,7 @@ from ckptool.analysis.differences import (
     topmost,
 )
 from ckptool.analysis.fold import grouped
-from ckptool.analysis.words import tensor_text, type_name, value_text
+from ckptool.analysis.words import entry_text, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
@@ -151,18 +151,13 @@ class Diff(Report):
             cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows, by_end)
             return Table(cells, title=f"{title} ({len(rows):,})", hang=NAMES, **limits)
 
-        entries = [(name.rpartition("/"), (name, text)) for name, text in entry_rows(self)]
-        # First what stands at the top (epoch, loss) and the learning rate, the items of lists last.
-        entries.sort(key=lambda row: (row[0][2].isdigit(), bool(row[0][0]) and row[0][2] != "lr"))
-        yield from (block("entries", [row for _, row in entries], by_end=True), "")
+        yield from (block("entries", entry_rows(self), by_end=True), "")
         yield from (block("counters and other integers", integer_rows(self), by_end=True), "")
-        rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change is not None]
-        yield from (
-            Table(rows, title="parts", heads=("", "tensors", "change", "layers (· the same)"), right=(1, 2)),
-            "",
-        )
+        rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change]
+        heads = ("", "tensors", "change", "layers (· the same)")
+        yield from (Table(rows, title="parts", heads=heads, right=(1, 2)), "")
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
-            yield from (block(f"only in {side}", [(entry.address, _entry(entry.node)) for entry in only]), "")
+            yield from (block(f"only in {side}", [(entry.address, entry_text(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
         values = [(name, change) for name, change in tensors_changed(self) if not is_integer(change)]
         if any(change.values is not None for _, change in values):
@@ -179,7 +174,8 @@ class Diff(Report):
         title = f"values ({len(rows):,})"
         if all:
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-            yield Table(value_rows(rows), title=title, heads=heads, right=range(1, 6))
+            cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
+            yield Table(cells, title=title, heads=heads, right=range(1, 6))
             yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
         else:
             groups, left = group_rows(rows, room)
@@ -221,19 +217,19 @@ def _side(value: Any) -> str:
 
 
 def entry_rows(diff: Diff) -> list[tuple[str, str]]:
-    """What is no tensor on both sides, old and new."""
+    """What is no tensor on both sides, old and new.
+
+    First what stands at the top (epoch, loss) and the learning rate; the items of lists come last.
+    """
     rows = []
     for change in diff.changed:
         if "value" in change.aspects or ("values" in change.aspects and not is_tensor(change.left)):
-            sides = [_entry(node) for node in (change.left, change.right)]
+            sides = [entry_text(node) for node in (change.left, change.right)]
             if sides[0] == sides[1]:
                 sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
             rows.append((change.address, " → ".join(sides)))
-    return rows
-
-
-def _entry(value: Any) -> str:
-    return tensor_text(value) if is_tensor(value) else value_text(value)
+    ends = {name: name.rpartition("/") for name, _ in rows}
+    return sorted(rows, key=lambda row: (ends[row[0]][2].isdigit(), bool(ends[row[0]][0]) and ends[row[0]][2] != "lr"))
 
 
 def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
@@ -268,26 +264,18 @@ def integer_rows(diff: Diff) -> list[tuple[str, str]]:
     for name, change in tensors_changed(diff):
         if is_integer(change):
             old, new = change.aspects["values"]
-            share = (
-                ""
-                if change.values is None
-                else f"{change.values.changed:,} of {counted(change.values.total, 'element')}"
-            )
+            far = change.values
+            share = f"{far.changed:,} of {counted(far.total, 'element')}" if far is not None else ""
             rows.append((name, share if old is None else f"{old} → {new}"))
     return rows
 
 
-def value_rows(rows: Iterable[tuple[str, Difference]]) -> list[tuple[str, ...]]:
-    """Tensors and how far they are apart."""
-    cells: list[tuple[str, ...]] = []
-    for name, change in rows:
-        texts: tuple[str, ...] = ("differ",)
-        if (far := change.values) is not None:
-            texts = (f"{far.changed:,} of {far.total:,}", *map(number, (far.max_abs, far.max_rel, far.mean_rel)))
-            cosine = "–" if far.cosine is None else f"{far.cosine:.6f}"
-            texts = (*texts, cosine, "" if far.first is None else str(list(far.first)))
-        cells.append((name or WHOLE, *texts))
-    return cells
+def _cells(values: ValueDifference | None) -> tuple[str, ...]:
+    if values is None:
+        return "differ", "", "", "", "", ""
+    share, at = f"{values.changed:,} of {values.total:,}", "" if values.first is None else str(list(values.first))
+    cosine = "–" if values.cosine is None else f"{values.cosine:.6f}"
+    return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), cosine, at
 
 
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int | None) -> tuple[list[tuple[str, ...]], int]:
@@ -323,18 +311,15 @@ def _percent(share: float) -> str:
 
 def _part_cells(part: PartChange) -> tuple[str, str, str]:
     """How many tensors changed, the largest change, and a character for each layer, or for several in a row."""
-    finite = [change for layer in part.layers.values() for change in layer if change is not None and change < inf]
-    names = sorted(
-        filter(None, part.layers), key=lambda name: re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name)
-    )
-    each = -(-len(names) // LAYERS)
-    strip, top = "", max(finite, default=0.0)
-    for start in range(0, len(names), each) if len(names) > 2 else ():
-        levels = [change for name in names[start : start + each] for change in part.layers[name] if change is not None]
-        most = max(levels, default=None)
+    order = {re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name): name for name in part.layers if name}
+    layers = [[one for one in part.layers[order[key]] if one is not None] for key in sorted(order)]
+    top = max((one for layer in layers for one in layer if one < inf), default=0.0)
+    each, strip = -(-len(layers) // LAYERS), ""
+    for start in range(0, len(layers), each) if len(layers) > 2 else ():
+        most = max((one for layer in layers[start : start + each] for one in layer), default=None)
         strip += "·" if most is None else "!" if most == inf else STRIP[min(int(8 * most / top), 7) if top else 0]
     strip += f" ({each} each)" if each > 1 and strip else ""
-    change = "" if part.largest_change is None else "NaN, inf" if part.largest_change == inf else _percent(top)
+    change = "NaN, inf" if part.largest_change == inf else _percent(part.largest_change)
     return f"{part.changed:,} of {part.tensors:,} changed", change, strip
 
 
@@ -403,7 +388,7 @@ def diff(
         only=tuple(only),
         elements=comparer.elements,
         changed_elements=sum(changed.values()) if statistics else None,
-        parts=comparer.parts(),
+        parts=tuple(comparer.parts.values()),
     )
 
 

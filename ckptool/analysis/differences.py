@@ -7,7 +7,7 @@ count where both containers can express them.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -134,15 +134,24 @@ class Tie(NamedTuple):
 class PartChange(NamedTuple):
     """An entry at the top with the tensors in it that were compared; '' is a file that is one set of tensors.
 
-    largest_change: mean |a-b| / max(|a|, |b|) of the tensor of floats that changed most, as far as it is known.
-    layers: such changes, and None for tensors that did not, by the beginnings of their names.
+    layers: how much each tensor changed, by the beginnings of their names: None not at all, 0 by no number of floats.
+    largest_change: mean |a-b| / max(|a|, |b|) of the tensor that changed most.
     """
 
     name: str
-    tensors: int
-    changed: int
-    largest_change: float | None
     layers: Annotated[dict[str, list[float | None]], LIVE]
+
+    @property
+    def tensors(self) -> int:
+        return sum(map(len, self.layers.values()))
+
+    @property
+    def changed(self) -> int:
+        return self.tensors - sum(changes.count(None) for changes in self.layers.values())
+
+    @property
+    def largest_change(self) -> float:
+        return max((change or 0.0 for changes in self.layers.values() for change in changes), default=0.0)
 
 
 def place(path: Path) -> tuple[str, str]:
@@ -158,11 +167,8 @@ def is_tensor(node: Any) -> bool:
 
 def is_integer(change: Difference) -> bool:
     """True for tensors of integers, and for those of one element that is a whole number, as a step is."""
-    dtype = change.left.dtype if is_tensor(change.left) else None
-    kinds = ("int", "uint", "bool")
-    return "values" in change.aspects and (
-        change.aspects["values"][0] is not None or (dtype is not None and dtype.kind in kinds)
-    )
+    kind = getattr(change.left.dtype, "kind", "")
+    return change.aspects.get("values", (None,))[0] is not None or kind in ("int", "uint", "bool")
 
 
 def whole_number(entry: TensorEntry) -> int | None:
@@ -201,8 +207,7 @@ class Comparer:
         self.strip = "prefix" in self.skipped
         self.mixed = self.close = False
         self.tensors = self.elements = self.equal = 0
-        self.of_parts = Counter[str]()  # how many tensors
-        self.layers = defaultdict[str, dict[str, list[float | None]]](dict)  # of each part, see there
+        self.parts = dict[str, PartChange]()
         self.changed = list[Difference]()
         self.only_left, self.only_right = list[Unpaired](), list[Unpaired]()
         self.order, self.metadata = list[str](), list[str]()
@@ -324,28 +329,16 @@ class Comparer:
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
         aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
-        sizes = list[float | None]()
+        size = None
         if aspects or kinds:
             change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)
             self.changed.append(change)
-            if values is not None and not is_integer(change):
-                sizes.append(change_of(values))
+            size = 0.0 if values is None or is_integer(change) else change_of(values)
         else:
             self.equal += counted
-            sizes.append(None)
         if counted:
             part, layer = place(path)
-            self.of_parts[part] += 1
-            self.layers[part].setdefault(layer, []).extend(sizes)
-
-    def parts(self) -> tuple[PartChange, ...]:
-        """The parts in which tensors were compared."""
-        changed = Counter(place(change.path)[0] for change in self.changed if is_tensor(change.left))
-        parts = []
-        for name, layers in self.layers.items():
-            most = max((size for sizes in layers.values() for size in sizes if size is not None), default=None)
-            parts.append(PartChange(name, self.of_parts[name], changed[name], most, layers))
-        return tuple(parts)
+            self.parts.setdefault(part, PartChange(part, {})).layers.setdefault(layer, []).append(size)
 
     def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """In what two tensors differ, and by how much their values do."""

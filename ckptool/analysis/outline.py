@@ -45,7 +45,7 @@ class Branch:
     """Tensors whose names begin alike.
 
     depth: how many pieces they share.  times: how often this structure is repeated, here and further out; `run`: here.
-    size: bytes, repetitions included.
+    size: bytes, repetitions included.  members: the branches that a folded one stands for.
     hidden: children that are left out.
     """
 
@@ -55,15 +55,17 @@ class Branch:
     label: str
     times: int
     size: int
-    run: int = 1
+    members: Sequence[Branch] = ()
     expanded: list[Branch] = field(default_factory=list)
     hidden: int = 0
 
     @property
     def leaf(self) -> int | None:
         """The index of the tensor's row, where the branch is one."""
+        if len(self.items) != 1:
+            return None
         pieces, row, _ = self.items[0]
-        return row if len(self.items) == 1 and len(pieces) == self.depth else None
+        return row if len(pieces) == self.depth else None
 
     @property
     def is_tied(self) -> bool:
@@ -80,6 +82,25 @@ class Branch:
         if self.times > 1:
             return f"{self.times:,} × {text}{'' if target is None else ', tied to others'}"
         return text if target is None else f"{text}, tied to {self.part.rows[target].address}"
+
+    @property
+    def address(self) -> str:
+        """The address of what it is; of what has no more in common than the beginning of its name a pattern."""
+        pieces, _, name = self.items[0] if self.items else ([], 0, "")
+        end = sum(len(piece) + 1 for piece in pieces[: self.depth - bool(self.members)])
+        if not self.members and (self.leaf is not None or name[end - 1 : end] in ("/", "")):
+            return name if self.leaf is not None else name[: max(end - 1, 0)]
+        return f"{name[:end]}*"
+
+    @property
+    def run(self) -> int:
+        return len(self.members) or 1
+
+    @cached_property
+    def below(self) -> list[Branch]:
+        """What stands below it where nothing is left out: of a folded one its members."""
+        start = self.depth - bool(self.members)
+        return [_compressed(child, start) for child in self.members or self.children]
 
     @cached_property
     def children(self) -> list[Branch]:
@@ -185,7 +206,7 @@ def _folded(branches: list[Branch]) -> list[Branch]:
                 continue
             first, label = run[0], f"{prefix}{{{run[0].label[at:]}..{run[-1].label[at:]}}}"
             times, size = first.times * len(run), sum(each.size for each in run)
-            folded.append(Branch(first.part, first.items, first.depth, label, times, size, len(run)))
+            folded.append(Branch(first.part, first.items, first.depth, label, times, size, run))
     return folded
 
 
@@ -236,8 +257,8 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
         detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
         if part in alike:
             twins = zip(_weights(part), _weights(alike[part]), strict=True)
-            same = "names" if all(path == twin for (path, _), (twin, _) in twins) else "names but for a prefix"
-            detail += f"; {same} and shapes as in {alike[part].root.address or WHOLE}"
+            prefix = "" if all(path == twin for (path, _), (twin, _) in twins) else ", but for a prefix"
+            detail += f"; like {alike[part].root.address or WHOLE}{prefix}"
         below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
         rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
     return rows, sum(len(run) for run in runs[len(shown) :])

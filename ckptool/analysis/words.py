@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckptool.checkpoint import Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.strided import EDGE
 from ckptool.checkpoint.tree import Path, segment_text
 from ckptool.errors import printable
 from ckptool.facts import Unit
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ckptool.analysis.inspect import PartSummary
 
 Json = dict[str, Any]
+FEW = 1_000  # elements up to which all of a tensor is read
 
 
 def tensor_text(tensor: Tensor, part: PartSummary | None = None) -> str:
@@ -38,6 +40,19 @@ def value_text(value: Any, width: int | None = 60) -> str:
         if len(text) <= width:
             return f"{{{text}}}"
     return summary(value, width or 1_000_000)
+
+
+def array_text(values: Any, width: int | None, is_cut: bool) -> str:
+    """An array as numpy prints it.  is_cut: it is the corners of a larger one."""
+    import numpy
+
+    limit, edge = 0 if is_cut else values.size + 1, EDGE if values.ndim <= 2 else 2
+    return numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
+
+
+def entry_text(value: Any) -> str:
+    """A tensor or another value in one line."""
+    return tensor_text(value) if isinstance(value, (TensorEntry, Composite)) else value_text(value)
 
 
 def type_name(value: Any) -> str:

@@ -78,7 +78,7 @@ class _IsFolder(Exception):
 def file_system(url: str) -> tuple[Any, str]:
     """The file system of fsspec for a URL, and the object's path in it. Raises `MissingExtra`, `UsageError`."""
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(given_url(url))
     except ImportError as error:
@@ -86,7 +86,7 @@ def file_system(url: str) -> tuple[Any, str]:
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
         raise MissingExtra(what, str(error), f"pip install {found[1] if found else _EXTRA}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
-        raise UsageError(f"cannot read {url}", without_secrets(str(error))) from error
+        raise UsageError(f"cannot use {url}", without_secrets(str(error))) from error
     return fs, path
 
 
@@ -99,7 +99,7 @@ def _is_kind(fs: Any, *kinds: str) -> bool:
 
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
-    from fsspec.asyn import sync  # type: ignore[import-untyped]
+    from fsspec.asyn import sync
 
     fs, path = file_system(url)
     if _is_kind(fs, "http", "https"):
@@ -115,8 +115,8 @@ def asking(url: str) -> tuple[Ask, bool]:
         if known["type"] == "directory":
             raise _IsFolder
         if _is_kind(fs, "hf"):
-            from fsspec import filesystem  # type: ignore[import-untyped]
-            from huggingface_hub.utils import build_hf_headers  # type: ignore[import-not-found, unused-ignore]
+            from fsspec import filesystem
+            from huggingface_hub.utils import build_hf_headers
 
             web, headers = filesystem("https"), build_hf_headers(token=fs.token)
             known.setdefault("url", fs.url(path))

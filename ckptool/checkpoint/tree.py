@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tensor, TensorEntry
@@ -163,7 +164,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             where = f"in {address(path)}" if path else "at the top"
-            raise MissingKey.among(part, partial(_names_in, node), where)
+            raise MissingKey.among(part, partial(_names_in, node), where, partial(_below, node, path, part))
         if len(matches) > 1:
             raise Ambiguous(
                 f"{part} names {counted(len(matches), 'entry', 'entries')} of "
@@ -179,9 +180,15 @@ def _names_in(node: Any) -> list[str]:
     return [*map(segment_text, (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node))))]
 
 
+def _below(node: Any, above: Path, part: str) -> str:
+    """The first address that ends in a name, of those of a node that are looked at."""
+    paths = (path for path, _ in islice(walk(node), MANY_NAMES) if path and segment_text(path[-1]) == part)
+    return next((address((*above, *path)) for path in paths), "")
+
+
 def _is_plain_name(node: Any, part: str) -> bool:
     """True for a key that reads as no other can: the many names of a state dict need not be gone through for it."""
-    if not isinstance(node, dict) or part not in node or "~" in part or not part[0].isalpha():
+    if not isinstance(node, dict) or part not in node or "~" in part or not part[:1].isalpha():
         return False
     return not (isinstance(node, OrderedDict) and part in (node.attributes or ())) and part not in _LITERALS
 

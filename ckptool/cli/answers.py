@@ -139,8 +139,7 @@ def _answer(
                 report = function(**arguments)
             except CkptoolError as error:
                 if isinstance(named := arguments.get("file"), str) and named != "-":
-                    path, whole = as_argument(split(named)[0]), as_argument(named)
-                    error.of_file(lambda slot: path + slot[4:] if "#" in slot else whole)
+                    error.fill({"FILE": as_argument(split(named)[0])})
                 raise
         if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
             return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells

@@ -244,7 +244,8 @@ def unknown_command(name: str, known: Iterable[str]) -> UsageError:
         meant = nearest(name, os.listdir()) if "." in name else ""
     meant = meant or nearest(name.lower().replace("_", "-"), known)
     why = f"Did you mean '{meant}'?" if meant else ""
-    return UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {quoted(meant or '--help')}")
+    see = f"{meant} --help" if meant in known else quoted(meant or "--help")
+    return UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
 
 
 def names_place(word: str) -> bool:

@@ -71,7 +71,7 @@ class ModelFolder:
         how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
         found = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
-            found = [f"no {CONFIG} is beside the input; one of the same model goes along with --like DIR"]
+            found = [f"no {CONFIG} is beside the input; --like DIR takes along that of another folder of the model"]
         return [*found, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 

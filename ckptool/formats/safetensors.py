@@ -111,7 +111,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         tree |= tied
     if ties and not is_whole:
         names = listed(list(ties), 3)
-        message = f"{counted(len(ties), 'name is', 'names are')} stored as ties of others: {names}"
+        message = f"{counted(len(ties), 'name shares', 'names share')} the tensor of another: {names}"
         notes.append(Note("ties-recorded", message))
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, tensors_only=not is_whole)

@@ -120,6 +120,8 @@ class Run:
         self._drawn: set[str] = set()  # the global generators that anything was ever drawn from
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
+        self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
+        self._held: list[dict[str, Any]] = []  # lines from before that: they are there already, if a loop follows
         self._snapshot: dict[str, str] = {}
         self._notes_given: set[str] = set()
         self._options = self.objects.options()
@@ -154,7 +156,8 @@ class Run:
             self.close()
             raise
         _OPEN[self.folder.folder] = self
-        weakref.finalize(self, self._saver.finish, self.say)  # a run that is dropped holds no lock
+        # A run that is dropped holds no lock.
+        weakref.finalize(self, _finish, self._saver, self.folder, self._held, self.say)
 
     # Opening -----------------------------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class Run:
                     "for … in tqdm(run.batches(…))"
                 )
             self._caught.close()
-            self._saver.finish(self.say)
+            _finish(self._saver, self.folder, self._held, self.say)
         elif hasattr(self, "folder"):
             self.folder.close()
         failed, self._failed, self._closed = self._failed, None, True
@@ -315,7 +318,7 @@ class Run:
         self._window.renewing = set(tree["data_state"].get("renewing", ()))
         self._drawn = set(own["now"]) - {"generators"}
         self.position.restore(tree["data_state"], own)
-        values = to_cpu(tree["values"], copied=True)
+        values, self._goes_on = to_cpu(tree["values"], copied=True), False
         self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
 
     def _say_options(self, began: dict[str, Any]) -> None:
@@ -391,9 +394,11 @@ class Run:
     def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
         """The loop over epochs, under the name of the method that makes it. asked: how many steps or epochs."""
         loop, is_nested = loop_frame(), name == "run.epochs"
-        if self._resumed is not None and self._is_over(asked) and self._ended is None:
-            ((kind, count),) = asked.items()
-            done = self.step if kind == "steps" else self.position.epoch
+        ((kind, count),) = asked.items()
+        done = self.step if kind == "steps" else self.position.epoch
+        self._held.clear()
+        self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
+        if self._resumed is not None and self._goes_on and self._is_over(asked) and self._ended is None:
             self._say_once(
                 f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
             )
@@ -572,7 +577,8 @@ class Run:
             self._ended = left
         if self._marked is None and self._offered[0] == self.step:  # the last step is always due
             self._marked = self._offered[1]
-        if self._marked is not None or left is not None or (self.step and self._counted != self.step):
+        is_new = self._goes_on and self.step > 0 and self._counted != self.step
+        if self._marked is not None or left is not None or is_new:
             self._commit(self._point())
         self._saver.wait()
         self.world.first(self.folder.prune)  # again, for a process that was killed between its last commit and this
@@ -611,13 +617,14 @@ class Run:
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()
+        _write(self._held, self.folder)
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
         self._saver.save(self.step, lambda: self._gather(point), facts)
         self._counted = self._counted if "stop" in facts else self.step
         self._failed = None
         if not self._loop:
-            self._random = self._capture(self._generators())
+            self._random, self._goes_on = self._capture(self._generators()), True
         self._say_notes(first)
 
     def _facts(self, point: Point) -> dict[str, Any]:
@@ -698,7 +705,9 @@ class Run:
         self.loss = found.get("loss", self.loss)
         repeated = self._resumed is not None and self._loop == "run.epochs"  # of an epoch that is resumed inside
         if self.world.is_first and not repeated:
-            self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **found})
+            self._held.append({"step": self.step if step is None else step, "epoch": self.epoch, **found})
+            if self._goes_on:
+                _write(self._held, self.folder)
 
     @contextmanager
     def evaluating(self, *modules: nn.Module) -> Iterator[None]:
@@ -719,6 +728,16 @@ class Run:
 
 
 _END = object()
+
+
+def _write(lines: list[dict[str, Any]], folder: RunFolder) -> None:
+    while lines:
+        folder.metrics.add(lines.pop(0))
+
+
+def _finish(saver: Saver, folder: RunFolder, lines: list[dict[str, Any]], say: Callable[[str], Any]) -> None:
+    _write(lines, folder)
+    saver.finish(say)
 
 
 class _Resumed(NamedTuple):

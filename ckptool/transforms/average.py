@@ -156,8 +156,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> Iterator[str]:
-    yield from (f"{key!s} is only in {name}" for key in node if key not in last)
-    yield from (f"{key!s} is only in {other}" for key in last if key not in node)
+    for here, there, where in ((node, last, name), (last, node, other)):
+        if only := [str(key) for key in here if key not in there]:
+            yield f"{len(only):,} only in {where} ({listed(only, 2)})"
     for key, value in last.items():
         before = node.get(key)
         if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):

@@ -28,6 +28,7 @@ from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, wa
 from ckptool.commands import NAME, arg
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
+from ckptool.facts import size
 from ckptool.transforms.views import joined
 
 
@@ -203,7 +204,7 @@ def compact(entry: TensorEntry) -> TensorEntry:
 def _refuse_expanded(entry: TensorEntry) -> None:
     if entry.nbytes > entry.storage.nbytes:
         raise Conflict(
-            f"{entry!r} is an expanded view: {entry.nbytes:,} bytes of values, {entry.storage.nbytes:,} stored",
+            f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored",
             "Every repeated value would be written out. Nothing was written.",
             f"Leave it out: {arg(exclude=NAME)}",
         )
@@ -263,10 +264,10 @@ def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
 
 
 def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
-    for axis, (size, length) in enumerate(zip(base.shape, part.shape, strict=True)):
-        if size != length:
+    for axis, (longest, length) in enumerate(zip(base.shape, part.shape, strict=True)):
+        if longest != length:
             corner = _laid(base.narrow(axis, 0, length), part)
-            return joined([corner, base.narrow(axis, length, size - length)], axis)
+            return joined([corner, base.narrow(axis, length, longest - length)], axis)
     return part
 
 

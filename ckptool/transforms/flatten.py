@@ -74,7 +74,7 @@ def export(
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             raise Conflict(
-                f"{key} is an expanded view: {entry.nbytes:,} bytes to write, {entry.storage.nbytes:,} stored",
+                f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored",
                 f"{container} has no strides, so every repeated value would be written out.",
                 f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}",
             )

@@ -51,7 +51,7 @@ Bar = Annotated[Progress | None, Watched("bar")]
 
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
-Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file.")]
+Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
 Folder = Annotated[
     PathLike | None, _output("-d --dir DIR", "Write into this folder, under the same names; it is created if needed.")
 ]

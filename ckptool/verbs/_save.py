@@ -225,12 +225,10 @@ class Change:
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
-            raise Conflict(
-                f"{path} is the input itself",
-                "It was left as it is.",
-                (f"Change the file itself: {arg(in_place=True)}; or replace" if source else "Replace")
-                + f" it with a new one: {arg(overwrite=True)}",
-            )
+            fix = f"To replace it: {arg(overwrite=True)}"
+            if source is not None and not is_url(path):
+                fix += f"; to change the file itself: {arg(in_place=True)}"
+            raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
         was_asked = bool(asked["container"])
         formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)

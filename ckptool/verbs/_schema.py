@@ -162,7 +162,7 @@ def _row(kind: Any, used: Json) -> Json:
         said = " ".join(text.split()).rstrip(".")
         for name in properties.keys() & names.split(", "):
             unit = properties[name].get("description", "")
-            properties[name] |= {"description": f"{said}, {unit}" if unit else said}
+            properties[name] = properties[name] | {"description": f"{said}, {unit}" if unit else said}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 

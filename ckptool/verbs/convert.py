@@ -112,7 +112,7 @@ def convert(
         raise UsageError(
             "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
         )
-    if out is not None and folder_at(out) and for_output(out, SHARDED).writes_folder:
+    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
@@ -294,7 +294,7 @@ def _to_pickle(
         modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
         if not modules:
             return part, what, [], ()
-        stays = f"{modules[0]} stays an object of its class; by the address of a module its weights alone are written"
+        stays = f"{modules[0]} stays an object of its class, which loading needs; its weights alone need no class"
         fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
         return part, what, [], (Note("whole-module", stays, fix),)
     root, _ = one_state_dict(part, "" if named else None)

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
+from ckptool.analysis.words import entry_text
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.tree import find
 from ckptool.commands import arg, repeated, several, verb
-from ckptool.errors import UsageError
+from ckptool.errors import MissingKey, UsageError, counted
 from ckptool.transforms import edit as edits
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, Texts, once, pairs
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, checkpoint_of
@@ -54,11 +56,21 @@ def edit(
     change = begin_change("edit", file, out, at, options)
     done = edits.edit(change.part, several(drop), values, arrays)
     words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
-    summary = ", ".join(f"{len(names):,} {word}" for word, names in words if names)
+    summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
     return change.save(done.checkpoint).about(
-        f"entries: {summary}",
-        *(Row.named(word, names, "new values for" if word == "replaced" else word) for word, names in words),
+        summary,
+        Row.named("dropped", done.dropped, "dropped"),
+        Row("set", list(done.set), [_set(change.part.tree, *item) for item in list(values.items())[:9]]),
+        Row.named("replaced", done.replaced, "new values for"),
     )
+
+
+def _set(tree: Any, place: str, value: Any) -> str:
+    """What a value that was set stands in the place of."""
+    try:
+        return f"{place}: {entry_text(find(tree, place)[1])} → {entry_text(value)}"
+    except MissingKey:
+        return f"{place}: {entry_text(value)}, a new entry"
 
 
 def _array(place: str, given: Any) -> Any:

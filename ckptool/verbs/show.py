@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from ckptool.analysis import words
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import LINES as SCREEN
-from ckptool.analysis.words import Value, tensor_text, type_name, value_text
+from ckptool.analysis.words import FEW, Value, array_text, tensor_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
-from ckptool.checkpoint.strided import to_numpy
+from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import address, find, segment_text, walk
 from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted
@@ -23,8 +23,6 @@ from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
 from ckptool.verbs._options import At, File
 
-WHOLE = 1_000  # elements up to which all of a tensor is read
-EDGE = 3
 LINES = 1_000
 WIDEST = 10_000  # characters of one value below the one that is shown
 _TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
@@ -89,13 +87,7 @@ class Shown(Report):
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
     def _array(self, width: int | None) -> Told:
-        import numpy
-
-        values = self.corners if self.truncated else self.values
-        limit, edge = 0 if self.truncated else values.size + 1, EDGE if values.ndim <= 2 else 2
-        yield Verbatim(
-            numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")
-        )
+        yield Verbatim(array_text(self.corners if self.truncated else self.values, width, self.truncated))
 
 
 def _outlined(lines: list[str], whole: Checkpoint, shown: Shown) -> Iterator[Any]:
@@ -163,7 +155,7 @@ def show(
     # An address may lead to something beside the tree: the code of a program.
     path, node = find({name: extras[name]()} if name in extras else opened.checkpoint.tree, opened.at or "")
     array = array_entry(node)
-    if array is not None and (slice is not None or array.numel > WHOLE):
+    if array is not None and (slice is not None or array.numel > FEW):
         node = array  # of a few values, all are shown as they stand
     if not isinstance(node, TensorEntry):
         if slice is not None:
@@ -173,8 +165,8 @@ def show(
         return Shown(opened.name, address(path), node, whole=whole)
     view = _part(node, slice) if slice is not None else node
     with unchanged(opened.checkpoint.source):
-        if not all and view.numel > WHOLE:
-            return Shown(opened.name, address(path), node, slice, corners=_corners(view))
+        if not all and view.numel > FEW:
+            return Shown(opened.name, address(path), node, slice, corners=corners(view))
         return Shown(opened.name, address(path), node, slice, to_numpy(view))
 
 
@@ -194,17 +186,3 @@ def _part(entry: TensorEntry, text: str) -> TensorEntry:
         first, end = int(span[1] or 0), min(int(span[2] or length), length)
         entry = entry.narrow(axis, first, end - first) if first < end else entry.narrow(axis, 0, 0)
     return entry
-
-
-def _corners(entry: TensorEntry) -> Any:
-    """The first and last three along every axis, and between them one that printing leaves out."""
-    import numpy
-
-    def block(view: TensorEntry, axis: int) -> Any:
-        if axis == len(view.shape):
-            return to_numpy(view)
-        length = view.shape[axis]
-        spans = [(0, length)] if length <= 2 * EDGE + 1 else [(0, EDGE + 1), (length - EDGE, EDGE)]
-        return numpy.concatenate([block(view.narrow(axis, *span), axis + 1) for span in spans], axis=axis)
-
-    return block(entry, 0)

@@ -95,18 +95,6 @@ def test_a_fresh_model_and_its_optimizer_are_not_conspicuous(make: Any, seed: in
     assert found.findings == () and found.read == found.tensors and not found.skipped
 
 
-def test_what_was_not_read_is_named_with_the_reason(tmp_path: Path) -> None:
-    state = {
-        "a.weight": torch.ones(2, 2),
-        "a.meta": torch.empty(3, device="meta"),
-        "a.none": torch.empty(0, 4),
-        "a.sparse": torch.eye(3).to_sparse(),
-    }
-    found = health_of(state, tmp_path)
-    assert (found.tensors, found.read) == (4, 1)
-    assert found.skipped.keys() == {"a.meta", "a.none", "a.sparse"} and all(found.skipped.values())
-
-
 def test_a_tensor_whose_data_is_damaged_is_skipped_and_the_others_are_read(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4)}, tmp_path / "m.pt")
     content = (tmp_path / "m.pt").read_bytes()

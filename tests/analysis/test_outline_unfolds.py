@@ -146,30 +146,3 @@ def test_any_names_unfold(tensors: dict[str, TensorEntry], ties: list[tuple[str,
 
 def folds(tree: Any) -> list[str]:
     return [branch.label for branch in check(tree) if branch.run > 1]
-
-
-def test_what_is_equal_is_folded_in_the_order_of_the_numbers() -> None:
-    numbers = sorted(map(str, range(32)))  # 0, 1, 10, 11, …: the order of safetensors
-    assert folds({f"m.layers.{n}.{end}": tensor((2,)) for n in numbers for end in "wb"}) == ["m.layers.{0..31}"]
-    assert folds({f"m.b{n:02}.w": tensor((2,)) for n in range(8, 12)}) == ["m.b{08..11}"]
-    assert folds({f"m.{n}.w": tensor((2,)) for n in ("1", "02", "3")}) == []
-
-
-def test_what_is_odd_stands_out_and_breaks_the_run() -> None:
-    def layers(odd: TensorEntry) -> dict[str, TensorEntry]:
-        return {f"m.{n}.w": odd if n == 3 else tensor((2, 2)) for n in range(8)}
-
-    shared = tensor((2, 2))
-    turned = tensor((2, 2))
-    turned.stride = (1, 2)
-    odd = (
-        tensor((2, 2), "f16"),
-        tensor((4,)),
-        tensor((2, 2), location="cuda:0"),
-        tensor((2, 2), flags=Flags(True, True)),
-    )
-    for each in (*odd, turned):
-        assert folds(layers(each)) == ["m.{0..2}", "m.{4..7}"]
-    assert folds({"m.embed.w": shared} | layers(shared)) == ["m.{0..2}", "m.{4..7}"]
-    assert folds({f"m.{n}.{end}": value for n in range(4) for value in [tensor((2,))] for end in "ab"}) == ["m.{0..3}"]
-    assert folds({f"m.{n}.a": shared for n in range(4)}) == ["m.{1..3}"]  # all tied to the first

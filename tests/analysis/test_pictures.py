@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from unittest.mock import patch
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.analysis import statistics
-from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, detail, values_of
+from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, values_of
 from ckptool.checkpoint import arrays
 from tests.support.entries import entry_of
 from tests.support.looped import examples
@@ -121,50 +120,7 @@ def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk
         judge(tensor, side, 20)
 
 
-def larger() -> Iterator[torch.Tensor]:
-    torch.manual_seed(0)
-    yield torch.randn(3, 70_000)
-    yield torch.randn(70_000, 3)
-    yield torch.randn(300_001)
-    yield torch.randn(64, 32, 7, 7).to(memory_format=torch.channels_last)
-    yield torch.randn(40_000, 5).t()
-    yield torch.randn(5, 70_000).t()
-    yield torch.randn(2, 3, 100_000, dtype=torch.bfloat16)
-    yield torch.zeros(500, 400)
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_larger_tensors(number: int) -> None:
-    judge(list(larger())[number], 16, 1 << 12)
-
-
-def test_an_expanded_tensor_is_shown_once() -> None:
-    found, picture, dead = values_of(entry_of(torch.tensor([1.0, 2.0, 3.0]).expand(1 << 40, 3)), 8, 100)
-    assert found.count == 3 << 40 and picture.counted == 3 and dead is None
-    assert picture.means == ((1.0, 2.0, 3.0),)
-
-
-@pytest.mark.parametrize("shape", [(4096, 4096), (768, 3072), (1000, 50_000), (512, 3, 7, 7)])
-def test_a_sample_sees_every_column(shape: tuple[int, ...]) -> None:
-    """One column in fifty holds other values; a sample in step with the columns sees none, or only them."""
-    tensor = torch.zeros(shape)
-    tensor.view(shape[0], -1)[:, ::50] = 1
-    _, picture, _ = values_of(entry_of(tensor), 0, 1 << 12)
-    assert picture.counts[-1] / picture.counted == pytest.approx(0.02, abs=0.01)
-
-
-def test_all_thumbnails_of_a_file_take_some_60_000_cells() -> None:
-    for count in (1, 50, 51, 250, 251, 1000, 100_000):
-        side, values = detail(count)
-        assert min(count, statistics.MOST_THUMBNAILS) * side * side <= 65_000 and values >= 1 << 9
-
-
 def test_what_lies_in_another_order_is_read_in_that() -> None:
     with patch("ckptool.checkpoint.blocks.MadeBlocks.view", side_effect=AssertionError):
         for tensor in (torch.randn(30, 20).t(), torch.randn(8, 6, 5, 4).to(memory_format=torch.channels_last)):
             judge(tensor, 4, 1000)
-
-
-def test_a_transposed_tensor_of_very_many_rows_is_read_row_by_row() -> None:
-    with patch.object(statistics, "MAX_TURNED", 10):
-        judge(torch.cat([torch.zeros(3, 2), torch.randn(3, 11)], dim=1).t(), 4, 1000)

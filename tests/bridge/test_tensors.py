@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from ckptool import bridge
 from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved, torch_bytes
@@ -29,19 +28,3 @@ def test_one_entry_as_a_tensor(name: str, tmp_path: Path) -> None:
             if not tensor.is_quantized:  # their bytes beyond the span were not read: compared are values
                 made, tensor = made.clone(), tensor.clone()
             assert torch_bytes(made) == torch_bytes(tensor)
-
-
-def test_one_entry_reads_only_its_span(tmp_path: Path) -> None:
-    entry = read(saved({"w": torch.arange(1_000_000)[10:12]}, tmp_path / "x.pt")).tree["w"]
-    made = entry.torch()
-    assert made.tolist() == [10, 11]
-    assert made.untyped_storage().nbytes() == 16
-
-
-def test_one_composite_and_one_parameter(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.note = "kept"  # type: ignore[attr-defined]
-    tree = read(saved({"s": torch.eye(3).to_sparse(), "p": parameter}, tmp_path / "x.pt")).tree
-    assert tree["s"].torch().to_dense().tolist() == torch.eye(3).tolist()
-    made = bridge.to_torch(tree["p"], device="meta")
-    assert (type(made), made.note, made.device.type) == (torch.nn.Parameter, "kept", "meta")  # type: ignore[attr-defined]

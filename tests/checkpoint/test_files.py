@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import resource
 import subprocess
 import sys
@@ -15,9 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 
 from ckptool.checkpoint.files import Folder, Source, open_files
 from ckptool.errors import FileChanged, FileProblem
@@ -41,38 +37,6 @@ def limited_code(code: str, *words: str | Path) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 ranks with two files each, as `torch.distributed.checkpoint` writes them; the second ends in a hole."""
-    folder = tmp_path_factory.mktemp("dcp")
-    places, chunks = {}, {"a": [], "b": []}
-    for rank in range(RANKS):
-        for number, name in enumerate("ab"):
-            file = f"__{rank}_{number}.distcp"
-            torch.save(torch.full((1, 3), float(rank + number)), folder / file)
-            length = (folder / file).stat().st_size
-            places[MetadataIndex(name, torch.Size([rank, 0]))] = _StorageInfo(file, 0, length)
-            chunks[name].append(ChunkStorageMetadata(torch.Size([rank, 0]), torch.Size([1, 3])))
-            os.truncate(folder / file, length + (1 << 20) * number)
-    properties = Properties(dtype=torch.float32)
-    described = {
-        name: TensorStorageMetadata(properties, torch.Size([RANKS, 3]), found) for name, found in chunks.items()
-    }
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(described, None, places)))
-    return folder
-
-
-@pytest.mark.long("four verbs, each in a process that may open few files")
-def test_many_ranks_with_two_files_each(of_ranks: Path, tmp_path: Path) -> None:
-    assert "[300, 3]" in limited("inspect", of_ranks)
-    limited("verify", of_ranks)
-    limited("convert", of_ranks, "-o", tmp_path / "out.safetensors", "--verify")
-    found = load_file(tmp_path / "out.safetensors")
-    for number, name in enumerate("ab"):
-        assert found[name].equal((torch.arange(RANKS) + number)[:, None].expand(-1, 3).float())
-    assert "same" in limited("diff", of_ranks, tmp_path / "out.safetensors")
 
 
 @pytest.mark.soak
@@ -110,48 +74,6 @@ def numbered(folder: Path, count: int = 12) -> Folder:
     return Folder(folder)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/dev/fd"))
-
-
-@pytest.mark.usefixtures("few")
-def test_only_so_many_are_open_and_none_is_left(tmp_path: Path) -> None:
-    before = descriptors()
-    folder = numbered(tmp_path)
-    for _ in range(2):
-        for name in folder.names:
-            assert folder.open(name).read(3, 4) == bytes([int(name)]) * 4
-            assert descriptors() <= before + 3
-    folder.check_unchanged()
-    del folder
-    assert descriptors() == before
-
-
-@pytest.mark.usefixtures("few")
-def test_folders_within_folders_share_them(tmp_path: Path) -> None:
-    before = descriptors()
-    outer = Folder(tmp_path)
-    for name in "abcd":
-        (tmp_path / name).mkdir()
-        inner = numbered(tmp_path / name)
-        for each in inner.names:
-            inner.open(each)
-        outer.adopt(name, inner)
-        outer.adopt(f"{name}/alone", Source(tmp_path / name / "1"))
-    assert descriptors() <= before + 3
-    assert all(file.read(0, 1) == bytes([int(os.path.basename(file.path))]) for file in outer.files.values())
-
-
-@pytest.mark.usefixtures("few")
-def test_one_in_use_is_not_closed(tmp_path: Path) -> None:
-    folder = numbered(tmp_path)
-    fd = folder.open("1").descriptor()
-    for name in folder.names:
-        folder.open(name).read(0, 1)
-    open_files.close_idle()
-    assert os.pread(fd, 1, 0) == b"\1"
-
-
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("how", ["replaced", "removed", "written", "a folder", "a loop"])
 def test_a_file_that_is_another_when_it_is_opened_again(how: str, tmp_path: Path) -> None:
@@ -174,16 +96,6 @@ def test_a_file_that_is_another_when_it_is_opened_again(how: str, tmp_path: Path
     with pytest.raises(FileProblem if how == "a loop" else FileChanged) as refused:
         source.read(0, 1)
     assert str(path) in refused.value.what and refused.value.why
-
-
-@pytest.mark.usefixtures("few")
-def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbered(tmp_path)
-    monkeypatch.chdir(tmp_path.parent)
-    source = Folder(tmp_path.name).open("1")
-    monkeypatch.chdir("/")
-    open_files.close_idle()
-    assert source.read(0, 1) == b"\1"
 
 
 @settings(max_examples=5)

@@ -87,33 +87,6 @@ F4 = np.dtype("f4")
 
 
 @pytest.mark.parametrize(
-    ("args", "state", "fine"),
-    [
-        ((np.ndarray, (0,), b"b"), None, True),
-        ((np.ndarray, (0,), "b"), (1, (2,), F4, False, bytes(8)), True),
-        ((np.ndarray, (0,), b"b"), ((2,), F4, False, bytes(8)), True),  # as numpy 1.0 did
-        ((np.ndarray, (0,), b"b"), (0, (2, 1), F4, True, bytes(8)), True),
-        ((np.ndarray, (0,), b"b"), (1, (), F4, 1, bytes(4)), True),
-        ((np.ndarray, (0,), b"b"), (1, (1,) * 64, F4, 0, bytes(4)), True),
-        ((np.ndarray, (0,), b"b"), (1, (1,) * 65, F4, 0, bytes(4)), False),
-        ((np.ndarray, (0,), b"b"), (2, (2,), F4, False, bytes(8)), False),
-        ((np.ndarray, (0,), b"b"), [1, (2,), F4, False, bytes(8)], False),
-        ((np.ndarray, (0,), b"b"), (1, [2], F4, False, bytes(8)), False),
-        ((np.ndarray, (0,), b"b"), (1, (2.0,), F4, False, bytes(8)), False),
-        ((np.ndarray, (0,), b"b"), (1, (-2, -1), F4, False, bytes(8)), False),
-        ((np.ndarray, (0,), b"b"), (1, (2,), F4, None, bytes(8)), False),
-        ((np.ndarray, (0,), b"b"), (1, (2,), F4, False, bytes(9)), False),
-        ((np.ndarray, (0,), b"b"), (1, (3,), F4, False, bytes(8)), False),
-        ((np.ndarray, (1,), b"b"), None, False),
-        ((np.ndarray, (0,), b"f"), None, False),
-    ],
-)
-def test_a_state_is_one_that_numpy_gives_or_is_said(args: Any, state: Any, fine: bool, tmp_path: Path) -> None:
-    (tmp_path / "a.pt").write_bytes(torch_saved(Call(_reconstruct, args, state)))
-    assert (not ckptool.scan(tmp_path / "a.pt").findings) == fine
-
-
-@pytest.mark.parametrize(
     ("kind", "data", "fine"), [(F4, bytes(4), True), (F4, bytes(5), False), (F4, "abcd", True), (F4, [1], False)]
 )
 def test_a_scalar_has_the_bytes_of_its_type_or_is_said(kind: Any, data: Any, fine: bool, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.pickled_modules import MAX_NAMES, module_state_dict
-from ckptool.checkpoint.tree import find
 from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read
@@ -145,54 +144,6 @@ def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: 
     assert done.facts["left_behind"] == ["model/_buffers/passing", "model/plain", "epoch"]
 
 
-def test_inspect_lists_the_names_of_the_state_dict(tmp_path: Path) -> None:
-    model = Net()
-    file = module_file({"model": model}, tmp_path / "model.pt")
-    found = inspect(file)
-    listed = [row.address for row in found.tensors]
-    assert listed == [f"model/{key.replace('/', '~1')}" for key in model.state_dict()] + [
-        "model/_buffers/passing",
-        "model/plain",
-    ]
-    assert "whole module gone_models.Net" in str(found) and "emb.weight" in str(found)
-    assert not [note for note in found.notes if "strip-module" in note.fix]
-
-
-def test_each_address_that_is_listed_can_be_shown(tmp_path: Path) -> None:
-    model = nn.DataParallel(Net())
-    file = module_file({"model": model}, tmp_path / "model.pt")
-    for row in inspect(file).tensors:
-        shown = ckptool.show(f"{file}#{row.address}")
-        assert shown.address == row.address and shown.entry.storage.nbytes == row.tensor.storage.nbytes
-    values = ckptool.show(f"{file}#model/module.kept").values
-    assert values is not None and values.tolist() == [0, 1, 2]
-    assert find(read(file).tree, "model/_modules/module/_buffers/passing")[1].shape == (2,)
-    with pytest.raises(UsageError, match=r"module\.kept") as refused:
-        ckptool.show(f"{file}#model/module.kep")
-    assert "Did you mean module.kept?" in str(refused.value)
-
-
-def test_a_plain_convert_keeps_the_object_and_says_what_to_type(tmp_path: Path) -> None:
-    file = module_file({"model": Net()}, tmp_path / "model.pt")
-    done = ckptool.convert(file, tmp_path / "copy.pt", verify=True)
-    assert find_state_dicts(read(tmp_path / "copy.pt"))[0].detail == "whole module gone_models.Net"
-    note, own = done.notes
-    assert (
-        own.code == "custom-class"
-        and "models.Net" in own.message
-        and note.code == "whole-module"
-        and note.fix == ("ckptool", "convert", f"{file}#model", "-o", "weights.pt")
-    )
-    ckptool.convert(note.fix[2], tmp_path / "weights.pt")
-    assert "fc.weight" in load(tmp_path / "weights.pt")
-
-
-def test_only_and_exclude_choose_among_its_names(tmp_path: Path) -> None:
-    file = module_file(Net(), tmp_path / "model.pt")
-    ckptool.convert(file, tmp_path / "out.pt", only=["fc.*"])
-    assert list(load(tmp_path / "out.pt")) == ["fc.weight", "fc.bias"]
-
-
 @pytest.mark.parametrize("verb", ["strip_module", "add_module", "rename", "cast"])
 def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Path) -> None:
     file = module_file({"model": nn.DataParallel(Net())}, tmp_path / "model.pt")
@@ -207,35 +158,6 @@ def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} <= {"model.pt", "rules.yaml"}
 
 
-def test_verbs_on_keys_act_on_the_dictionary_that_is_named_beside_a_module(tmp_path: Path) -> None:
-    file = module_file({"model": Net(), "state_dict": {"module.a.weight": torch.ones(1)}}, tmp_path / "model.pt")
-    ckptool.strip_module(file, tmp_path / "out.pt", at="state_dict")
-    assert list(read(tmp_path / "out.pt").tree["state_dict"]) == ["a.weight"]
-
-
-def test_remap_acts_on_the_whole_file(tmp_path: Path) -> None:
-    file = module_file(Net(), tmp_path / "model.pt")
-    ckptool.remap(file, tmp_path / "out.pt", to="cuda:0", verify=True)
-    assert {entry.location for entry in find_state_dicts(read(tmp_path / "out.pt"))[0].node.values()} == {"cuda:0"}
-
-
-def test_diff_compares_a_module_with_a_state_dict(tmp_path: Path) -> None:
-    model = Net()
-    for name, value in (
-        ("plain.pt", dict(model.state_dict())),
-        ("wrapped.pt", {"epoch": 1, "net": dict(model.state_dict())}),
-    ):
-        written(torch_bytes(value), tmp_path / name)
-    file = module_file(model, tmp_path / "model.pt")
-    found = ckptool.diff(file, tmp_path / "plain.pt")
-    assert found.same and found.tensors == len(model.state_dict())
-    assert any("whole module gone_models.Net" in remark for remark in found.remarks)
-    assert ckptool.diff(tmp_path / "plain.pt", file).same and ckptool.diff(file, f"{tmp_path / 'wrapped.pt'}#net").same
-    assert ckptool.diff(file, file).same
-    ckptool.convert(file, tmp_path / "out.safetensors")
-    assert ckptool.diff(file, tmp_path / "out.safetensors").same
-
-
 def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = module_file(Net(), tmp_path / "model.pt")
     (tmp_path / "gone_models.py").write_text("raise SystemExit('imported')")
@@ -248,18 +170,6 @@ def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: 
     ckptool.convert(file, "out.safetensors")
     armed[0] = False
     assert "gone_models" not in sys.modules and not [name for name in imported if name.startswith("gone_models")]
-
-
-def test_extra_state_is_what_only_the_class_knows(tmp_path: Path) -> None:
-    model = WithExtra(2, 2)
-    assert "_extra_state" in model.state_dict()
-    names = module_state_dict(read(module_file(model, tmp_path / "model.pt")).tree)
-    assert list(names or ()) == ["weight", "bias"]
-
-
-def test_a_module_without_weights_is_a_plain_value(tmp_path: Path) -> None:
-    file = module_file({"loss": nn.CrossEntropyLoss(), "net": nn.Linear(2, 2)}, tmp_path / "model.pt")
-    assert [(root.address, root.is_model) for root in find_state_dicts(read(file))] == [("loss", False), ("net", True)]
 
 
 # Modules as files may have them, made by hand -------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Source
-from ckptool.errors import Ambiguous, CkptoolError, FileChanged, MissingKey, Unsupported, UsageError
+from ckptool.errors import Ambiguous, FileChanged, Unsupported, UsageError
 from tests.support.files import saved
 from tests.support.looped import looped
 from tests.support.processes import soon
@@ -47,16 +46,6 @@ def entry(ckpt: Checkpoint) -> TensorEntry:
 # A mapping ------------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_mapping(ckpt: Checkpoint) -> None:
-    assert isinstance(ckpt, Mapping)
-    assert list(ckpt) == list(ckpt.keys()) == list(TREE) and len(ckpt) == len(TREE)
-    assert dict(ckpt) == {**ckpt} == dict(ckpt.items())
-    assert list(ckpt.values())[1] == ckpt.get("epoch") == 3
-    assert ckpt.get("nothing") is None and ckpt.get("nothing/at/all", 5) == 5
-    assert "epoch" in ckpt and "nothing" not in ckpt
-    assert ckpt == ckpt and ckpt != ckptool.open(ckpt.source.path)  # type: ignore[union-attr]
-
-
 def test_an_address_leads_to_what_keys_lead_to(ckpt: Checkpoint) -> None:
     assert ckpt["state_dict/fc.weight"] is ckpt["state_dict"]["fc.weight"]
     assert ckpt["optimizer/state/0/exp_avg"] is ckpt["optimizer"]["state"][0]["exp_avg"]
@@ -74,23 +63,6 @@ def test_a_key_and_an_address_that_read_the_same(tmp_path: Path) -> None:
     one: dict[Any, Any] = {"c": 1}
     ckptool.save({"a": {"b": one}, "a/b": one}, tmp_path / "b.pt")
     assert ckptool.open(tmp_path / "b.pt")["a/b"] == one, "they are one"
-
-
-@pytest.mark.parametrize(
-    ("look", "words"),
-    [
-        (lambda ckpt: ckpt["epohc"], "Did you mean epoch?"),
-        (lambda ckpt: ckpt["state_dict/fc.wieght"], "Did you mean fc.weight?"),
-        (lambda ckpt: ckpt["fc.weight"], "Did you mean state_dict/fc.weight?"),
-        (lambda ckpt: ckpt["state_dict"]["fc.wieght"], "Did you mean fc.weight?"),
-        (lambda ckpt: ckpt["optimizer"]["state"][1], "Available: 0."),
-    ],
-)
-def test_a_missing_key_is_a_key_error_in_words(look: Callable[[Any], Any], words: str, ckpt: Checkpoint) -> None:
-    with pytest.raises(KeyError) as caught:
-        look(ckpt)
-    assert isinstance(caught.value, MissingKey) and isinstance(caught.value, CkptoolError)
-    assert words in str(caught.value)
 
 
 def test_missing_many_keys_costs_nothing_until_the_error_is_read(tmp_path: Path) -> None:
@@ -140,29 +112,6 @@ def test_a_pickled_module_is_its_state_dict(tmp_path: Path) -> None:
 
 def opened_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_with_closes_its_file_and_reading_opens_it_again(ckpt: Checkpoint) -> None:
-    path = ckpt.source.path  # type: ignore[union-attr]
-    del ckpt
-    gc.collect()  # files that tests before this one left open
-    before = opened_files()
-    with ckptool.open(path) as opened:
-        assert opened_files() == before + 1
-        weight = opened["state_dict/fc.weight"]
-    assert opened_files() == before
-    assert numpy.array_equal(weight, WEIGHT)
-    opened.close()
-    assert opened_files() == before
-
-
-def test_a_file_that_another_took_the_place_of_is_not_read(ckpt: Checkpoint) -> None:
-    path = ckpt.source.path  # type: ignore[union-attr]
-    ckpt.close()
-    torch.save({"other": torch.ones(3)}, path + "2")
-    os.replace(path + "2", path)
-    with pytest.raises(FileChanged):
-        ckpt["state_dict/fc.weight"].numpy()
 
 
 def test_a_file_without_a_name_stays_open(ckpt: Checkpoint) -> None:
@@ -267,20 +216,6 @@ def test_as_an_array(entry: TensorEntry) -> None:
     assert float(numpy.linalg.norm(entry)) == pytest.approx(float(WEIGHT.norm()))
 
 
-def test_arithmetic_is_for_arrays(entry: TensorEntry) -> None:
-    this: Any = entry
-    with pytest.raises(TypeError):
-        this * 2
-    assert (numpy.asarray(this) * 2 == WEIGHT.numpy() * 2).all()
-
-
-def test_as_a_tensor(ckpt: Checkpoint) -> None:
-    for name, value in TREE["state_dict"].items():  # type: ignore[attr-defined]
-        assert torch.equal(torch.as_tensor(ckpt["state_dict"][name]), value)
-        assert torch.equal(torch.tensor(ckpt["state_dict"][name]), value)
-        assert torch.equal(ckpt["state_dict"][name].torch(), value)
-
-
 def test_its_facts(ckpt: Checkpoint, entry: TensorEntry) -> None:
     assert (entry.ndim, len(entry), entry.size(), entry.size(0), entry.device) == (2, 40, (40, 6), 40, "cpu")
     assert entry.T.shape == (6, 40) and numpy.array_equal(entry.T, WEIGHT.T)
@@ -297,11 +232,6 @@ def test_its_facts(ckpt: Checkpoint, entry: TensorEntry) -> None:
     assert copy.deepcopy(entry).shape == entry.shape
 
 
-def test_its_rows_come_one_after_the_other(entry: TensorEntry) -> None:
-    rows: Iterator[Any] = iter(entry)
-    assert numpy.array_equal(next(rows), WEIGHT[0]) and len(list(rows)) == 39
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), (torch.float16, torch.float16)])
 def test_cast_as_torch_does(name: Any, dtype: torch.dtype, ckpt: Checkpoint) -> None:
     for address in ("fc.weight", "half", "view"):
@@ -309,30 +239,6 @@ def test_cast_as_torch_does(name: Any, dtype: torch.dtype, ckpt: Checkpoint) -> 
         assert cast.dtype == dtype
         assert torch.equal(cast.torch(), TREE["state_dict"][address].to(dtype))  # type: ignore[index]
     assert torch.equal(ckpt["state_dict/step"].to(torch.float64).torch(), torch.tensor(7.0, dtype=torch.float64))
-
-
-def test_an_expanded_view_is_cast_as_it_is(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1).expand(10_000)}, tmp_path / "a.pt")
-    assert ckptool.open(tmp_path / "a.pt")["w"].to("f16").stride == (0,)
-
-
-@pytest.mark.parametrize(
-    ("ask", "kind", "words"),
-    [
-        (lambda entry: entry.mean(), AttributeError, "entry.torch().mean"),
-        (lambda entry: entry.to("cuda"), UsageError, "entry.torch().to(DEVICE)"),
-        (lambda entry: entry.to(float), UsageError, "torch.float32"),
-        (lambda entry: entry.to(torch.int64), UsageError, "entry.torch().to(torch.int64)"),
-        (lambda entry: entry.item(), UsageError, "entry.tolist()"),
-        (lambda entry: entry[40], IndexError, "size 40"),
-        (lambda entry: entry[1, 2, 3], IndexError, "2-dimensional"),
-        (lambda entry: entry._nothing, AttributeError, "'_nothing'"),
-    ],
-)
-def test_what_it_does_not_do_it_says(ask: Callable[[Any], Any], kind: type, words: str, entry: TensorEntry) -> None:
-    with pytest.raises(kind) as caught:
-        ask(entry)
-    assert words in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

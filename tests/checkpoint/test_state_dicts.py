@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.conventions.state_dicts import (
-    AVERAGE,
-    OPTIMIZER,
-    PLAIN,
-    WEIGHTS,
-    find_state_dicts,
-    model_state_dicts,
-    one_state_dict,
-)
+from ckptool.conventions.state_dicts import AVERAGE, OPTIMIZER, PLAIN, WEIGHTS, find_state_dicts, one_state_dict
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.formats.opening import part_of
 from fixtures.make import PRODUCERS, make
-from tests.support.errors import three_parts
-from tests.support.files import opened, saved, weights
+from tests.support.files import opened, weights
 from tests.support.looped import looped
 
 MODEL = weights("fc.weight", "fc.bias")
@@ -102,19 +92,6 @@ def test_fixture(name: str, tmp_path: Path) -> None:
     assert [(root.address, root.kind) for root in found] == FIXTURES[name]
 
 
-def test_details_of_optimizers(tmp_path: Path) -> None:
-    def detail(name: str) -> list[str]:
-        return [root.detail for root in find_state_dicts(read(make(name, tmp_path))) if root.kind == OPTIMIZER]
-
-    assert detail("training.pt") == ["Adam state for 6 parameters"]
-    assert detail("training_sgd.pt") == ["SGD momentum state for 6 parameters"]
-    assert detail("gan.pt") == ["Adam state for 6 parameters"] * 2
-    assert detail("17-sgd-without-state") == ["optimizer without state, 2 parameters"]
-    assert detail("17-rmsprop-centered") == ["RMSprop state for 2 parameters"]
-    assert detail("17-adagrad-tensor-step") == ["Adagrad state for 2 parameters"]
-    assert detail("17-optimizer-states-named") == ["Adam state for 1 parameter"]
-
-
 # Made-up layouts, and where their weights are.
 LAYOUTS: dict[str, tuple[Any, list[tuple[str, str]]]] = {
     "bare": (MODEL, [("", WEIGHTS)]),
@@ -176,16 +153,6 @@ def test_layout(name: str, tmp_path: Path) -> None:
     assert [(root.address, root.kind) for root in found if root.is_model] == expected
 
 
-def test_deep_optimizers_are_found(tmp_path: Path) -> None:
-    found = find_state_dicts(opened({"trainer": {"parts": [ADAM, [ADAM]]}}, tmp_path))
-    assert [(root.address, root.detail) for root in found if root.kind == OPTIMIZER] == [
-        ("trainer/parts/0", "Adam state for 1 parameter")
-    ]
-    twice = {"a": ADAM, "b": {**ADAM, "state": {}}}
-    kinds = [(root.address, root.kind) for root in find_state_dicts(opened(twice, tmp_path))]
-    assert kinds == [("a", OPTIMIZER), ("b", OPTIMIZER)]
-
-
 def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
     value = {"epoch": 1, "model": MODEL, 7: [1], None: "x", "models": {"a": OTHER, "config": {}}}
     found = find_state_dicts(opened(value, tmp_path))
@@ -200,56 +167,6 @@ def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------
-
-
-def test_all_or_the_one_at_an_address(tmp_path: Path) -> None:
-    checkpoint = opened({"G": MODEL, "D": OTHER, "norm": {"mean": LOSS}, "epoch": 1}, tmp_path)
-    assert [root.address for root in model_state_dicts(checkpoint)] == ["G", "D"]
-    for at in ("D", "norm"):  # named, so taken
-        (root,) = model_state_dicts(part_of(checkpoint, at), named=True)
-        assert (root.path, root.address, root.node) == ((), at, checkpoint.tree[at])
-    within = model_state_dicts(part_of(opened({"models": {"G": MODEL, "D": OTHER}}, tmp_path), "models"), named=True)
-    assert [root.address for root in within] == ["models/G", "models/D"]
-    for at, where in (("epoch", "of type int"), ("D/fc.bias", "a tensor")):
-        with pytest.raises(UsageError, match=where):
-            model_state_dicts(part_of(checkpoint, at), named=True)
-    with pytest.raises(UsageError, match="there is no g") as caught:
-        part_of(checkpoint, "g")
-    assert "G" in str(caught.value)
-
-
-def test_no_weights_says_what_to_do(tmp_path: Path) -> None:
-    path = saved({"epoch": 1}, tmp_path / "plain.pt")
-    with pytest.raises(UsageError) as caught:
-        model_state_dicts(read(path))
-    assert three_parts(caught.value) == ("usage", f"{path} has no dictionary that looks like model weights")
-    assert f"ckptool inspect {path}" in caught.value.fix and "--at" in caught.value.fix
-
-
-def test_one_root(tmp_path: Path) -> None:
-    only, remark = one_state_dict(opened({"net": MODEL, "optimizer": ADAM}, tmp_path))
-    assert (only.address, remark) == ("net", "")
-    named, remark = one_state_dict(opened({"net": MODEL, "ema": OTHER}, tmp_path), "ema")
-    assert (named.address, remark) == ("ema", "")
-
-
-@pytest.mark.parametrize("order", [("model", "ema"), ("ema", "model")])
-def test_the_model_is_taken_where_the_other_is_its_average(order: tuple[str, str], tmp_path: Path) -> None:
-    value = {"model": MODEL, "ema": {"shadow": OTHER, "decay": 0.9}}
-    root, remark = one_state_dict(opened({name: value[name] for name in order}, tmp_path))
-    assert (root.address, remark) == ("model", "took model, not its average ema/shadow")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [{"G": MODEL, "D": OTHER}, {"G": MODEL, "D": OTHER, "ema": MODEL | OTHER}, {"ema": MODEL, "ema2": OTHER}],
-    ids=["two models", "two models and an average", "two averages"],
-)
-def test_several_candidates_are_listed(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        one_state_dict(opened(value, tmp_path))
-    assert all(f"{name} (" in caught.value.what for name in value)
-    assert caught.value.fix == f"Name it: '{tmp_path / 'opened.pt'}#{next(iter(value))}'"
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

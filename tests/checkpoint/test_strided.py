@@ -136,27 +136,6 @@ def test_a_view_is_contiguous_where_torch_says_so(data: st.DataObject) -> None:
     assert stored_entry(none, "literal", Path()).is_contiguous
 
 
-def test_contiguous_data_stays_a_range_of_the_file(tmp_path: Path) -> None:
-    entry = stored_entry(torch.arange(100.0)[10:20], "file", tmp_path)
-    data = entry.row_major()
-    assert isinstance(data, FileRange)
-    assert (data.offset, data.length) == (44, 40)
-
-
-def test_subrange_of_each_kind(tmp_path: Path) -> None:
-    raw = bytes(range(100))
-    for kind in KINDS:
-        data = data_of(raw, kind, tmp_path)
-        assert strided.subrange(data, 0, 100) is data
-        part = strided.subrange(data, 10, 20)
-        assert type(part) is type(data)
-        assert part.length == 20
-        assert part.read(5, 10) == raw[15:25]
-        assert part.read(15, 10) == raw[25:30]
-        with pytest.raises(BadTensor, match="90 to 110"):
-            strided.subrange(data, 90, 20)
-
-
 def test_a_view_outside_of_its_storage_is_refused() -> None:
     entry = TensorEntry(Storage(InlineBytes(bytes(64))), by_name("f32"), (4, 4), (1, 5))
     with pytest.raises(BadTensor):
@@ -176,14 +155,6 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
     assert not blocks._made  # nothing stays behind after a reader is through
 
 
-def test_blocks_kept_are_few(tmp_path: Path) -> None:
-    for count, size in ((100, 40), (5, 3000)):
-        for _ in range(count):
-            stored_entry(torch.ones(size, size).t(), "file", tmp_path).row_major().read(0, 100)
-        assert len(blocks._made) <= 32 and sum(len(block) for _, _, block in blocks._made) <= 16 << 20
-    blocks._made.clear()
-
-
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_conjugate_and_negative_bits_are_applied(dtype: str, tmp_path: Path) -> None:
     base = torch.randn(4, 6, dtype=getattr(torch, dtype))
@@ -197,12 +168,6 @@ def test_conjugate_and_negative_bits_are_applied(dtype: str, tmp_path: Path) -> 
         entry = stored_entry(view, "file", tmp_path)
         assert entry.flags.conj or entry.flags.neg
         assert entry.numpy().tobytes() == bytes_of(view)
-
-
-def test_flags_that_torch_does_not_know_are_ignored() -> None:
-    storage = Storage(InlineBytes(bytes([0, 1])))
-    entry = TensorEntry(storage, by_name("bool"), (2,), (1,), flags=Flags(conj=True, neg=True))
-    assert entry.numpy().tolist() == [False, True]
 
 
 def test_numpy_of_types_that_numpy_lacks() -> None:

@@ -23,7 +23,7 @@ from ckptool.checkpoint.tree import address, children, find, segment_text, walk
 from ckptool.cli.completion import VALUES, addresses, candidates
 from ckptool.cli.help import FLAGS
 from ckptool.cli.parser import parse, typed_parameters
-from ckptool.commands import ALIASES, VERBS, function_of
+from ckptool.commands import VERBS, function_of
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run, done
 from tests.support.looped import examples, looped
@@ -143,12 +143,6 @@ def test_what_cannot_be_opened_is_passed_over_in_silence(hostile: Path) -> None:
     )
 
 
-def test_it_gives_up_after_a_while(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import time; from ckptool.verbs import _completion as c; c.SECONDS = 1\n"
-    script += "c.complete(['bash', 'ckptool x', 'x'], lambda *_: time.sleep(200))"
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=HANG).returncode == FILES
-
-
 # Everything that is offered is taken ----------------------------------------------------------------------------------
 
 SEGMENT = st.text("ab./~#0 ", max_size=5)
@@ -212,31 +206,6 @@ def refused(verb: str, option: str) -> str:
     return str(caught.value)
 
 
-def test_values_that_the_parser_does_not_know_are_taken(tmp_path: Path) -> None:
-    file = tmp_path / "m.pt"
-    torch.save({"w": torch.ones(2, 2)}, file)
-
-    def values(kind: str) -> list[str]:
-        return list(VALUES[kind]())
-
-    for name in values("DTYPE"):
-        ckptool.cast(file, tmp_path / "out.pt", dtype=name, dry_run=True)
-    for name in values("DEVICE"):
-        ckptool.remap(file, tmp_path / "out.pt", to=name, dry_run=True)
-    for name in values("CONTAINER"):
-        ckptool.convert(file, tmp_path / f"out.{name}", container=name)
-    ckptool.diff(file, file, ignore=values("KIND"))
-    assert values("SCHEME") == ["peft", "kohya", "diffusers"]
-    assert values("FILE.yaml|LAYOUT") == [each.name for each in ckptool.layouts().layouts]
-
-
-def test_codes_and_verbs_are_offered_to_what_explains_them(run: Run) -> None:
-    for verb, kind in (("explain", "[CODE|-]"), ("schema", "[VERB]")):
-        assert [each.text for each in candidates([verb], "") or ()] == list(VALUES[kind]())
-        for value in list(VALUES[kind]())[::9]:
-            assert run(verb, value).code == 0, value
-
-
 def test_a_file_may_stand_in_the_place_of_a_command(hostile: Path) -> None:
     assert asked("ckptool a", hostile)[1] == ["add-module", "average"] and asked("ckptool a\\ m", hostile) == (
         FILES,
@@ -245,9 +214,3 @@ def test_a_file_may_stand_in_the_place_of_a_command(hostile: Path) -> None:
     for words in ("help show --", "./a\\ model.pt --st"):
         verb, typed = ("show", "--") if "help" in words else ("inspect", "--st")
         assert asked(f"ckptool {words}", hostile) == asked(f"ckptool {verb} {typed}", hostile) != (0, []), words
-
-
-@pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
-def test_an_alias_is_completed_as_its_command(alias: str, verb: str, hostile: Path) -> None:
-    for rest in ("--", "0.pt#", "a\\ model.pt#model/"):
-        assert asked(f"ckptool {alias} {rest}", hostile) == asked(f"ckptool {verb} {rest}", hostile) != (0, [])

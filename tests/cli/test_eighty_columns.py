@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import ckptool
-from ckptool.cli.output import answer_of, style_of
+from ckptool.cli.output import answer_of
 from ckptool.errors import CkptoolError
 from ckptool.render.lines import PLAIN, Style
 from fixtures.make import PRODUCERS, make
@@ -77,23 +75,6 @@ def test_nothing_is_cut_at_80_columns(name: str, folder: Path, monkeypatch: pyte
             check(report, options)
 
 
-@pytest.mark.parametrize(
-    ("columns", "width"), [("100", 100), ("20", 20), ("19", 80), ("5", 80), ("99999", 80), ("wide", 80), ("", 80)]
-)
-def test_a_width_that_was_not_meant_is_not_taken(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("COLUMNS", columns)
-    assert style_of(Terminal()).width == width
-    assert style_of(io.StringIO()).width is None
-
-
-def test_a_folder_of_many_is_not_cut(folder: Path) -> None:
-    check(ckptool.scan(str(folder)), {})
-
-
 @settings(max_examples=examples(300))
 @given(st.lists(st.text("ab \x1b-,", max_size=60), max_size=5), st.integers(1, 100))
 def test_pages_keep_every_word_and_the_width(lines: list[str], width: int) -> None:
@@ -102,12 +83,3 @@ def test_pages_keep_every_word_and_the_width(lines: list[str], width: int) -> No
     assert words(page) == words(text) and Style().page(text) == text
     for line in re.sub(r"\x1b\[[0-9;]*m", "", page).split("\n"):
         assert len(line) <= width or len(line.split()) <= 1
-
-
-def test_a_command_stays_in_one_piece_and_so_do_names_alone() -> None:
-    command = f"  ckptool convert {'long ' * 20}-o out.pt"
-    assert Style(width=40).page(command) == command
-    state = {f"{'a name with spaces ' * 6}.weight": np.ones(2)}
-    found = ckptool.inspect(state)
-    plain, narrow = (answer_of(found, style, {"quiet": True}, 0).content for style in (PLAIN, Style(width=40)))
-    assert narrow == plain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,14 +77,6 @@ def test_outside_of_a_repository_the_contents_are_checked(tmp_path: Path, run: R
     assert run("git-check", tmp_path / "nothing.pt").code == 2
 
 
-@pytest.mark.parametrize("name", ["-x.pt", "a b.pt", "*.pt", "é\n.pt", ":(top)x.pt", "a#b.pt", "[a].pt"])
-def test_file_names_are_names(name: str, repository: Path, run: Run) -> None:
-    torch.save({"w": torch.ones(2)}, "other.pt")
-    make_bad("large-file", repository / name)
-    git_output("add", "-A")
-    assert codes(run, "--max-size", "1", "--", name) == (1, [["large-file"]])
-
-
 @needs_lfs
 def test_with_lfs(repository: Path, run: Run) -> None:
     git_output("lfs", "install", "--local")
@@ -112,27 +103,6 @@ def test_with_lfs(repository: Path, run: Run) -> None:
 # pre-commit -----------------------------------------------------------------------------------------------------------
 
 (HOOK,) = yaml.safe_load((HOME / ".pre-commit-hooks.yaml").read_text())
-
-
-def test_the_hook_runs_as_pre_commit_would_run_it(repository: Path) -> None:
-    """The entry, its arguments, and the names of staged files that match, from the top of the repository."""
-    torch.save({"w": torch.ones(2)}, "good.pt")
-    (repository / "sub").mkdir()
-    make_bad("non-finite", repository / "sub" / "bad.safetensors")
-    (repository / "notes.txt").write_text("no checkpoint")
-    git_output("add", "-A")
-    names = [name for name in git_output("diff", "--staged", "--name-only").split() if re.search(HOOK["files"], name)]
-    assert names == ["good.pt", "sub/bad.safetensors"] and HOOK["language"] == "python"
-    for files, code in ((names, 1), (names[:1], 0)):
-        ended = subprocess.run([*HOOK["entry"].split(), *files], capture_output=True, text=True, check=False)
-        assert ended.returncode == code, ended
-
-
-def test_the_hook_looks_at_checkpoints_only() -> None:
-    for name in ("a.pt", "x/a.pth.tar", "pytorch_model-00001-of-2.bin", "x/adapter_model.bin", "m.safetensors"):
-        assert re.search(HOOK["files"], name), name
-    for name in ("a.bin", "firmware_pytorch_modelx.tar", "a.pt.py", "apt", "m.safetensors.index.json", "x.tar"):
-        assert not re.search(HOOK["files"], name), name
 
 
 @pytest.mark.soak
@@ -185,34 +155,6 @@ def run_action(folder: Path, base: str) -> tuple[int, str, str]:
         ended = subprocess.run(words, env=os.environ | given | own, capture_output=True, text=True, check=False)
         assert not ended.stderr or "error[" in ended.stderr, ended.stderr
     return ended.returncode, summary.read_text(), ended.stdout
-
-
-def test_the_workflow_is_one(repository: Path) -> None:
-    assert set(ACTION) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads `on` as true
-    steps = ACTION["jobs"]["compare"]["steps"]
-    assert all(("uses" in step) != ("run" in step) for step in steps)
-    assert ACTION["permissions"] == {"contents": "read"}
-
-
-def test_the_action_shows_what_changed_and_fails_for_a_bad_file(repository: Path, tmp_path: Path) -> None:
-    name = "a b\n::error::x`<b>.pt"
-    for each in ("same.pt", name, "gone.pt"):
-        torch.save({"w": torch.ones(3)}, each)
-    commit("base")
-    base = git_output("rev-parse", "HEAD").strip()
-    git_output("checkout", "-q", "-b", "change")
-    torch.save({"w": torch.zeros(3)}, name)
-    torch.save({"new": torch.zeros(3)}, "-new.pt")
-    os.unlink("gone.pt")
-    commit("change")
-    code, summary, said = run_action(tmp_path, base)
-    assert code == 0, (summary, said)
-    assert "differ: 1 of 1 tensor changed" in summary and "./-new.pt: torch-zip" in summary
-    assert "gone" not in summary and "same.pt" not in summary and "\n::error" not in said + summary
-    make_bad("non-finite", Path("bad.pt"))
-    commit("bad")
-    code, summary, said = run_action(tmp_path, base)
-    assert code == 1 and "non-finite" in summary and "non-finite" in said
 
 
 @needs_lfs

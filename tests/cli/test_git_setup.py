@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 from collections import OrderedDict
 from pathlib import Path
@@ -120,22 +119,6 @@ def test_lines_without_their_end_are_not_deleted(repository: Path, run: Run) -> 
     assert (path.read_text(), (repository / ".git" / "config").read_text()) == (before, kept)
 
 
-@pytest.mark.parametrize("contents", [b"*.txt text\r\n", b"*.txt text", None])
-def test_lines_that_were_given_other_ends_are_ours_still(contents: bytes | None, repository: Path, run: Run) -> None:
-    path = repository / ".gitattributes"
-    if contents is not None:
-        path.write_bytes(contents)
-    done(run("git-setup"))
-    once = path.read_bytes()
-    for again in (False, True):
-        path.write_bytes(re.sub(rb"\r?\n", b"\r\n", once))
-        if again:
-            done(run("git-setup"))
-            assert path.read_bytes() in (once, once.replace(b"*.txt text\n", b"*.txt text\r\n"))
-        done(run("git-setup", "--remove"))
-        assert (path.read_bytes() if path.exists() else None) == contents
-
-
 def test_attributes_that_are_a_link_are_told_as_git_follows_none(repository: Path, run: Run) -> None:
     (repository / "real").write_text("*.pt diff=ckptool\n")
     (repository / ".gitattributes").symlink_to("real")
@@ -240,13 +223,6 @@ def test_a_conversion_is_no_change(kinds: dict[str, tuple[torch.dtype, bool]], t
         assert shown(tmp_path / "ours.safetensors", run) == lines
 
 
-def test_a_module_as_state_dict_and_a_state_dict_alone_are_the_same(tmp_path: Path, run: Run) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    torch.save(net.state_dict(), tmp_path / "a.pt")  # with `_metadata`
-    save_file(net.state_dict(), tmp_path / "a.safetensors", metadata={"format": "pt"})
-    assert shown(tmp_path / "a.pt", run) == shown(tmp_path / "a.safetensors", run)
-
-
 ENTRIES = {
     "text": "x" * 5000,
     "bytes": b"a" * 40,
@@ -301,11 +277,6 @@ def test_an_empty_set_and_what_there_is_no_room_to_list_are_seen(
     assert texts[0] != texts[1] and "and 2 more entries" in texts[0][-1]
 
 
-def test_metadata_of_safetensors_is_shown(tmp_path: Path, run: Run) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt", "step": "3\n\x1b[31m"})
-    assert r"metadata step  '3\n\x1b[31m'" in shown(tmp_path / "a.safetensors", run)
-
-
 # What is no checkpoint ------------------------------------------------------------------------------------------------
 
 
@@ -326,10 +297,6 @@ def test_a_text_is_shown_as_it_is(tmp_path: Path, run: Run) -> None:
     assert shown(tmp_path / "pt_BR.pt", run) == ["olá    mundo", r"\x1b[31mred"]
     (tmp_path / "image.pt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     assert shown(tmp_path / "image.pt", run)[0] == "not-a-checkpoint: this file is a PNG image, whatever its name says"
-
-
-def test_a_machines_trouble_is_no_text_for_the_cache(tmp_path: Path, run: Run) -> None:
-    assert run("git-setup", "--textconv", tmp_path / "nothing.pt").code == 2
 
 
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.soak)])
@@ -393,14 +360,3 @@ def test_lfs_that_tracks_more_later_is_set_right_again(in_lfs: Path, run: Run) -
     done(run("git-setup"))
     assert "diff: ckptool" in git_output("check-attr", "diff", "x.safetensors")
     assert "filter: lfs" in git_output("check-attr", "filter", "x.safetensors")
-
-
-@pytest.mark.parametrize("oid", ["../" * 20 + "etc/passwd", "0" * 63, "0" * 64 + "/../x", "Z" * 64])
-def test_a_pointer_leads_only_to_objects(oid: str, repository: Path, run: Run) -> None:
-    Path("m.pt").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize 12\n")
-    assert "root:" not in "".join(shown("m.pt", run))
-
-
-def test_a_safetensors_header_that_lies_is_told(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    assert shown(tmp_path / "m.safetensors", run)[1].startswith("10 bytes")

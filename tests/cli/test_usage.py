@@ -7,14 +7,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from ckptool.commands import VERBS as COMMANDS
 from tests.support.cli import Ran
-from tests.support.command_options import Option, options_of
 from tests.support.elsewhere import READS
 from tests.support.looped import looped
 from tests.support.programs import programs
@@ -23,55 +20,15 @@ Run = Callable[..., Ran]
 FOREIGN = ("Possible options", "Value error", "No such")
 
 
-def every(condition: Callable[[Option], bool]) -> list[Any]:
-    return [
-        pytest.param(command, option, id=f"{command} {option.flag}")
-        for command in COMMANDS
-        for option in options_of(command)
-        if option.flag and condition(option)
-    ]
-
-
 def usage_error(ran: Ran) -> str:
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error[usage]: "), ran
     assert not any(word in ran.err for word in FOREIGN), ran.err
     return ran.err
 
 
-@looped(("command", "option"), every(lambda option: option.choices != () or option.number is not None))
-def test_a_value_that_is_not_allowed_is_told_with_those_that_are(
-    command: str, option: Option, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    told = usage_error(run(command, "a.pt", "b.pt", option.flag, "nonsense"))
-    assert option.flag in told and f"Usage: ckptool {command} " in told
-    assert all(choice in told for choice in option.choices)
-
-
-@looped(("command", "option"), every(lambda option: True))
-def test_an_option_without_its_value_and_a_flag_with_one_are_told(command: str, option: Option, run: Run) -> None:
-    told = usage_error(
-        run(command, "a.pt", f"{option.flag}=x") if option.is_flag else run(command, "a.pt", option.flag)
-    )
-    assert option.flag in told and ("not take a value" if option.is_flag else "requires an argument") in told
-
-
 @looped("command", COMMANDS)
 def test_an_unknown_option_names_the_nearest(command: str, run: Run) -> None:
     assert "has no option --jsom" in (told := usage_error(run(command, "a.pt", "--jsom"))) and "mean --json?" in told
-
-
-def test_the_beginning_of_a_command_is_that_command(run: Run) -> None:
-    for typed, meant in {
-        "strip-mod": "strip-module",
-        "strip_module": "strip-module",
-        "warm": "warm-start",
-        "insp": "inspect",
-        "unbundel": "unbundle",
-        "CONVERT": "convert",
-    }.items():
-        assert f"Did you mean '{meant}'?" in usage_error(run(typed, "m.pt"))
-    assert "Did you mean" not in usage_error(run("xylophone"))
 
 
 def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) -> None:
@@ -111,11 +68,6 @@ def test_a_rule_without_quotes_is_explained_after_a_real_shell(typed: str, files
     ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and "quotes" in ran.stderr and ">" in ran.stderr, ran.stderr
     assert not Path("out.pt").exists()
-
-
-def test_a_rule_without_its_arrow_is_no_missing_file(files: Path, run: Run) -> None:
-    for words in (("dp.pt", "module.fc1.weight"), ("dp.pt", "fc"), ("dp.pt", "a", "b")):
-        assert "is neither a file nor a rule" in usage_error(run("rename", *words, "-o", "out.pt"))
 
 
 # Places that are no files --------------------------------------------------------------------------------------------
@@ -199,42 +151,3 @@ def test_rules_with_a_character_that_yaml_does_not_have_name_the_line(character:
 def test_odd_yaml_is_no_rules(text: str, files: Path, run: Run) -> None:
     Path("rules.yaml").write_text(text)
     usage_error(run("rename", "dp.pt", "--rules", "rules.yaml", "-o", "out.pt"))
-
-
-def test_a_sequence_in_python_may_be_one_text() -> None:
-    """Kept beside the command line: there an option that repeats may stand once."""
-    import inspect as signatures
-
-    import ckptool
-
-    for name in ckptool._HOMES:
-        function = getattr(ckptool, name)
-        if not signatures.isfunction(function):
-            continue
-        for parameter in signatures.signature(function).parameters.values():
-            kind = str(parameter.annotation)
-            if "Sequence[str]" in kind or "Collection[str]" in kind:
-                assert kind.startswith("str |"), f"{name}({parameter.name}: {kind})"
-
-
-ONE_OF = {
-    "diff": ("ignore", "prefix", lambda f, **o: f("dp.pt", "dp.pt", **o)),
-    "strip_module": ("prefix", "module.", lambda f, **o: f("dp.pt", "out.pt", overwrite=True, **o)),
-    "rename": ("rules", "module.* => m.*", lambda f, **o: f("dp.pt", out="out.pt", overwrite=True, **o)),
-    "cast": ("only", "*fc1*", lambda f, **o: f("dp.pt", "out.pt", dtype="bf16", overwrite=True, **o)),
-    "edit": ("drop", "module.fc1.bias", lambda f, **o: f("dp.pt", "out.pt", overwrite=True, **o)),
-    "convert": ("exclude", "*bias", lambda f, **o: f("dp.pt", "out.safetensors", overwrite=True, **o)),
-    "unbundle": ("only", "generator", lambda f, **o: f("gan.pt", "out", overwrite=True, **o)),
-    "bundle": ("drop", "generator", lambda f, **o: f(file="gan.pt", out="out.pt", overwrite=True, **o)),
-    "warm_start": ("exclude", "*bias", lambda f, **o: f("dp.pt", "dp.pt", **o)),
-}
-
-
-@pytest.mark.parametrize("name", ONE_OF)
-def test_a_text_alone_is_one_and_not_its_letters(name: str, files: Path) -> None:
-    import ckptool
-
-    option, value, call = ONE_OF[name]
-    torch.manual_seed(0)
-    one, many = (str(call(getattr(ckptool, name), **{option: given})) for given in (value, [value]))
-    assert one == many

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import ckptool
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore")]
-Tensors = dict[str, torch.Tensor]
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,7 +17,6 @@ from torch import nn
 import ckptool
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")]
-Tensors = dict[str, torch.Tensor]
 
 
 def llama(tied: bool) -> Any:

@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(files: Path) -> Iterator[S3Server]:
-    import s3fs  # type: ignore[import-untyped]
+    import s3fs
 
     with S3Server() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
@@ -43,7 +43,7 @@ def s3(files: Path) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def hub(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    from huggingface_hub import HfFileSystem, constants  # type: ignore[import-not-found]
+    from huggingface_hub import HfFileSystem, constants
 
     folder = tmp_path_factory.mktemp("hub")
     shutil.copytree(files, folder / "org" / "repo")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class Bench:
     def start(self, words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "ckptool", *words.split()]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=self.environment, **pipes)
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, preexec_fn=heard, **pipes)
 
     def run(self, words: str) -> Ended:
         program = self.start(words)

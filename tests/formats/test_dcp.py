@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 
 import ckptool
-from ckptool.checkpoint import Checkpoint, Computed, FileRange, TensorEntry
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Corrupt, NotACheckpoint, OnlyAPart, Truncated, Unsupported
@@ -25,7 +25,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
 from tests.support.dcp_folders import edit, save_dcp, training_state
 from tests.support.errors import three_parts
-from tests.support.files import CORPUS, saved
+from tests.support.files import CORPUS
 from tests.support.ranks import save_on_two_ranks
 from tests.support.same import assert_same_objects
 
@@ -77,28 +77,6 @@ def contiguous(value: Any) -> Any:
     return [contiguous(part) for part in value] if isinstance(value, list) else value
 
 
-def test_tensors_are_ranges_of_the_files(folder: Path) -> None:
-    found = read(folder)
-    entries = [entry for _, entry in tensors(found.tree) if isinstance(entry, TensorEntry) and entry.nbytes]
-    assert all(isinstance(entry.storage.data, FileRange) for entry in entries) and len(entries) > 10
-    assert all(entry.storage.crc is not None for entry in entries)
-    files = {entry.storage.data.file for entry in entries if isinstance(entry.storage.data, FileRange)}
-    assert {Path(file.path).name for file in files} == {p.name for p in folder.glob("*.distcp")}
-
-
-def test_names_stay_flat_where_no_paths_are_recorded(folder: Path) -> None:
-    edit(folder, lambda metadata: setattr(metadata, "planner_data", None))
-    found = read(folder)
-    assert "model.0.weight" in found.tree and [note.code for note in found.notes] == ["flat-names"]
-    edit(folder, lambda metadata: setattr(metadata, "planner_data", {"epoch": ("epoch",)}))
-    assert "model.0.weight" in read(folder).tree
-
-
-def test_requires_grad_is_as_recorded(tmp_path: Path) -> None:
-    found = read(save_dcp({"w": torch.nn.Parameter(torch.ones(2)), "x": torch.ones(2)}, tmp_path / "saved"))
-    assert found["w"].flags.requires_grad and not found["x"].flags.requires_grad
-
-
 def test_verbs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckptool.cli import main
 
@@ -134,40 +112,6 @@ def raw_bytes(folder: Path, place: Any) -> bytes:
 
 # Many ranks ----------------------------------------------------------------------------------------------------------
 
-SAVE = """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    def save(rank, folder, mesh):
-        whole = {
-            "rows": torch.randn(7, 5), "columns": torch.randn(4, 9).bfloat16(), "same": torch.arange(6.0),
-            "one": torch.randn(1, 8), "deep": torch.randn(3, 4, 5), "bytes": torch.arange(11, dtype=torch.uint8),
-        }
-        how = {"rows": Shard(0), "columns": Shard(1), "same": Replicate(), "one": Shard(0), "deep": Shard(1),
-            "bytes": Shard(0)}
-        state = {"model": {n: distribute_tensor(t, mesh, [how[n]]) for n, t in whole.items()}, "step": 5}
-        dcp.save(state, checkpoint_id=folder)
-        if rank == 0:
-            torch.save(whole, folder + ".pt")
-"""
-
-
-def test_tensors_that_two_ranks_saved(tmp_path: Path) -> None:
-    save_on_two_ranks(SAVE, tmp_path / "saved", tmp_path)
-    whole = torch.load(tmp_path / "saved.pt", weights_only=True)
-    found = read(tmp_path / "saved")
-    assert (
-        set(found["model"]) == set(whole)
-        and found["step"] == 5
-        and len(list((tmp_path / "saved").glob("*.distcp"))) == 2
-    )
-    for name, tensor in whole.items():
-        entry = found["model"][name]
-        assert entry.bytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
-    assert isinstance(found["model"]["columns"].storage.data, Computed)
-    ckptool.convert(tmp_path / "saved", tmp_path / "out.pt", verify=True)
-    got = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert_same_objects(whole, {name: got["model"][name] for name in whole})
-
 
 APART = """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -194,21 +138,6 @@ def tables_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def apart(tables_of_two_ranks: Path, tmp_path: Path) -> Path:
     shutil.copy(f"{tables_of_two_ranks}.pt", tmp_path / "whole.pt")
     return Path(shutil.copytree(tables_of_two_ranks, tmp_path / "apart"))
-
-
-def test_tables_of_the_ranks_are_one_checkpoint(apart: Path, tmp_path: Path) -> None:
-    assert sorted(path.name for path in apart.glob("*.metadata")) == ["__0.metadata", "__1.metadata"]
-    found = read(apart)
-    assert found["step"] == 5 and found["rank"] == 0 and found.metadata["ranks"] == 2
-    (note,) = found.notes
-    assert note.code == "replicas-differ" and "2 tensors differ" in note.message
-    assert "rank (that of rank 0" in note.message and "buffer (rank 0" in note.message
-    assert found["buffer"].bytes() == bytes(12)
-    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    ckptool.convert(apart, tmp_path / "out.pt", verify=True)
-    assert_same_objects(whole, torch.load(tmp_path / "out.pt", weights_only=True)["model"])
-    assert_same_objects(ckptool.load(apart / "__1.metadata"), ckptool.load(apart))
-    assert ckptool.open(apart / "__1_0.distcp").part.label == "rank 1 of 2"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["model.same", "buffer"])
@@ -246,12 +175,6 @@ def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
         read(apart)
 
 
-def test_a_table_beside_those_of_another_run(folder: Path, apart: Path) -> None:
-    shutil.copy(apart / "__1.metadata", folder)
-    (note,) = read(folder).notes
-    assert note.code == "stale-shards" and "__1.metadata" in note.message
-
-
 def test_a_table_that_was_not_renamed(folder: Path) -> None:
     (folder / ".metadata").rename(folder / ".metadata.tmp")
     with pytest.raises(Truncated, match=r"holds \.metadata\.tmp and no \.metadata") as caught:
@@ -275,22 +198,6 @@ def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
     path.write_bytes(data.replace(old, b"cmegatron.other\nMetadata\n"))
     with pytest.raises(NotACheckpoint):
         read(folder)
-
-
-def test_numbers_that_became_text_are_restored_where_groups_name_them(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "other": {"0": torch.ones(1)}, "step": 7}
-    folder = save_dcp(state, tmp_path / "saved")
-    found = read(folder)
-    assert list(found["optimizer"]["state"]) == [0, 1] and list(found["other"]) == ["0"]
-    assert found.metadata["step"] == 7 and found.metadata["engine"] == "torch.distributed.checkpoint"
-    (note,) = found.notes
-    assert note.code == "optimizer-keys"
-    torch.optim.Adam(model.parameters()).load_state_dict(live(found)["optimizer"])
 
 
 def test_parameters_that_fsdp_flattened_are_no_model(tmp_path: Path, run: Callable[..., Any]) -> None:
@@ -325,16 +232,6 @@ def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
         ckptool.inspect(folder)
 
 
-def test_the_table_stands_for_its_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same_objects(ckptool.load(folder / ".metadata"), ckptool.load(folder))
-    monkeypatch.chdir(folder)
-    assert ckptool.inspect(".metadata").container == "dcp"
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(folder / ".metadata", alone)
-    assert ckptool.inspect(alone / ".metadata").container == "pickle"
-
-
 def test_what_nothing_uses_is_noted(folder: Path) -> None:
     def change(metadata: Metadata) -> None:
         metadata.state_dict_metadata.pop("half")
@@ -343,10 +240,3 @@ def test_what_nothing_uses_is_noted(folder: Path) -> None:
     found = read(edit(folder, change))
     assert [note.code for note in found.notes] == ["unused-record", "stale-shards"]
     assert "half" in found.notes[0].message and "__3_0.distcp" in found.notes[1].message
-
-
-def test_ties_in_the_file_of_a_rank(tmp_path: Path) -> None:
-    one = torch.ones(3)
-    ckptool.convert(saved({"a": one, "b": one}, tmp_path / "a.pt"), tmp_path / "a.dcp")
-    found = read(tmp_path / "a.dcp" / "__0_0.distcp")
-    assert found["a"].storage is found["b"].storage

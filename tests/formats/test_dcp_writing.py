@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import CkptoolError, Conflict, Corrupt, OutputExists, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Conflict, OutputExists, Unsupported, UsageError
 from ckptool.formats import read
 from tests.support.errors import three_parts
-from tests.support.files import contents, saved
+from tests.support.files import saved
 from tests.support.looped import looped
-from tests.support.ranks import on_ranks
 from tests.support.same import assert_same_tree
 
 DIVISIONS: list[dict[str, Any]] = [{}, {"ranks": 3}, {"ranks": 4, "shard_dim": 1}]
@@ -122,19 +121,6 @@ def test_torch_reads_the_same_values(state: Callable[[], Any], division: Any, tm
 
 
 @pytest.mark.parametrize("division", DIVISIONS, ids=str)
-def test_the_table_is_what_torch_makes_of_it(division: Any, tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path, **division)
-    table = FileSystemReader(folder).read_metadata()
-    assert table.version == "1.0.0" and list(table.planner_data) == list(table.state_dict_metadata)
-    assert table.planner_data["list.1.inside"] == ("list", 1, "inside")
-    again = pickle.loads(pickle.dumps(table))
-    assert again.state_dict_metadata == table.state_dict_metadata and again.storage_data == table.storage_data
-    weight = table.state_dict_metadata["model.emb.weight"]
-    assert weight.properties.dtype is torch.float32 and weight.size == (7, 5)
-    assert weight.properties.layout is torch.strided and not weight.properties.requires_grad
-
-
-@pytest.mark.parametrize("division", DIVISIONS, ids=str)
 def test_every_zip_in_it_is_one_that_torch_loads(division: Any, tmp_path: Path) -> None:
     folder = written(plain_state(), tmp_path, **division)
     table = FileSystemReader(folder).read_metadata()
@@ -152,95 +138,7 @@ def test_every_zip_in_it_is_one_that_torch_loads(division: Any, tmp_path: Path) 
             assert (start + int.from_bytes(raw[data.header_offset + 28 :][:2], "little")) % 64 == 0
 
 
-def test_blocks_are_those_of_fsdp2(tmp_path: Path) -> None:
-    table = FileSystemReader(written(plain_state(), tmp_path, ranks=4)).read_metadata().state_dict_metadata
-    chunks = {
-        name: [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks]
-        for name, value in table.items()
-        if hasattr(value, "chunks")
-    }
-    rows = [
-        ((begin, 0), tuple(part.shape)) for begin, part in zip((0, 2, 4, 6), torch.ones(7, 5).chunk(4), strict=True)
-    ]
-    assert chunks["model.emb.weight"] == rows
-    assert chunks["model.one"] == [((0,), (1,)), ((1,), (0,))]  # torch saves the empty ones of all other ranks once
-    assert chunks["model.scale"] == [((), ())] and chunks["model.nothing"] == [((0, 0), (0, 4))]
-
-
-def test_files_of_ranks_are_of_like_size(tmp_path: Path) -> None:
-    state = {f"w{i}": torch.ones(64, 64 + i) for i in range(20)} | {f"s{i}": torch.ones(()) for i in range(40)}
-    sizes = [path.stat().st_size for path in written(state, tmp_path, ranks=8).glob("*.distcp")]
-    assert len(sizes) == 8 and max(sizes) - min(sizes) < 4_000
-
-
-LOAD = """
-    def work(rank, folder, mesh):
-        from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-        expected = torch.load(folder + "/../in.pt")
-        for placement in (Shard(0), Shard(1), Replicate(), None):
-            state = {}
-            for name, value in expected["model"].items():
-                state[name] = torch.zeros_like(value)
-                if placement is not None and value.is_floating_point() and value.dim() == 2:
-                    state[name] = distribute_tensor(state[name], mesh, [placement])
-            whole = {"model": state, "epoch": 0, "list": [torch.zeros(2), {"inside": torch.zeros(3, dtype=int)}]}
-            dcp.load(whole, checkpoint_id=folder)
-            for name, value in state.items():
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                assert value.equal(expected["model"][name]), (name, placement)
-            assert whole["epoch"] == 3 and whole["list"][1]["inside"].tolist() == [0, 1, 2]
-"""
-FSDP = """
-    def work(rank, folder, mesh):
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-        from torch.distributed.fsdp import fully_shard
-        expected = torch.load(folder + "/../in.pt")
-        model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
-        fully_shard(model, mesh=mesh)
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(model, state)
-        for name, value in model.state_dict().items():
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            assert value.equal(expected[name]), name
-"""
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_any_number_of_ranks_loads_it(world: int, tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path, **DIVISIONS[world % 3])
-    on_ranks(world, LOAD, folder, tmp_path)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_fsdp2_loads_it(world: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
-    on_ranks(world, FSDP, written(model.state_dict(), tmp_path, ranks=3), tmp_path)
-
-
 # ckptool gives it back -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("division", DIVISIONS, ids=str)
-@pytest.mark.parametrize("state", [plain_state, training_state])
-def test_there_and_back(state: Callable[[], Any], division: Any, tmp_path: Path) -> None:
-    folder = written(state(), tmp_path, **division)
-    ckptool.convert(folder, tmp_path / "back.pt", verify=True)
-    assert ckptool.diff(tmp_path / "in.pt", tmp_path / "back.pt").same
-    assert ckptool.diff(tmp_path / "in.pt", folder).same
-    assert ckptool.verify(folder).fine
-    ckptool.convert(tmp_path / "in.pt", tmp_path / "twice.dcp", **division)
-    assert contents(tmp_path / "twice.dcp") == contents(folder)
-    ckptool.convert(folder, tmp_path / "again.dcp", verify=True, **division)
-    assert_same_tree(read(folder), read(tmp_path / "again.dcp"))
-
-
-def test_what_torch_can_say_needs_no_pickle(tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp"]
-    made = ckptool.convert(tmp_path / "in.pt", tmp_path / "new.dcp")
-    assert made.container == "dcp" and made.notes == ()
 
 
 @pytest.mark.parametrize("key", ["state.fc.weight.exp_avg", "plain"])
@@ -248,24 +146,6 @@ def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
     state = {key: torch.ones(2), "param_groups.fc.weight.lr": 0.1, "state": {"0": {"step": torch.ones(())}}}
     folder = written({"optimizer": state | {"param_groups": [{"params": [0]}]}}, tmp_path)
     assert ckptool.diff(tmp_path / "in.pt", folder).same
-
-
-def test_what_went_into_the_pickle_is_listed(tmp_path: Path) -> None:
-    done = ckptool.convert(saved(training_state(), tmp_path / "in.pt"), tmp_path / "out.dcp")
-    (note,) = [note for note in done.notes if note.code == "side-car"]
-    for word in ("_metadata", "keys that are not text", "empty dictionaries", "Parameter", "share memory", "conjugate"):
-        assert word in note.message
-
-
-def test_tied_names_are_stored_once_and_tied_for_ckptool(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(50, 50, bias=False), torch.nn.Linear(50, 50, bias=False))
-    model[1].weight = model[0].weight
-    folder = written(dict(model.state_dict()), tmp_path, ranks=2)
-    assert b"ckptool" not in (folder / ".metadata").read_bytes()
-    found = read(folder)
-    assert found["0.weight"].storage is found["1.weight"].storage
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 15_000
-    assert same_values(as_torch_reads(folder), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("start", ["safetensors", "sharded", "npz"])
@@ -315,26 +195,12 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_a_pickle_comes_through_torch(tmp_path: Path) -> None:
-    state = {"model": training_state()["model"], 3: "an integer as a key", "empty": {}}
-    folder = saved_again(written(state, tmp_path), lambda content: content)
-    assert ckptool.diff(tmp_path / "in.pt", folder).same
-
-
 @looped("change", BAD)
 def test_a_pickle_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
     folder = saved_again(written(training_state(), tmp_path), BAD[change])
     found = ckptool.open(folder)
     assert [note.code for note in found.notes if note.code == "side-car-ignored"], found.notes
     assert type(read(folder).tree["model"]) is dict and "of all" not in found["empty"] and "3" in found
-
-
-def test_a_folder_that_torch_wrote_again(tmp_path: Path) -> None:
-    folder = written(training_state(), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.save({"new": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
-    assert list(ckptool.open(folder)) == ["new"]
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -465,34 +331,3 @@ def test_on_the_command_line(
     capsys.readouterr()
     assert main(["convert", "in.pt", "-o", "e.pt", "--ranks", "2"]) == 2
     assert "-o model.dcp --ranks 8" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("suffix", ["pt", "safetensors", "dcp"])
-def test_rows_of_ranks_are_copied_one_by_one(suffix: str, tmp_path: Path) -> None:
-    folder = written({"w": torch.randn(900, 201), "small": torch.randn(5)}, tmp_path, ranks=4)
-    data = read(folder)["w"].storage.data
-    assert data.concatenated and data.read(0, data.length) == b"".join(
-        storage.data.read(0, storage.nbytes) for storage in data.inputs
-    )
-    for name, file in (("a", folder), ("b", tmp_path / "in.pt")):
-        ckptool.convert(file, tmp_path / f"{name}.{suffix}", verify=True)
-    one, other = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
-    assert contents(one) == contents(other) if suffix == "dcp" else ckptool.diff(one, other).same
-    raw = bytearray((folder / "__2_0.distcp").read_bytes())
-    raw[60_000] ^= 1
-    (folder / "__2_0.distcp").write_bytes(raw)
-    with pytest.raises(Corrupt, match="does not match its checksum"):
-        ckptool.convert(folder, tmp_path / f"c.{suffix}")
-    assert not (tmp_path / f"c.{suffix}").exists()
-
-
-def test_bundles_and_their_members_are_files(tmp_path: Path) -> None:
-    file = saved(plain_state(), tmp_path / "in.pt")
-    with pytest.raises(UsageError, match="a bundle cannot be dcp"):
-        ckptool.bundle({"one": file}, tmp_path / "b.dcp")
-    ckptool.bundle({"one": file}, tmp_path / "b.pt")
-    with pytest.raises(UsageError, match="members cannot be written as dcp"):
-        ckptool.unbundle(tmp_path / "b.pt", tmp_path / "members", container="dcp")
-    ckptool.convert(tmp_path / "b.pt", tmp_path / "c.dcp")
-    ckptool.unbundle(tmp_path / "c.dcp", tmp_path / "members")
-    assert (tmp_path / "members" / "one.pt").exists()

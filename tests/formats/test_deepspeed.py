@@ -13,7 +13,7 @@ import torch
 
 import ckptool
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import MOMENTS, optimizer_file, states_of, write_zero, zero_weights
+from tests.support.deepspeed_folders import MOMENTS, optimizer_file, write_zero, zero_weights
 from tests.support.engine_cases import ROOT
 
 
@@ -21,26 +21,6 @@ def _tree(folder: Path) -> dict[str, Any]:
     tree = ckptool.open(folder).tree
     assert isinstance(tree, dict)
     return tree
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 64])
-def test_any_world_gives_the_weights_and_the_moments_by_name(stage: int, world: int, tmp_path: Path) -> None:
-    model = zero_weights()
-    tree = _tree(write_zero(tmp_path / "global_step2", stage, world))
-    assert [*tree["module"]] == [*model, "places"]
-    for name, value in model.items():
-        assert torch.equal(tree["module"][name].torch(), value), name
-        state = tree["optimizer"]["state"][name]
-        assert state["step"].torch() == 2
-        for key, factor in MOMENTS.items():
-            assert torch.equal(state[key].torch(), value * factor), (name, key)
-    groups = tree["optimizer"]["param_groups"]
-    assert [group["params"] for group in groups] == [
-        ["embed.weight", "wide.weight", "scale"],
-        ["wide.bias", "out.bias"],
-    ]
-    assert [group["lr"] for group in groups] == [0.1, 0.1]
 
 
 def test_every_parameter_has_a_step_of_its_own(tmp_path: Path) -> None:
@@ -134,35 +114,6 @@ def test_a_flipped_byte_in_a_share_is_found_by_verify(rank: int, tmp_path: Path,
     assert run("verify", str(folder)).code != 0
 
 
-def test_files_without_an_optimizer_are_the_models_own_weights(tmp_path: Path) -> None:
-    folder = write_zero(tmp_path / "global_step2", 2, 2)
-    for rank in range(2):
-        (folder / optimizer_file(rank)).unlink()
-    checkpoint = ckptool.open(folder)
-    assert "no-optimizer-files" in [note.code for note in checkpoint.notes]
-    assert checkpoint.tree["module"]["wide.weight"].dtype.name == "bf16"
-
-
-def test_without_zero_the_model_states_are_the_checkpoint(tmp_path: Path, run: Run) -> None:
-    (folder := tmp_path / "global_step2").mkdir()
-    states = states_of(
-        0, 2, zero_weights(), param_shapes=None, optimizer={"state": {}, "param_groups": [{"params": [0]}]}
-    )
-    torch.save(states, folder / "mp_rank_00_model_states.pt")
-    assert not ckptool.open(folder).notes
-    assert run("convert", str(folder), "-o", str(tmp_path / "x.safetensors")).code == 0
-
-
-def test_gradients_in_rounds_are_read_where_the_universal_converter_is_wrong() -> None:
-    """With `round_robin_gradients` DeepSpeed records the pieces in another order than they have in its vectors: its
-    `ds_to_universal` mixes up weights, its `zero_to_fp32` (whose weights those of the case are) does not."""
-    tree = _tree(ROOT / "deepspeed-round-robin" / "checkpoint")
-    state = tree["optimizer"]["state"]
-    assert {name: slots["exp_avg"].shape for name, slots in state.items()} == {
-        name: tree["module"][name].shape for name in state
-    }
-
-
 def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path) -> None:
     write_zero(tmp_path / "run" / "global_step2", 2, 2)
     write_zero(tmp_path / "run" / "global_step4", 2, 2, zero_weights(1))
@@ -176,18 +127,6 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
     (tmp_path / "run" / "latest").unlink()
     with pytest.raises(ckptool.CkptoolError, match="holds 2 checkpoints of DeepSpeed"):
         ckptool.open(tmp_path / "run")
-
-
-def test_a_trainers_folder_has_its_other_members_beside_the_model(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-500"
-    write_zero(folder / "global_step500", 3, 2)
-    (folder / "latest").write_text("global_step500")
-    (folder / "trainer_state.json").write_text('{"global_step": 500, "epoch": 1.0}')
-    torch.save({"last_epoch": 3}, folder / "scheduler.pt")
-    tree = _tree(folder)
-    assert torch.equal(tree["module"]["scale"].torch(), zero_weights()["scale"])
-    assert tree["scheduler.pt"] == {"last_epoch": 3} and "global_step500" not in tree
-    ckptool.convert(folder, tmp_path / "out.safetensors")
 
 
 def test_a_folder_and_its_conversion_by_hand_are_the_same(tmp_path: Path, run: Run) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict
-from tests.support.deepspeed_folders import MOMENTS, SHAPES, states_of, write_zero, zero_weights
+from tests.support.deepspeed_folders import SHAPES, states_of, write_zero, zero_weights
 from tests.support.ranks import save_on_two_ranks
 
 SAVE = """
@@ -68,26 +68,6 @@ def test_a_rank_file_of_dcp_of_another_step(tmp_path: Path) -> None:
                 ckptool.open(mixed)
             assert f"step {max(step, other)}, the other {min(step, other)}" in str(raised.value)
             assert verdict(mixed, tmp_path / "out.pt")
-
-
-def sgd(rank: int, states: dict[str, Any], optimizer: dict[str, Any]) -> None:
-    for state in optimizer["base_optimizer_state"]["state"].values():
-        for key in ("step", *MOMENTS):
-            state.pop(key)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_file_of_zero_of_another_step(stage: int, tmp_path: Path) -> None:
-    one = write_zero(tmp_path / "one", stage, 3, change=sgd)
-    two = write_zero(tmp_path / "two", stage, 3, {n: v + 0.25 for n, v in zero_weights().items()}, change=sgd)
-    assert not verdict(one, tmp_path / "out.pt")
-    for file in sorted(path.name for path in one.iterdir()):
-        shutil.copytree(one, mixed := tmp_path / file)
-        shutil.copy(two / file, mixed)
-        said = verdict(mixed, tmp_path / "out.pt")
-        owner = f"rank {file[len('zero_pp_rank_')]}" if file.startswith("zero") else "the model's own copy"
-        assert owner in said and "different values" in said, said
-        assert not (tmp_path / "out.pt").exists() or (tmp_path / "out.pt").unlink() is None
 
 
 def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
@@ -152,11 +132,3 @@ def test_a_parameter_of_another_step_in_a_universal_folder(tmp_path: Path) -> No
         torch.save(found | {"param": found["param"] + 1} if isinstance(found, dict) else found + 1, step)
         assert "the step differs" in verdict(folder, tmp_path / "out.pt"), step
         step.write_bytes(kept)
-
-
-@pytest.mark.parametrize("engine", ["megatron-torch-dist", "fabric-sharded"])
-def test_what_is_not_provable_is_said_of_what_lies_around_the_ranks_files(engine: str) -> None:
-    """Of the folder of an engine, or with other members beside it, as of the folder of torch itself."""
-    folder = Path(__file__).parents[2] / "fixtures" / "engines" / engine / "checkpoint"
-    (said,) = [note.message for note in ckptool.verify(folder).notes if note.code == "not-provable"]
-    assert ".distcp" in said

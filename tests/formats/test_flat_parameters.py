@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -50,25 +49,6 @@ def test_flat_parameters_are_said_to_be_what_they_are(original: str, saved: Path
     assert run("scan", str(saved / original)).code == 1
 
 
-@pytest.mark.parametrize("original", ["False", "True"])
-@pytest.mark.parametrize("against", ["model.json", "weights.pt"])
-def test_a_description_of_the_model_gives_the_parameters(
-    against: str, original: str, saved: Path, tmp_path: Path, run: Run
-) -> None:
-    out = tmp_path / "out.pt"
-    done = run("convert", str(saved / original), "--against", str(saved / against), "-o", str(out))
-    assert done.code == 0 and f"{against}; the files tell only how many elements there are" in done.out, done
-    weights = torch.load(saved / "weights.pt", weights_only=True)
-    found = torch.load(out, weights_only=True)["model"]
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        assert found[name].equal(value) and found[name].dtype == value.dtype, name
-    done = run(
-        "convert", str(saved / original), "--against", str(saved / against), "-o", str(tmp_path / "o.safetensors")
-    )
-    assert done.code == 0, done
-
-
 @pytest.mark.parametrize("against", ["weights.safetensors", "sorted.json"])
 def test_names_that_safetensors_sorted_are_refused_where_the_files_have_none(
     against: str, saved: Path, tmp_path: Path
@@ -109,11 +89,3 @@ def test_against_is_about_flat_parameters_alone(saved: Path, tmp_path: Path, run
     for file in (model, saved / "weights.pt"):
         done = run("convert", str(file), "--against", str(saved / "model.json"), "-o", str(tmp_path / "out.pt"))
         assert done.code == 2 and "--against" in done.err
-
-
-def test_a_missing_rank_is_named(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved / "True", tmp_path / "in")
-    (tmp_path / "in" / "pytorch_model_fsdp_rank0.bin").unlink()
-    error = refused("corrupt", tmp_path, lambda: ckptool.convert(
-        tmp_path / "in", tmp_path / "out.pt", against=saved / "model.json"))  # fmt: skip
-    assert "pytorch_model_fsdp_rank0.bin" in error.what

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import ckptool
 from tests.support.cli import Run
@@ -33,38 +32,8 @@ def write_pieces(folder: Path, *ranks: dict[str, Piece]) -> Path:
     return folder
 
 
-def by_torch(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    out.mkdir()
-    consolidate_safetensors_files(str(folder), str(out), dict.fromkeys(ckptool.open(folder).tree, 1))
-    return load_file(next(out.glob("*.safetensors")))
-
-
-def joined(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    ckptool.convert(folder, out)
-    return load_file(out)
-
-
 ROWS = torch.arange(15.0).reshape(5, 3)
 HALVES = {"w": (ROWS[:3], (0, 0))}, {"w": (ROWS[3:].clone(), (3, 0))}
-
-
-def test_a_scalar_is_itself_where_torch_makes_it_zero(tmp_path: Path) -> None:
-    scalar: dict[str, Piece] = {"temperature": (torch.tensor(3.5), ())}
-    folder = write_pieces(tmp_path / "in", HALVES[0] | scalar, HALVES[1])
-    torchs = by_torch(folder, tmp_path / "torch")
-    ours = joined(folder, tmp_path / "ours.safetensors")
-    assert torchs["w"].equal(ROWS) and ours["w"].equal(ROWS)
-    assert torchs["temperature"] == 0.0
-    assert ours["temperature"] == 3.5
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool])
-def test_whole_numbers_are_joined_where_torch_fails(dtype: torch.dtype, tmp_path: Path) -> None:
-    counts = torch.tensor([0, 1, 0, 1, 1]).to(dtype)
-    folder = write_pieces(tmp_path / "in", {"n": (counts[:3], (0,))}, {"n": (counts[3:].clone(), (3,))})
-    with pytest.raises(TypeError):
-        by_torch(folder, tmp_path / "torch")
-    assert joined(folder, tmp_path / "ours.safetensors")["n"].equal(counts)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,22 +48,6 @@ def test_what_torchs_writer_refuses_is_written_here(state: Any, tmp_path: Path) 
     ckptool.convert(tmp_path / "in.pt", tmp_path / "out", shard_size="1MB")
     found = ckptool.load(tmp_path / "out")
     assert all(found[name].equal(value) for name, value in tensors.items())
-
-
-def test_empty_pieces_and_pieces_in_two_dimensions(tmp_path: Path) -> None:
-    grid = torch.arange(12).reshape(3, 4)
-    one: Piece = (torch.ones(1), (0,))
-    folder = write_pieces(
-        tmp_path / "in",
-        {"grid": (grid[:2, :3].clone(), (0, 0)), "one": one},
-        {"grid": (grid[:2, 3:].clone(), (0, 3)), "one": (torch.ones(0), (1,))},
-        {"grid": (grid[2:, :3].clone(), (2, 0)), "one": (torch.ones(0), (1,))},
-        {"grid": (grid[2:, 3:].clone(), (2, 3))},
-    )
-    found = joined(folder, tmp_path / "out.safetensors")
-    assert found["grid"].equal(grid) and found["one"].equal(torch.ones(1))
-    assert [note.code for note in ckptool.open(folder).notes] == ["sizes-from-pieces"]
-    assert ckptool.open(folder).metadata["ranks"] == 4
 
 
 def test_whole_files_stand_for_their_pieces(tmp_path: Path, run: Run) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import BadTensor, CkptoolError, Corrupt, NotACheckpoint, Truncated, UnsafeObject, Unsupported
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats import torch_legacy as legacy
 from tests.support.files import torch_bytes, written
@@ -111,21 +111,6 @@ def test_what_torch_does_not_write_is_refused_as_what_it_is(row: tuple[bytes, An
     assert isinstance(error, kind) and words in error.what
 
 
-def test_a_magic_number_computed_by_a_call_is_refused_and_not_called(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    call = b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR"
-    right = pickle_bytes(0x1950A86A20F9469CFC6C)[2:]
-    for magic in (call + b".", call + b"0" + right):  # its result taken as the number, or thrown away
-        error = legacy_refused(stream({}, {}, magic=magic), tmp_path)
-        assert isinstance(error, UnsafeObject) and "os.mkdir" in error.what
-    assert not mark.exists()
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_the_magic_number_in_every_protocol(protocol: int, tmp_path: Path) -> None:
-    assert opened_legacy(stream({"a": 1}, {}, protocol=protocol), tmp_path).tree == {"a": 1}
-
-
 def test_what_torch_writes_in_front_is_known_at_sight() -> None:
     data = torch_bytes(SMALL, **LEGACY)
     assert data.startswith(legacy._USUAL) and b"".join(map(pickle_bytes, (legacy.MAGIC, 1001, INFO))) == legacy._USUAL
@@ -173,10 +158,3 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         assert isinstance(caught.value, (Truncated, NotACheckpoint, Unsupported, Corrupt)), length
         if length > 40:
             assert isinstance(caught.value, Truncated), (length, caught.value)
-
-
-def test_of_a_key_given_twice_the_last_value_counts(tmp_path: Path) -> None:
-    latin1, utf8 = b"U\x01\xe9", b"U\x02\xc3\xa9"
-    file = written(stream(b"\x80\x02}(" + latin1 + b"K\x01" + utf8 + b"K\x02u.", {}), tmp_path / "a.pt")
-    found = read(file)
-    assert found.tree == {"é": 2} and "repeated-key" in [note.code for note in found.notes]

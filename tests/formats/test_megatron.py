@@ -26,19 +26,6 @@ def run_folder(path: Path, tracker: str = "100\n") -> Path:
     return path
 
 
-def test_an_iteration_has_the_model_the_optimizer_by_name_and_what_is_common() -> None:
-    found = ckptool.open(ITERATION)
-    assert list(found) == ["model", "sharded_objects", "optimizer", "args", "checkpoint_version", "iteration",
-                           "opt_param_scheduler"]  # fmt: skip
-    assert found.metadata["engine"] == "Megatron-Core, torch_dist"
-    assert (found.metadata["ranks"], found.metadata["step"]) == (4, 100)
-    assert found.part is None and not found.notes
-    name = "decoder.layers.mlp.linear_fc1.weight"
-    assert list(found["optimizer"]["state"][name]) == ["exp_avg", "exp_avg_sq", "step"]
-    assert name in found["optimizer"]["param_groups"][0]["params"]
-    assert sorted(found["sharded_objects"]["rng_state"]) == [f"shard_{p}.{t}_2.2" for p in (0, 1) for t in (0, 1)]
-
-
 def test_a_run_is_its_last_iteration_and_scan_lists_each(tmp_path: Path, run: Run) -> None:
     folder = run_folder(tmp_path / "run")
     shutil.copytree(ITERATION, folder / "release")

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,18 +22,13 @@ from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
 from tests.support.files import contents
-from tests.support.part_files import pipeline_folder, random_weights, saved_below, saved_by_two_ranks, trainer_folder
+from tests.support.part_files import pipeline_folder, random_weights, saved_below, trainer_folder
 
 
 @pytest.fixture
 def accelerate(tmp_path: Path) -> Path:
     """What accelerate's save_state wrote on two ranks, FSDP2, SHARDED_STATE_DICT."""
     return Path(shutil.copytree(ROOT / "accelerate-fsdp-sharded" / "checkpoint", tmp_path / "checkpoint_0"))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_by_two_ranks(tmp_path_factory.mktemp("ranks"))
 
 
 def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
@@ -53,13 +44,6 @@ def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> 
     model = found["pytorch_model_fsdp_0"]["model"]
     assert model.keys() == weights.keys() and all(model[name].equal(value) for name, value in weights.items())
     assert set(found["optimizer_0"]["optimizer"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-
-
-def test_verify_names_a_member_that_is_missing(accelerate: Path, run: Run) -> None:
-    assert run("verify", str(accelerate)).code == 0
-    (accelerate / "random_states_1.pkl").unlink()
-    done = run("verify", str(accelerate))
-    assert done.code == 1 and "random_states_1.pkl is missing" in done.out, done.out
 
 
 def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
@@ -100,42 +84,6 @@ def test_what_is_missing_is_named(name: str, problem: str, accelerate: Path, tmp
     assert contents(tmp_path) == before
     if name != "pytorch_model_fsdp_0":
         assert run("convert", str(accelerate), "--part", "-o", str(tmp_path / "some.pt")).code == 0
-
-
-def test_verbs_that_change_write_a_new_file_of_all_members(accelerate: Path, tmp_path: Path, run: Run) -> None:
-    assert run("rename", str(accelerate), "* => net.*", "-o", str(tmp_path / "new.pt")).code == 0
-    found = torch.load(tmp_path / "new.pt", weights_only=False)
-    assert all(name.startswith("net.") for name in found["pytorch_model_fsdp_0"]["model"])
-    assert "random_states_1.pkl" in found
-    before = contents(tmp_path)
-    for words in (("-o", str(tmp_path / "new.safetensors")), ("--in-place",)):
-        assert run("rename", str(accelerate), "* => net.*", *words).code == 2
-    assert contents(tmp_path) == before
-
-
-def test_a_model_for_all_and_several_models(tmp_path: Path, run: Run) -> None:
-    """accelerate's FULL_STATE_DICT is a model; a pipeline has several, and each has an address."""
-    full = tmp_path / "full"
-    saved_below(random_weights("fc.weight"), full / "pytorch_model_fsdp.bin")
-    saved_below({"state": {}, "param_groups": [{"lr": 0.1, "params": ["fc.weight"]}]}, full / "optimizer.bin")
-    for rank in range(2):
-        saved_below({"step": 1}, full / f"random_states_{rank}.pkl")
-    (file,) = ckptool.scan(full).files
-    assert (file.state, file.members) == ("good", 4)
-    assert run("convert", str(full), "-o", str(tmp_path / "full.safetensors")).code == 0
-    pipeline = pipeline_folder(tmp_path / "pipeline")
-    for verb in ("convert", "warm-start"):
-        done = run(
-            verb,
-            str(pipeline),
-            *(("--against", str(full)) if verb == "warm-start" else ()),
-            "-o",
-            str(tmp_path / "x.safetensors"),
-        )
-        assert done.code == 2 and "unet" in done.err and f"{pipeline}#unet" in done.err, done.err
-    assert run("diff", f"{pipeline}#unet", str(pipeline / "unet")).code == 0
-    assert run("convert", str(pipeline), "-o", str(tmp_path / "all.pt")).code == 0
-    assert torch.load(tmp_path / "all.pt", weights_only=True).keys() == {"unet", "vae"}
 
 
 def test_folders_of_bytecheckpoint(tmp_path: Path, run: Run) -> None:
@@ -180,65 +128,7 @@ def test_members_of_other_steps_are_named(
     assert (run("scan", str(tmp_path), "--latest-good", "-q").code == 0) == (not wrong)
 
 
-def test_the_latest_good_of_folders_of_steps(tmp_path: Path, run: Run) -> None:
-    """torchtitan's `step-N`, and what a crash left before the table."""
-    for step in (10, 20, 30):
-        save_dcp({"fc.weight": torch.ones(3), "train_state": {"step": step}}, tmp_path / "checkpoint" / f"step-{step}")
-    (tmp_path / "checkpoint" / "step-30" / ".metadata").unlink()
-    found = ckptool.scan(tmp_path)
-    assert [file.state == "good" for file in found.files] == [True, True, False]
-    assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'checkpoint' / 'step-20'}\n"
-
-
 # verify ---------------------------------------------------------------------------------------------------------------
-
-
-def test_verify_reads_and_counts_every_file(accelerate: Path, run: Run) -> None:
-    found = ckptool.verify(accelerate)
-    files = [path for path in accelerate.rglob("*") if path.is_file()]
-    assert found.fine and found.files == len(files)
-    for path in sorted(files):
-        if path.name != ".metadata":
-            flip_data(path)
-            (problem, *_) = ckptool.verify(accelerate).problems
-            assert path.name in f"{problem.record} {problem.what}", problem
-            flip_data(path)
-    assert ckptool.verify(accelerate).fine
-
-
-def flip_data(path: Path, record: bytes = b"") -> None:
-    """Changes one byte of a record (of the first tensor, if there is one) of the first zip in a file."""
-    data = bytearray(path.read_bytes())
-    name = record or (b"/data/0" if b"/data/0" in data else b"/version")
-    at = data.find(name) + len(name)
-    head = data.rfind(b"PK\3\4", 0, at)
-    data[at + int.from_bytes(data[head + 28 : head + 30], "little")] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_replica_that_no_tensor_shows_is_read_too(ranks: Path, tmp_path: Path) -> None:
-    """Rank 1's copy of a buffer has the checksum of rank 0's, so its data is asked for by nobody but verify."""
-    for rank in range(2):
-        shutil.copy(ranks / f"model_world_size_2_rank_{rank}.pt", tmp_path)
-    assert ckptool.verify(tmp_path).fine
-    path = tmp_path / "model_world_size_2_rank_1.pt"
-    with zipfile.ZipFile(path) as archive:
-        records = [each.filename for each in archive.infolist() if "/data/" in each.filename and each.file_size]
-    assert len(records) > 5
-    for record in records[::4]:
-        flip_data(path, record.partition("/")[2].join(("/", "")).encode())
-        problems = ckptool.verify(tmp_path).problems
-        assert any(path.stem in f"{each.record} {each.what}" for each in problems), (record, problems)
-        flip_data(path, record.partition("/")[2].join(("/", "")).encode())
-
-
-def test_members_of_many_ranks_take_turns_with_descriptors(accelerate: Path) -> None:
-    for rank in range(2, 150):
-        shutil.copy(accelerate / "random_states_0.pkl", accelerate / f"random_states_{rank}.pkl")
-    for verb in ("inspect", "verify"):
-        line = f"ulimit -n 64; exec {shlex.quote(sys.executable)} -m ckptool {verb} {shlex.quote(str(accelerate))}"
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and "153 of 153 members are whole" in done.stdout, done
 
 
 def piece(path: Path, value: torch.Tensor, offset: int) -> None:
@@ -271,16 +161,6 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
     }
     (problem,) = check_by_reading(tree)
     assert (problem.code, problem.tensors) == ("conflict", ("not",))
-
-
-def test_a_folder_is_loaded_and_warm_started_from(accelerate: Path, tmp_path: Path, run: Run) -> None:
-    weights = load_file(ROOT / "accelerate-fsdp-sharded" / "weights.safetensors")
-    found = ckptool.load(accelerate)
-    assert found["pytorch_model_fsdp_0"]["model"]["0.weight"].equal(weights["0.weight"])
-    target = saved_below({name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "target.pt")
-    done = run("warm-start", str(accelerate), "--against", str(target), "-o", str(tmp_path / "new.pt"))
-    assert done.code == 0, done
-    assert torch.load(tmp_path / "new.pt", weights_only=True)["0.weight"].equal(weights["0.weight"])
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../other", "/etc", "unet/../../other"])

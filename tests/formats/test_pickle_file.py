@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import io
 import pickle
-import pickletools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,9 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry, with_tensors
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
-from ckptool.formats import pickle_file, read
+from ckptool.formats import read
 from ckptool.pickles.plain import plain
 from tests.support.files import CORPUS, torch_bytes, written
-from tests.support.looped import looped
 from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
 
 # Every protocol ------------------------------------------------------------------------------------------------------
@@ -101,22 +99,6 @@ def test_all_protocols_give_one_tree(protocol: int, tmp_path: Path) -> None:
     assert found["bytearray"] == given["bytearray"] and type(found["bytearray"]) is bytearray
 
 
-@each
-@pytest.mark.parametrize("optimized", [False, True], ids=["as it is", "optimized"])
-@looped(
-    "value",
-    [{}, [], {"a": 1}, [1, 2], (1, 2), ("a", {}), ((1,), 2), {"a": [1]}, collections.OrderedDict(), [[[]]], ([],)],
-    ids=repr,
-)
-def test_small_values_are_told_from_texts(value: Any, optimized: bool, protocol: int, tmp_path: Path) -> None:
-    data = pickle.dumps(value, protocol)
-    data = pickletools.optimize(data) if optimized else data
-    if len(data) < pickle_file.SMALLEST:
-        return
-    checkpoint = read(written(data, tmp_path / "a.pkl"))
-    assert checkpoint.container == "pickle" and checkpoint.tree == value
-
-
 def test_pickles_of_python_2(tmp_path: Path) -> None:
     """Written by hand: `cPickle.dump({"w": numpy.arange(3, dtype="u1")}, f, 2)`, with bytes that are and are not
     UTF-8."""
@@ -144,39 +126,10 @@ def test_pickles_of_python_2(tmp_path: Path) -> None:
 # What is a pickle, and what is not -----------------------------------------------------------------------------------
 
 
-@looped(
-    "text",
-    [
-        b"(This is a text that begins with a bracket.)\n" * 20,
-        b"(despite all that)\n" * 30,
-        b"config\nname\nvalue: 3\n" * 30,
-        b"class Net:\n    pass\n" * 30,
-        b"c\n" * 300,
-        b"]] a text\n" * 60,
-        b"} // the end of something\n" * 30,
-        b"(Some text)" * 60,
-        b"(I1 am)" * 100,
-        b"(Very long text without the end of a line " * 30,
-        b"copyright\nsomebody\n(c) 2020\n" * 30,
-        b"(dp0",
-        b"}q\0",
-    ],
-)
-def test_texts_are_not_pickles(text: bytes, tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint):
-        read(written(text, tmp_path / "a.pkl"))
-
-
 def test_files_of_a_few_bytes_are_no_checkpoints(tmp_path: Path) -> None:
     for data in (b"\x80", b"\x80\x02", b"\x80\x02.", b"(", b"(d.", b"].", b"N.", b"I1"):
         with pytest.raises(NotACheckpoint):
             read(written(data, tmp_path / "a.pkl"))
-
-
-def test_torch_files_are_not_taken_for_pickles(tmp_path: Path) -> None:
-    legacy = torch_bytes({"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    assert read(written(legacy, tmp_path / "a.pt")).container == "torch-legacy"
-    assert read(written(torch_bytes({"w": torch.ones(2)}), tmp_path / "b.pt")).container == "torch-zip"
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])

@@ -75,28 +75,6 @@ def test_a_mesh_that_was_cut_from_another(tmp_path: Path) -> None:
     assert loaded(folder, tmp_path / "out.pt")["model"]["w"].equal(rows)
 
 
-def test_ties_parameters_and_gradients_are_kept(tmp_path: Path) -> None:
-    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        weight = divided(FULL["fc.weight"], mesh, [Shard(0)]).requires_grad_()
-        weight._is_param = True  # as nn.Parameter does
-        return {"emb.weight": weight, "head.weight": weight, "gain": FULL["gain"]}
-
-    folder = save_ranks(tmp_path / "in", make)
-    tree = ckptool.open(folder).tree["model"]
-    assert tree["emb.weight"].storage is tree["head.weight"].storage
-    assert tree["emb.weight"].flags.requires_grad and tree["emb.weight"].flags.parameter
-    assert not tree["gain"].flags.requires_grad
-
-
-def test_running_averages_that_differ_are_noted_and_those_of_the_first_rank_taken(tmp_path: Path) -> None:
-    folder = save_ranks(
-        tmp_path / "in", lambda rank, mesh: model(rank, mesh) | {"norm.running_mean": torch.full((3,), float(rank))}
-    )
-    found = ckptool.open(folder)
-    assert [note.code for note in found.notes] == ["replicas-differ"]
-    assert found.tree["model"]["norm.running_mean"].numpy().tolist() == [0.0, 0.0, 0.0]
-
-
 def test_replicas_that_differ_are_never_written(tmp_path: Path, run: Run) -> None:
     def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
         return {"w": divided(FULL_GRID + (rank == 3), mesh, [Replicate(), Shard(0)])}

@@ -21,7 +21,6 @@ from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.files import carry_out, torch_bytes, written
 from tests.support.looped import looped
-from tests.support.same import assert_same_tree
 
 
 def converted(tree: Any, folder: Path) -> Path:
@@ -57,31 +56,6 @@ def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_pat
             assert same_bits(stock.get_tensor(stored), tensor), key
 
 
-def test_which_vectors_are_refused(tmp_path: Path) -> None:
-    """Rows whose tree is more than names of plain tensors; all others are written."""
-    refused = {name for name in TRAPS if _refused(name, tmp_path)}
-    assert {
-        name
-        for name in refused
-        if name[:2] in ("01", "02", "03", "04", "05", "06", "07", "08", "10", "12", "14", "15", "16", "28")
-    } == {
-        "01-full-tie-three-roots",  # dictionaries in a dictionary
-        "08-conj-transposed",  # complex128
-    }
-    assert {
-        "09-complex32",
-        "09-complex128",
-        "11-sparse-coo",
-        "17-sgd-momentum",
-        "18-empty-containers",
-        "20-numpy-scalars",
-    } <= refused
-
-
-def _refused(name: str, folder: Path) -> bool:
-    return contract.refusal(lambda: ours.write(read(contract.vector(name, folder)))) is not None
-
-
 @looped("dtype", [d for d in DTYPES if d.safetensors], ids=lambda d: d.name)
 def test_what_safetensors_writes_is_read_in_every_dtype(dtype: Any, tmp_path: Path) -> None:
     tensors = {
@@ -98,21 +72,6 @@ def test_what_safetensors_writes_is_read_in_every_dtype(dtype: Any, tmp_path: Pa
     contract.round_trip(ours, checkpoint, tmp_path / "b.safetensors")
 
 
-def test_ties_are_recorded_as_safetensors_save_model_does(tmp_path: Path) -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
-    model["b"].weight = model["a"].weight
-    path = converted(dict(model.state_dict()), tmp_path)
-    other = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
-    other["b"].weight = other["a"].weight
-    assert safetensors.torch.load_model(other, path) == (set(), [])
-    assert torch.equal(other["b"].weight, model["a"].weight)
-    entries = read(path).tree
-    assert entries["a.weight"].storage is entries["b.weight"].storage
-    safetensors.torch.save_model(model, str(tmp_path / "stock.safetensors"))
-    entries = read(tmp_path / "stock.safetensors").tree
-    assert sorted(entries) == ["a.weight", "b.weight"] and entries["a.weight"].storage is entries["b.weight"].storage
-
-
 def test_a_tensor_that_is_called_as_the_format_is_no_tie(tmp_path: Path) -> None:
     tensors = {"pt": values(3), "w": values(2)}
     safetensors.torch.save_file(tensors, tmp_path / "stock.safetensors", {"format": "pt"})
@@ -121,18 +80,6 @@ def test_a_tensor_that_is_called_as_the_format_is_no_tie(tmp_path: Path) -> None
     tied = {"pt": tensors["pt"], "format": tensors["pt"]}
     with pytest.raises(Unsupported, match="format"):
         converted(tied, tmp_path)
-
-
-def test_keys_keep_their_order_and_data_is_aligned(tmp_path: Path) -> None:
-    tensors = {
-        name: values(3, dtype=dtype)
-        for name, dtype in (("z", torch.uint8), ("a", torch.float64), ("m", torch.int16), ("b", torch.float32))
-    }
-    path = converted(tensors, tmp_path)
-    checkpoint = read(path)
-    assert list(checkpoint.tree) == ["z", "a", "m", "b"]
-    for entry in checkpoint.tree.values():
-        assert entry.storage.data.offset % entry.dtype.itemsize == 0
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\udfff"])
@@ -253,32 +200,3 @@ def test_every_byte_of_the_header_changed_gives_an_error_of_ours_or_what_stock_r
                     assert bytes(stock.get_tensor(name).reshape(-1).view(torch.uint8).numpy()) == tree[name].bytes()
                     agreed += 1
     assert agreed > 20
-
-
-def test_metadata_is_kept(tmp_path: Path) -> None:
-    path = made({"__metadata__": {"prompt": "\x1b[31m", "": ""}, "w": W}, bytes(4), tmp_path)
-    again = contract.round_trip(ours, read(path), tmp_path / "b.safetensors")
-    assert again.metadata == {"prompt": "\x1b[31m", "": "", "format": "pt"}
-
-
-def test_not_a_dictionary_of_tensors_is_refused_with_every_name(tmp_path: Path) -> None:
-    checkpoint = read(
-        written(
-            torch_bytes({"w": values(2), 0: values(2), "n": 3, "c": values(1, dtype=torch.complex128)}),
-            tmp_path / "a.pt",
-        )
-    )
-    with pytest.raises(Unsupported) as caught:
-        ours.write(checkpoint)
-    for word in ("0 (a int as a name)", "n (int, not a tensor)", "c (type c128)"):
-        assert word in caught.value.what
-    with pytest.raises(Unsupported):
-        ours.write(read(written(torch_bytes([values(2)]), tmp_path / "a.pt")))
-
-
-def test_an_empty_dictionary(tmp_path: Path) -> None:
-    path = converted({}, tmp_path)
-    assert read(path).tree == {}
-    with safe_open(path, "pt") as stock:
-        assert list(stock.keys()) == []
-    assert_same_tree(read(path).tree, {})

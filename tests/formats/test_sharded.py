@@ -33,31 +33,10 @@ from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_index_or_its_folder_is_enough(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    for path in (folder, folder / INDEX):
-        found = read(path)
-        assert found.container == "sharded" and found.tensors_only and found.notes == ()
-        assert found.metadata == {"total_size": sum(t.nbytes for t in sharded_state().values())}
-        assert_values(found, sharded_state())
-        assert list(found.tree) == sorted(sharded_state())  # the order of the index
-        assert found.source is not None and found.source.size == sum(p.stat().st_size for p in folder.iterdir())
-    listing = ckptool.inspect(folder)
-    assert len(listing.tensors) == 13 and listing.container == "sharded"
-
-
 def test_a_relative_index_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(hub(tmp_path / "model"))
     assert_values(read(INDEX), sharded_state())
     assert_values(read("."), sharded_state())
-
-
-def test_shards_that_are_links_into_a_cache(tmp_path: Path) -> None:
-    hub(tmp_path / "blobs")
-    (tmp_path / "snapshot").mkdir()
-    for file in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
-    assert_values(read(tmp_path / "snapshot" / INDEX), sharded_state())
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -70,30 +49,6 @@ def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
     assert_values(found, tensors)
     assert list(found.tree) == names and not found.tensors_only  # the order of the model, which their pickles have
     assert_values(read(folder / "pytorch_model.bin.index.json"), tensors)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"])
-def test_a_folder_with_a_single_file_reads_as_that_file(name: str, tmp_path: Path) -> None:
-    if name.endswith(".bin"):
-        saved(sharded_state(), tmp_path / name)
-    else:
-        save_file(sharded_state(), tmp_path / name)
-    (tmp_path / "config.json").write_text("{}")
-    found = read(tmp_path)
-    assert found.container == read(tmp_path / name).container != "sharded"
-    assert found.source is not None and found.source.path == str(tmp_path / name)
-    assert_values(found, sharded_state())
-
-
-def test_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="It is empty"):
-        read(tmp_path)
-    (tmp_path / "notes.txt").write_text("no")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NotACheckpoint) as caught:
-        read(tmp_path)
-    assert "config.json, notes.txt" in caught.value.why and "index.json" in caught.value.why
-    three_parts(caught.value)
 
 
 def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
@@ -187,11 +142,6 @@ def test_a_wrong_total_size_is_only_noted(said: Any, tmp_path: Path) -> None:
     found = read(folder)
     assert [note.code for note in found.notes] == ["total-size"]
     assert_values(found, sharded_state())
-
-
-def test_a_missing_total_size_is_fine(tmp_path: Path) -> None:
-    folder = changed(hub(tmp_path / "model"), lambda index: {"weight_map": index["weight_map"]})
-    assert read(folder).notes == ()
 
 
 @looped(

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import OutputExists, Unsupported, UsageError
+from ckptool.errors import OutputExists, UsageError
 from ckptool.formats import by_name, read, sharded
-from ckptool.formats.sharded import NUMBERED, size_in_bytes
-from tests.support.files import carry_out, contents, opened, saved
+from ckptool.formats.sharded import size_in_bytes
+from tests.support.files import carry_out, contents, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state
@@ -78,35 +78,6 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert files[0] == files[1] and len(files[0]) == 6
 
 
-def test_one_shard_is_a_file_without_an_index(tmp_path: Path) -> None:
-    model = saved(sharded_state(), tmp_path / "model.pt")
-    ckptool.convert(model, tmp_path / "out", container="sharded", verify=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert_values(read(tmp_path / "out"), sharded_state())
-    ckptool.convert(opened_empty(tmp_path), tmp_path / "empty", container="sharded")
-    assert [path.name for path in (tmp_path / "empty").iterdir()] == ["model.safetensors"]
-
-
-def opened_empty(folder: Path) -> Path:
-    return saved({"x": torch.ones(1)}, folder / "x.pt")
-
-
-def test_the_division_is_the_hubs(tmp_path: Path) -> None:
-    """Greedy in key order; what is too large for any shard gets one of its own, and does not end the one before it."""
-
-    def split(sizes: list[int], limit: int) -> list[list[int]]:
-        folder = tmp_path / "-".join(map(str, sizes))
-        tensors = {str(number): torch.zeros(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
-        ckptool.convert(tensors, folder, shard_size=f"{limit}B")
-        return [[sizes[int(name)] for name in read(file)] for file in sorted(folder.glob("*.safetensors"))]
-
-    assert split([3, 3, 3, 3], 6) == [[3, 3], [3, 3]]
-    assert split([3, 4, 3], 6) == [[3], [4], [3]]
-    assert split([1, 9, 2, 3], 6) == [[9], [1, 2, 3]]
-    assert split([9, 9], 6) == [[9], [9]]
-    assert split([0, 6, 0, 1], 6) == [[0, 6, 0], [1]]
-
-
 def test_ties_across_shards_are_kept(tmp_path: Path) -> None:
     shared = torch.randn(10, 25)
     tensors = {"embed": shared, **sharded_state(), "head": shared, "transposed": shared.t()}
@@ -125,36 +96,6 @@ def test_ties_across_shards_are_kept(tmp_path: Path) -> None:
     same_values(stock(tmp_path / "copies"), tensors)
 
 
-@pytest.mark.parametrize("verb", ["add_module", "cast", "remap", "edit", "strip_module"])
-def test_what_was_read_in_shards_keeps_its_division(verb: str, tmp_path: Path) -> None:
-    folder, out = hub(tmp_path / "model"), tmp_path / "out"
-    if verb == "cast":
-        ckptool.cast(folder, out, dtype="f16", verify=True)
-    elif verb == "edit":
-        ckptool.edit(folder, out, drop=["scalar"], verify=True)
-    elif verb == "remap":
-        ckptool.remap(folder, out, to="cuda:1")
-    else:
-        getattr(ckptool, verb)(folder, out, verify=True)
-    before, after = index_of(folder)["weight_map"], index_of(out)["weight_map"]
-    prefix = "module." if verb == "add_module" else ""
-    assert {prefix + name: file for name, file in before.items() if verb != "edit" or name != "scalar"} == after
-    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in folder.iterdir())
-    stock(out)
-
-
-def test_shards_that_become_empty_are_numbered_anew(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    gone = [name for name, file in index_of(folder)["weight_map"].items() if "00002" in file]
-    ckptool.edit(folder, tmp_path / "out", drop=gone, verify=True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        INDEX,
-    ]
-    assert_values(read(tmp_path / "out"), {n: t for n, t in sharded_state().items() if n not in gone})
-
-
 def test_the_metadata_of_shards_and_index_is_kept(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model", total_parameters=1, note="text")
     first = folder / "model-00001-of-00003.safetensors"
@@ -170,13 +111,6 @@ def test_the_metadata_of_shards_and_index_is_kept(tmp_path: Path) -> None:
     )
     with safetensors.safe_open(tmp_path / "out" / first.name, "pt") as shard:
         assert shard.metadata() == {"format": "pt", "step": "7"}
-
-
-def test_an_unchanged_folder_is_copied(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    assert ckptool.strip_module(folder, tmp_path / "out", verify=True).how == "copy"
-    for path in folder.iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
@@ -213,18 +147,6 @@ def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
     assert_values(read(tmp_path / "out"), {**parts[0], **parts[1]})
 
 
-def test_a_sharded_checkpoint_is_divided_anew_and_merged(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "model")
-    ckptool.convert(folder, tmp_path / "out", shard_size="1kB", verify=True)
-    assert len(index_of(tmp_path / "out")["weight_map"]) == 13 and len(list((tmp_path / "out").iterdir())) == 12
-    ckptool.convert(tmp_path / "out", tmp_path / "one.safetensors", verify=True)
-    ckptool.convert(tmp_path / "out", tmp_path / "one.pt", verify=True)
-    assert_values(read(tmp_path / "one.safetensors"), sharded_state())
-    same_values(torch.load(tmp_path / "one.pt", weights_only=True), sharded_state())
-    ckptool.add_module(folder, tmp_path / "module.safetensors")
-    assert_values(read(tmp_path / "module.safetensors"), {f"module.{n}": t for n, t in sharded_state().items()})
-
-
 def test_the_contract(tmp_path: Path) -> None:
     """What was read, written and read again is the same tree, and the same bytes."""
     found = read(hub(tmp_path / "model"))
@@ -234,16 +156,6 @@ def test_the_contract(tmp_path: Path) -> None:
     for path in (tmp_path / "one").iterdir():
         assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
     assert by_name("sharded").append(found) is None
-
-
-def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="epoch"):
-        sharded.write(opened({"a": torch.ones(2), "epoch": 3}, tmp_path))
-    model = saved({"state_dict": sharded_state(), "epoch": 3}, tmp_path / "model.pt")
-    with pytest.raises(UsageError, match="all=True"):
-        ckptool.convert(model, tmp_path / "out", all=True, shard_size="1MB")
-    ckptool.convert(model, tmp_path / "all.safetensors", all=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_saved_from_python(tmp_path: Path) -> None:
@@ -289,21 +201,6 @@ def test_what_is_no_size(text: Any) -> None:
     assert "\x1b" not in str(caught.value)
 
 
-@pytest.mark.parametrize("out", ["out.pt", "out.safetensors", "out.npz"])
-def test_a_size_of_shards_for_a_file_is_refused(out: str, tmp_path: Path) -> None:
-    model = saved(sharded_state(), tmp_path / "model.pt")
-    with pytest.raises(UsageError, match="shard_size writes a folder"):
-        ckptool.convert(model, tmp_path / out, shard_size="1MB")
-    with pytest.raises(UsageError, match="shard_size writes a folder"):
-        ckptool.convert(model, tmp_path / "out", shard_size="1MB", container="torch-zip")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
-
-
-def test_numbered_names() -> None:
-    assert NUMBERED.fullmatch("model-00001-of-00002.safetensors")
-    assert not NUMBERED.fullmatch("model-1-of-2.safetensors") and not NUMBERED.fullmatch("-00001-of-00002.bin")
-
-
 def test_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,12 +222,3 @@ def test_from_the_command_line(
     assert json.loads(capsys.readouterr().out)["container"] == "sharded"
     assert main(["convert", "model.pt", "-o", "new", "--shard-size", "2 bananas"]) == 2
     assert "is not a shard size" in capsys.readouterr().err
-
-
-def test_the_working_directory_is_no_rank_of_a_folder_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("mp_rank_00/inside", "mp_rank_01"):
-        (tmp_path / name).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "mp_rank_00" / "inside")
-    assert ckptool.open(hub(tmp_path / "model")).part is None

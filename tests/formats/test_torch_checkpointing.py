@@ -31,19 +31,6 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", [CASE, BARE], ids=["a table", "no table"])
-def test_items_of_all_ranks_are_one_checkpoint(case: Path, tmp_path: Path) -> None:
-    found = ckptool.open(case / "checkpoint")
-    assert set(found.tree) == {"model", "optim", "config", "epoch"} and found.part is None
-    assert found.tree["config"] == {"layers": 2} and found.tree["epoch"] == 3
-    assert found.metadata["ranks"] == 2
-    ckptool.convert(case / "checkpoint", tmp_path / "out.pt")
-    tree = torch.load(tmp_path / "out.pt", weights_only=True)
-    weights = load_file(case / "weights.safetensors")
-    assert tree["model"].keys() == weights.keys()
-    assert all(tree["model"][name].equal(value) for name, value in weights.items())
-
-
 def test_places_that_are_listed(tmp_path: Path) -> None:
     """Tensors that say themselves where they belong (`default_tensor_v1`), in a file with a rim around each."""
     folder, full, groups = tmp_path / "in", torch.arange(24).reshape(4, 6), []
@@ -61,12 +48,6 @@ def test_places_that_are_listed(tmp_path: Path) -> None:
     (folder / "metadata.pkl").write_bytes(pickle.dumps(table, 4))
     ckptool.convert(folder, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["model"]["inner.w"].equal(full)
-
-
-def test_a_folder_of_several_models_is_not_taken_for_one(tmp_path: Path) -> None:
-    for fold in range(3):
-        torch.save({"fc.weight": torch.randn(3, 4)}, tmp_path / f"model_{fold}.pt")
-    assert {file.path for file in ckptool.scan(tmp_path).files} == {str(tmp_path / f"model_{n}.pt") for n in range(3)}
 
 
 class Calls:

@@ -3,7 +3,6 @@ Python 2."""
 
 from __future__ import annotations
 
-import io
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -15,13 +14,12 @@ import torch
 import ckptool
 from ckptool.checkpoint import FileRange, StorageRef
 from ckptool.checkpoint.nodes import ByteString, Global
-from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
+from tests.support.legacy_files import LEGACY, elements, legacy_refused, opened_legacy
 from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, block, floats, pickle_bytes, storage_id, stream
 from tests.support.looped import looped
 from tests.support.processes import soon
@@ -67,21 +65,6 @@ def test_every_legacy_producer(name: str, tmp_path: Path) -> None:
     assert_same_objects(load(file, weights_only=False), load(out, weights_only=False))
 
 
-def test_verbs_take_legacy_files(tmp_path: Path) -> None:
-    model = {"module.weight": torch.arange(6.0).reshape(2, 3), "module.bias": torch.ones(2)}
-    file = written(torch_bytes({"state_dict": model, "epoch": 3}, **LEGACY), tmp_path / "legacy.pth")
-    listing = ckptool.inspect(file)
-    assert (listing.container, len(listing.tensors)) == ("torch-legacy", 2)
-    ckptool.strip_module(file, tmp_path / "stripped.pt")
-    stripped = load(tmp_path / "stripped.pt")
-    assert list(stripped["state_dict"]) == ["weight", "bias"] and stripped["epoch"] == 3
-    assert torch.equal(stripped["state_dict"]["weight"], model["module.weight"])
-    ckptool.convert(file, tmp_path / "same.pt")
-    assert ckptool.diff(file, tmp_path / "same.pt").same
-    ckptool.convert(file, tmp_path / "weights.safetensors")
-    assert torch.equal(ckptool.load(file)["state_dict"]["module.bias"], torch.ones(2))
-
-
 def test_nothing_is_loaded_and_data_stay_ranges_of_the_file(tmp_path: Path) -> None:
     big = {f"{i}": torch.full((1 << 18,), float(i)) for i in range(16)}
     file = written(torch_bytes(big, **LEGACY), tmp_path / "big.pt")
@@ -102,22 +85,6 @@ def test_many_tensors_in_linear_time(tmp_path: Path) -> None:
 # Older than any torch that installs -----------------------------------------------------------------------------------
 
 
-def test_tensors_made_empty_and_given_a_state(tmp_path: Path) -> None:
-    """TRAPS 33: `torch.cuda.FloatTensor()` and a state, as pickles of torch 0.1 have them, in each of the ways to make
-    an object."""
-    place = storage_id("1", 6, location="cuda:0", kind=torch.cuda.FloatStorage)
-    state = (Pid(place), 2, torch.Size([2, 2]), (2, 1))
-    made = {
-        "call": Made(torch.FloatTensor, (), (Pid(storage_id("2", 2)), 1, (1,), (1,))),
-        "cuda": Made(torch.cuda.FloatTensor, (), state),
-        "without": Made(torch.FloatTensor, ()),
-    }
-    value = pickle_bytes(made).replace(b"ctorch._C\nFloatTensor", b"ctorch\nFloatTensor")
-    tree = opened_legacy(stream(value, {"1": floats(0, 1, 2, 3, 4, 5), "2": floats(7, 8)}), tmp_path).tree
-    assert elements(tree["cuda"]) == [2, 3, 4, 5] and tree["cuda"].shape == (2, 2) and tree["cuda"].location == "cuda:0"
-    assert elements(tree["call"]) == [8] and elements(tree["without"]) == [] and tree["without"].shape == (0,)
-
-
 RECONSTRUCTED = b"ccopy_reg\n_reconstructor\n(ctorch\nFloatTensor\nc__builtin__\nobject\nNtR"
 
 
@@ -134,25 +101,6 @@ def test_tensors_given_a_state_in_other_spellings(spelled: bytes, tmp_path: Path
     value = head + b"]q\xf0(" + spelled + b"q\xf1" + state + b"bh\xf1e."
     first, second = opened_legacy(stream(value), tmp_path).tree
     assert first is second and elements(first) == [1, 2, 3]
-
-
-def test_parameters_and_variables_of_0_3(tmp_path: Path) -> None:
-    data = Made(torch._utils._rebuild_tensor, (Pid(storage_id()), 0, (4,), (1,)))
-    value = {
-        "parameter": Made(torch.nn.Parameter, (data,), (True, False, OrderedDict())),
-        "frozen": Made(torch.nn.Parameter, (data,), (False, False, None)),
-        "with its tensor": Made(torch.nn.Parameter, (), (data, None, OrderedDict(), True, False)),
-        "variable": Made(torch.autograd.Variable, (data,), (False, False, OrderedDict())),
-    }
-    tree = opened_legacy(stream(value), tmp_path).tree
-    flags = {name: (entry.flags.parameter, entry.flags.requires_grad) for name, entry in tree.items()}
-    assert flags == {
-        "parameter": (True, True),
-        "frozen": (True, False),
-        "with its tensor": (True, True),
-        "variable": (False, False),
-    }
-    assert all(elements(entry) == [0, 1, 2, 3] for entry in tree.values())
 
 
 def test_gradients_inside_of_parameters_are_told(tmp_path: Path) -> None:
@@ -266,16 +214,6 @@ def test_the_source_of_a_class_is_kept_as_text(tmp_path: Path) -> None:
     assert "class-source" in {note.code for note in checkpoint.notes}
 
 
-def test_a_module_pickled_whole_is_read_without_its_class(tmp_path: Path) -> None:
-    data = torch_bytes(torch.nn.Linear(2, 3), **LEGACY).replace(
-        b"torch.nn.modules.linear\nLinear", b"models.not_here_anywhere\nL"
-    )
-    checkpoint = opened_legacy(data, tmp_path)
-    assert checkpoint.tree.name == "models.not_here_anywhere.L"
-    assert {path[-1]: entry.shape for path, entry in tensors(checkpoint.tree)} == {"weight": (3, 2), "bias": (3,)}
-    assert "class Linear(Module)" in checkpoint.metadata["sources"]["models.not_here_anywhere.L"]["source"]
-
-
 # Byte order -----------------------------------------------------------------------------------------------------------
 
 BIG = {**INFO, "little_endian": False}
@@ -308,11 +246,6 @@ def test_what_torch_writes_on_a_big_endian_machine_is_little_endian(tmp_path: Pa
     assert "little-endian" in next(note.message for note in checkpoint.notes if note.code == "big-endian")
 
 
-def test_big_endian_counts_in_a_little_endian_file_are_corrupt(tmp_path: Path) -> None:
-    data = stream(Rebuilt(storage_id(), (4,)), {"1": floats(0, 1, 2, 3, order=">")})
-    assert isinstance(legacy_refused(data, tmp_path), Corrupt)
-
-
 def test_both_byte_orders_in_one_file_are_corrupt(tmp_path: Path) -> None:
     value = [Rebuilt(storage_id("1", 2), (2,)), Rebuilt(storage_id("2", 2), (2,))]
     for first, second in ("<>", "><"):
@@ -340,9 +273,3 @@ def test_a_place_of_a_megabyte(tmp_path: Path) -> None:
     """HOSTILE 96: a location is a label, whatever its length."""
     entry = opened_legacy(stream(Rebuilt(storage_id(location="x" * 1_000_000), (4,))), tmp_path).tree
     assert entry.location == "x" * 1_000_000
-
-
-def test_reading_is_the_same_through_any_buffer(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    torch.save(SMALL, buffer, **LEGACY)
-    assert_same_tree(opened_legacy(buffer.getvalue(), tmp_path), read(tmp_path / "legacy.pt"))

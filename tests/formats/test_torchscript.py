@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import pickletools
 import sys
@@ -17,13 +16,11 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.conventions.state_dicts import PLAIN, WEIGHTS, find_state_dicts
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, UsageError
 from ckptool.formats import read, torchscript
-from tests.support.files import load, torch_bytes, written
+from tests.support.files import load, written
 from tests.support.zips import with_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -153,68 +150,6 @@ def test_what_the_cpp_of_torch_1_4_pickled_beside_no_program(tmp_path: Path) -> 
     assert torch.equal(torch.load(tmp_path / "out.pt")["v"], tree["w"])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "frozen"])
-def test_convert_writes_the_state_dict_without_the_program(name: str, tmp_path: Path) -> None:
-    file, expected = script_file(name, tmp_path / "model.jit")
-    done = ckptool.convert(file, tmp_path / "w.pt", verify=True)
-    assert "without its program" in done.summary and all(
-        place.startswith(("attributes", "constants")) for place in done.facts["left_behind"]
-    )
-    again = load(tmp_path / "w.pt")
-    assert list(again) == list(expected) and all(torch.equal(again[key], expected[key]) for key in expected)
-    ties = {key for key in expected if again[key].data_ptr() == again[next(iter(again))].data_ptr()}
-    assert ties == {key for key in expected if expected[key].data_ptr() == expected[next(iter(expected))].data_ptr()}
-
-    ckptool.convert(file, tmp_path / "w.safetensors", ties="copy", verify=True)
-    from safetensors.torch import load_file
-
-    weights = load_file(tmp_path / "w.safetensors")
-    assert weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
-    assert ckptool.diff(file, tmp_path / "w.pt", ignore=["metadata"]).same
-    assert ckptool.diff(file, tmp_path / "w.safetensors").same
-
-
-def test_attributes_stand_beside_by_their_dotted_names(tmp_path: Path) -> None:
-    file, _ = script_file("scripted", tmp_path / "model.jit")
-    others = read(file).tree["attributes"]
-    assert others["a.number"] == 3 and others["a.numbers"] == [1, 2] and others["training"] is False
-    assert [entry.shape for entry in others["a.listed"]] == [(1,), (2,)] and others["a.plain"].numpy().tolist() == [
-        7.0,
-        7.0,
-    ]
-    assert others["again.table"]["a"].bytes() == torch.ones(1).numpy().tobytes()
-    assert [(root.address, root.kind) for root in find_state_dicts(read(file))] == [
-        ("state_dict", WEIGHTS),
-        ("attributes", PLAIN),
-    ]
-
-
-def test_packed_parameters_keep_their_tensors(tmp_path: Path) -> None:
-    file, _ = script_file("quantized", tmp_path / "model.jit")
-    found = list(tensors(read(file).tree["attributes"]))
-    packed = read(file).tree["attributes"]["0._packed_params._packed_params"]
-    assert isinstance(packed, Object) and packed.name.endswith("LinearPackedParamsBase") and len(found) == 2
-    weight, bias = (tensor for _, tensor in tensors(packed))
-    expected, expected_bias = quantized()[0]._packed_params._weight_bias()
-    assert isinstance(weight, Composite) and weight.kind == "quantized" and torch.equal(weight.torch(), expected)
-    assert isinstance(bias, TensorEntry) and torch.equal(bias.torch(), expected_bias)
-
-
-def test_a_frozen_module_has_only_constants(tmp_path: Path) -> None:
-    file, _ = script_file("frozen", tmp_path / "model.jit")
-    found = ckptool.inspect(file)
-    assert not found.tensors and "no-state-dict" in {note.code for note in found.notes}
-    (note,) = [note for note in found.notes if note.code == "no-state-dict"]
-    shown = ckptool.show(note.fix[-1])
-    graph = torch.jit.load(str(file)).inlined_graph
-    nodes = graph.findAllNodes("prim::Constant")
-    constants = [node.t("value") for node in nodes if node.hasAttribute("value") and node.kindOf("value") == "t"]
-    assert len(constants) == 2
-    assert sorted(part.bytes() for part in shown.entry) == sorted(value.numpy().tobytes() for value in constants)
-    with pytest.raises(UsageError, match="no dictionary that looks like model weights"):
-        ckptool.convert(file, tmp_path / "out.safetensors")
-
-
 def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
     seen: list[str] = []
@@ -270,41 +205,7 @@ def test_changes_that_would_lose_the_program_are_refused(verb: str, tmp_path: Pa
     assert {path.name for path in tmp_path.iterdir()} <= {"model.jit", "rules.yaml"}
 
 
-def test_convert_all_is_refused(tmp_path: Path) -> None:
-    file, _ = script_file("scripted", tmp_path / "model.jit")
-    with pytest.raises(Unsupported, match=r"beside its tensors|carried"):
-        ckptool.convert(file, tmp_path / "out.safetensors", all=True)
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_the_commands_of_notes_work(tmp_path: Path) -> None:
-    model = torch.jit.script(nn.DataParallel(nn.Linear(2, 2)).module)
-    torch.jit.save(model, str(tmp_path / "model.jit"))
-    for note in ckptool.inspect(tmp_path / "model.jit").notes:
-        assert not note.fix or note.fix[1] == "show"
-        if note.fix:
-            ckptool.show(note.fix[2])
-
-
 # Files that are made to mislead ---------------------------------------------------------------------------------------
-
-
-def plain(path: Path) -> Path:
-    return written(torch_bytes({"weight": torch.ones(2)}), path)
-
-
-@pytest.mark.parametrize("name", ["archive/constants.pkl", "archive/code/__torch__.py"])
-def test_program_records_planted_into_a_checkpoint_are_ambiguous(name: str, tmp_path: Path) -> None:
-    out = with_record(plain(tmp_path / "plain.pt"), tmp_path / "out.pt", name, b"\x80\x02).")
-    with pytest.raises(Ambiguous, match="TorchScript"):
-        read(out)
-
-
-def test_a_program_without_its_constants_is_ambiguous(tmp_path: Path) -> None:
-    file, _ = script_file("linear", tmp_path / "model.jit")
-    out = with_record(file, tmp_path / "out.pt", f"{file.stem}/constants.pkl", None)
-    with pytest.raises(Ambiguous, match="TorchScript"):
-        read(out)
 
 
 def test_two_modules_in_one_archive_are_ambiguous(tmp_path: Path) -> None:
@@ -312,21 +213,6 @@ def test_two_modules_in_one_archive_are_ambiguous(tmp_path: Path) -> None:
     out = with_record(file, tmp_path / "out.pt", "other/data.pkl", b"\x80\x02).")
     with pytest.raises(Ambiguous, match="two"):
         read(out)
-
-
-def test_a_zip_archive_after_another_container_is_ambiguous(tmp_path: Path) -> None:
-    file, _ = script_file("linear", tmp_path / "model.jit")
-    legacy = torch_bytes({"weight": torch.ones(2)}, _use_new_zipfile_serialization=False)
-    tar = io.BytesIO()
-    import tarfile
-
-    with tarfile.open(fileobj=tar, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("sys_info"))
-    safetensors = b"\x02\0\0\0\0\0\0\0{}"
-    for first in (legacy, tar.getvalue(), safetensors):
-        for second in (file.read_bytes(), plain(tmp_path / "plain.pt").read_bytes()):
-            with pytest.raises(Ambiguous):
-                read(written(first + second, tmp_path / "both.pt"))
 
 
 def test_code_that_inflates_without_end_is_refused(tmp_path: Path) -> None:

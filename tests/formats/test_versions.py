@@ -10,14 +10,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-import ckptool
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
 from fixtures import make_old
-from tests.support.files import load
-from tests.support.same import assert_same_objects, assert_same_tree
+from tests.support.same import assert_same_tree
 
 FIXTURES = Path(make_old.__file__).parent / "versions"
 OLD = ("1.13", "2.0", "2.4")
@@ -58,18 +55,3 @@ def test_the_containers_of_one_version_agree(version: str, now: Path) -> None:
     for key, entry in model.items():
         assert (entry.shape, entry.dtype) == (script["state_dict"][key].shape, script["state_dict"][key].dtype)
         assert entry.bytes() == script["state_dict"][key].bytes()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("version", OLD)
-def test_they_are_what_was_meant(version: str, tmp_path: Path) -> None:
-    file = FIXTURES / f"torch-{version}.pt"
-    assert_same_objects(load(file), make_old.alike())
-    ckptool.convert(file, tmp_path / "out.pt", verify=True)
-    assert_same_objects(load(tmp_path / "out.pt"), make_old.alike())
-    tree = read(file).tree
-    assert tree["tensors"]["tied"] is tree["tensors"]["again"] and tree["plain"][7] == 2**40
-    script = torch.jit.load(FIXTURES / f"torch-{version}-script.pt").state_dict()
-    ckptool.convert(FIXTURES / f"torch-{version}-script.pt", tmp_path / "script.pt")
-    again = load(tmp_path / "script.pt")
-    assert list(again) == list(script) and all(torch.equal(again[key], script[key]) for key in script)

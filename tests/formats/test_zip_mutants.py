@@ -18,7 +18,6 @@ from fixtures.make import make_all
 from tests.support.files import written
 from tests.support.zip_benign import benign, by_torch, interrupted, rezipped_mutant, tree
 from tests.support.zip_mutants import Tally, behind_a_guard, disagreement, mutant, two_in_one
-from tests.support.zip_pieces import apart
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +48,6 @@ def test_soak_readers_agree_about_whatever_is_read(part: int, folder: Path) -> N
 # What must not be refused ---------------------------------------------------------------------------------------------
 
 
-def test_healthy_archives_are_read(folder: Path) -> None:
-    for number, data in enumerate(benign(folder)):
-        tally = Tally()
-        tally.add(f"benign archive {number}", data, folder / "healthy.pt")
-        assert tally.read == 1 and not tally.wrong, (number, tally)
-        assert len(apart(data).lines) == len(apart(apart(data).build()).lines)
-
-
 def kinds(path: Path) -> list[str]:
     """What is in a file, shortly."""
     return [f"{value!r:.60}" for _, value in walk(read(path).tree)]
@@ -73,22 +64,6 @@ def test_every_fixture_is_read_however_it_was_zipped_again(folder: Path) -> None
             assert kinds(again) == expected, path.name
         seen += 1
     assert seen > 5
-
-
-def test_a_checkpoint_in_a_tensor_of_a_checkpoint_is_no_second_archive(folder: Path) -> None:
-    """Wherever in the file it is, and even if it is nearly all of it: the last end record is the one that all readers
-    take."""
-    inner = by_torch(tree(3, 1))
-    far = b"x" * 70_000
-    for value in (
-        {"inner": inner},
-        {"a": far, "inner": inner},
-        {"inner": inner, "z": far},
-        {"inner": inner + inner[:-22]},
-    ):
-        tensors = {name: torch.frombuffer(bytearray(raw), dtype=torch.uint8) for name, raw in value.items()}
-        path = written(by_torch(tensors), folder / "nested.pt")
-        assert disagreement(path, ckptool.load(path, mmap=False)) == ""
 
 
 def test_an_interrupted_edit_is_read_and_undone(folder: Path) -> None:

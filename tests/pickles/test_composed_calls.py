@@ -62,16 +62,6 @@ CALLERS: dict[str, Callable[[str], bytes]] = {
     ),
 }
 
-# What is given to an object that takes none, by whose attributes it is taken.
-TAKEN: dict[str, bytes] = {
-    "items": name("torch.nn.modules.linear", "Identity") + b")\x81" + text("k") + b"K\x01s",
-    "elements": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01e",
-    "no elements": name("torch.nn.modules.linear", "Identity") + b")\x81(e",
-    "elements added": name("torch.nn.modules.linear", "Identity") + b")\x81(K\x01\x90",
-    "a class in slots": name("argparse", "Namespace") + b")\x81N}" + text("__class__")
-        + name("torch.nn.modules.linear", "Linear")
-    + b"s\x86b",
-}  # fmt: skip
 
 # The same without a file: what is written nowhere, and would call something all the same.
 COMPOSED: dict[str, bytes] = {
@@ -136,11 +126,6 @@ def test_what_was_called_and_thrown_away_is_told(title: str) -> None:
     check_told_though_thrown_away(CALLERS[title]("made"))
 
 
-@pytest.mark.parametrize("what", TAKEN)
-def test_what_an_object_does_not_take_is_told_though_it_was_thrown_away(what: str) -> None:
-    check_told_though_thrown_away(TAKEN[what])
-
-
 def check_told_though_thrown_away(pickled: bytes) -> None:
     thrown_away = program(pickled + b"0N", 4)
     assert decode(thrown_away, lambda key: key, BUILDERS).discarded
@@ -166,21 +151,6 @@ def test_what_many_calls_share_is_not_looked_at_each_time(shared: str) -> None:
     with soon(6):  # some hundred without
         decoded = decode(program(SHARED[shared] + b"e", 4), lambda key: key, BUILDERS, file_bytes=2_000_000)
         assert sum(1 for _ in calls.uses([decoded.root, decoded.discarded])) >= 20_000
-
-
-def element_type(spelled: str, flags: int, fields: bytes = b"NN") -> bytes:
-    made = name("numpy", "dtype") + text(spelled) + b"\x89\x88\x87R"
-    return made + b"(K\x03" + text("|") + b"N" + fields + b"K\x08K\x01" + integer(flags) + b"tb"
-
-
-def test_arrays_of_addresses_are_no_arrays_of_objects() -> None:
-    for flags, fine in ((63, True), (0, False), (8, False)):
-        plain = element_type("O8", flags)
-        assert calls.is_inert(decode(program(plain, 4), lambda key: key, BUILDERS).root) is fine
-    for flags, fine in ((27, True), (0, False)):
-        fields = text("a") + b"\x85}" + text("a") + element_type("O8", 63) + b"K\x00\x86s"
-        record = element_type("V8", flags, fields)
-        assert calls.is_inert(decode(program(record, 4), lambda key: key, BUILDERS).root) is fine
 
 
 @pytest.mark.filterwarnings("ignore")

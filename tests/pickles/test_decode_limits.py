@@ -91,23 +91,6 @@ def test_bytes_after_the_end_are_not_read() -> None:
     assert decode_pickle(b"N.\x80\x02K\x01.").end == 2
 
 
-def test_billion_laughs_stay_small() -> None:
-    """A hundred lists, each with ten references to the one before: 10^100 texts for whoever does not see that they are
-    shared."""
-    data = b"]q\x00" + b"".join(b"0](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(100)) + b"."
-    inner = decode_pickle(data).root
-    for _ in range(100):
-        assert len(inner) == 10 and all(part is inner[0] for part in inner)
-        inner = inner[0]
-    assert inner == []
-
-
-def test_cycles_are_kept() -> None:
-    ring = decode_pickle(b"]q\x00h\x00a.").root
-    assert ring[0] is ring
-    decodes_to(b"}q\x00K\x01h\x00s.", (lambda d: d.update({1: d}) or d)({}))
-
-
 def test_colliding_integer_keys_exceed_the_limit() -> None:
     step = (1 << 61) - 1
     keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
@@ -128,16 +111,6 @@ def test_pickles_of_python_2_are_read() -> None:
     decodes_to(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
     pairs = b"ccollections\nOrderedDict\n](](U\x01\xe9K\x01ee\x85R."
     decodes_to(pairs, OrderedDict({"\xe9": 1}))
-
-
-def test_protocols_0_to_5_are_read_wherever_they_are_given() -> None:
-    for protocol in range(6):
-        assert decode_pickle(b"\x80%c]." % protocol).protocol == protocol
-        assert decode_pickle(b"](\x80%cK\x01e." % protocol).protocol == protocol  # not first: Python reads it too
-    assert decode_pickle(b"\x80\x02\x80\x04].").protocol == 4
-    for protocol in (6, 42, 255):
-        with pytest.raises(Unsupported, match=f"protocol {protocol}"):
-            decode_pickle(b"\x80%c]." % protocol)
 
 
 def test_more_classes_than_any_checkpoint_names() -> None:

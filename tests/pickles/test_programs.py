@@ -3,7 +3,6 @@ when written."""
 
 from __future__ import annotations
 
-import collections
 import io
 import pickle
 from typing import Any
@@ -99,20 +98,3 @@ def test_plain_values_are_what_python_says(data: bytes) -> None:
         assert error.code in ("conflict", "corrupt", "limit-exceeded", "unsupported"), error
         return
     assert_same_tree(decoded.root, as_tree(expected))
-
-
-def test_most_walks_are_read() -> None:
-    """The strategy is of use: a good part of what it makes opens."""
-    outcomes: collections.Counter[str] = collections.Counter()
-
-    @settings(modest, max_examples=200)
-    @given(walks(plain=True))
-    def count(data: bytes) -> None:
-        try:
-            decoded_program(data)
-            outcomes["read"] += 1
-        except CkptoolError as error:
-            outcomes[error.code] += 1
-
-    count()
-    assert outcomes["read"] > 50, outcomes

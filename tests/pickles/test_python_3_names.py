@@ -3,24 +3,16 @@ read."""
 
 from __future__ import annotations
 
-import collections
 import pickle
-from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import ckptool
 from ckptool.checkpoint.nodes import Global, Set
 from ckptool.errors import CkptoolError
-from ckptool.formats import read
 from ckptool.pickles.decode import decode
 from ckptool.pickles.encode import encode
-from tests.support.files import load
-from tests.support.same import assert_same_objects
 
 
 class Outer:
@@ -36,35 +28,6 @@ class Outer:
     @staticmethod
     def function() -> None:
         pass
-
-
-def everything() -> dict[str, Any]:
-    """Names with dots, beside everything that protocol 2 spells with names of Python 2."""
-    thing = Outer.Inner()
-    return {
-        "w": torch.ones(2),
-        "names": [Outer.Inner, Outer.Inner.Innermost, Outer.function],
-        "thing": thing,
-        "again": thing,
-        "bytes": [b"abc", b"", bytearray(b"x"), bytearray()],
-        "sets": [{1, 2}, frozenset({3}), set()],
-        "numbers": [1 + 2j, range(3), slice(1, 2)],
-        "types": [int, str, range, object, Exception, print],
-        "counter": collections.Counter("ab"),
-        "default": collections.defaultdict(list, {"a": [1]}),
-    }
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_nested_names_of_protocols_4_and_5_are_found_again(protocol: int, tmp_path: Path) -> None:
-    path, out = tmp_path / "a.pt", tmp_path / "b.pt"
-    given = everything()
-    torch.save(given, path, pickle_protocol=protocol)
-    ckptool.edit(path, out, set={"x": 1}, keep_unknown=True, verify=True)
-    assert_same_objects(load(out, weights_only=False), given | {"x": 1})
-    ckptool.edit(path, set={"x": 1}, in_place=True, keep_unknown=True, verify=True)
-    assert_same_objects(load(path, weights_only=False), given | {"x": 1})
-    assert not [note for note in read(path).notes if note.code == "nested-name"]
 
 
 def test_names_of_python_2_are_those_of_python_3_where_the_protocol_is_raised() -> None:

@@ -10,7 +10,6 @@ import pickle
 import random
 import struct
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.nodes import Global
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.skeleton import Skeleton, decode_lazily, leaves, skeleton
+from ckptool.pickles.skeleton import Skeleton, decode_lazily, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
 from tests.support.decoding import decode_pickle
 from tests.support.looped import examples, looped
@@ -70,35 +68,6 @@ def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, wind
     assert_same_tree(decoded(made).root, as_tree(graph))
 
 
-def long_values() -> dict[str, Any]:
-    noise = random.Random(1).randbytes(300_000)
-    shared = noise[:100_000]
-    return {
-        "bytes": [noise, shared, shared],
-        "bytearray": bytearray(noise),
-        "text": "é" * 100_000,
-        "k" * 70_000: 1,
-        "almost": [noise[:65_535], noise[:65_536], noise[:65_537]],
-        "many": {f"key {i}": i for i in range(5_000)},
-    }
-
-
-@pytest.mark.parametrize("pickler", [pickle.dumps, pickle._dumps], ids=["C", "Python"])  # type: ignore[attr-defined]
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_long_values_of_both_picklers(protocol: int, pickler: Any, tmp_path: Path) -> None:
-    value = long_values()
-    data = pickler(value, protocol)
-    (tmp_path / "a.pkl").write_bytes(b"junk" + data + b"tail")
-    source = Source(tmp_path / "a.pkl")
-    made = skeleton(FileRange(source, 0, source.size), 4, name="a.pkl")
-    assert made.end == 4 + len(data)
-    assert made.place(0) == 4 and made.place(len(made.data)) == made.end
-    if protocol:
-        assert made.stubs and all(isinstance(stub.data, FileRange) for stub in made.stubs)
-        assert len(made.data) < 250_000
-    assert_same_tree(decoded(made).root, as_tree(value))
-
-
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
     """Real framing: the pickler puts what is long outside of its frames, in a file and in memory."""
@@ -113,73 +82,7 @@ def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
         assert decoded(made).root == value == decode(data, lambda pid: pid, BUILDERS).root
 
 
-def test_values_on_the_memo_stay_shared() -> None:
-    noise = os.urandom(70_000)
-    root = decoded(skeleton(InlineBytes(pickle.dumps([noise, noise, {"a": noise}], 4)), name="a")).root
-    assert root[0] is root[1] is root[2]["a"] and root[0] == noise
-
-
 # What builders make of stubs ------------------------------------------------------------------------------------------
-
-
-def keep_stubs() -> dict[Global, Any]:
-    return {
-        **BUILDERS,
-        Global("tests", "keep"): lambda args: (
-            len(args[0].data.read(0, 1 << 30)) if type(args[0]) is StubbedValue else NotImplemented
-        ),
-    }
-
-
-def call(content: bytes) -> bytes:
-    return b"ctests\nkeep\n" + pickle.dumps(content, 3)[2:-1] + b"\x85R"
-
-
-def test_a_stub_that_a_builder_takes_is_not_read_into_the_tree() -> None:
-    noise = os.urandom(80_000)
-    data = b"\x80\x03](" + call(noise) + b"e."
-    made = skeleton(InlineBytes(data), name="a")
-    runs: list[int] = []
-    found = decode_lazily(made, lambda pid: pid, keep_stubs(), begin=lambda: runs.append(1))
-    assert found.root == [80_000] and len(runs) == 1
-
-
-def test_only_the_stubs_that_are_left_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = os.urandom(80_000), os.urandom(90_000)
-    data = b"\x80\x03](" + call(one) + pickle.dumps(other, 3)[2:-1] + b"e."
-    made = skeleton(InlineBytes(data), name="a")
-    seen: list[list[type]] = []
-
-    def watched(data: bytes, *how: Any, stubs: Sequence[Any], **more: Any) -> Decoded:
-        seen.append([type(stub) for stub in stubs])
-        return decode(data, *how, stubs=stubs, **more)
-
-    monkeypatch.setattr(lexing, "decode", watched)
-    assert decode_lazily(made, lambda pid: pid, keep_stubs()).root == [80_000, other]
-    assert seen == [[StubbedValue, StubbedValue], [StubbedValue, bytes]]
-
-
-def test_no_stub_is_left_anywhere() -> None:
-    noise = os.urandom(70_000)
-    for value in ({"a": noise}, (noise,), {noise: 1}, {"k": (1, [noise])}, frozenset([noise]), {("a",): {noise}}):
-        root = decoded(skeleton(InlineBytes(pickle.dumps(value, 4)), name="a")).root
-        assert not leaves(root, StubbedValue)
-        assert_same_tree(root, as_tree(value))
-    unknown = b"\x80\x03cposix\nsystem\n" + pickle.dumps(noise, 3)[2:-1] + b"\x85R0N."
-    found = decoded(skeleton(InlineBytes(unknown), name="a"))
-    assert found.discarded[0].args == (noise,)
-
-
-def test_equal_long_keys_are_one_key_twice() -> None:
-    text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
-    found = decoded(skeleton(InlineBytes(b"\x80\x02}(" + text + b"K\x01" + text + b"K\x02u."), name="a"))
-    assert (found.root, len(found.replaced)) == ({"k" * 70_000: 2}, 1)
-
-
-def test_a_long_key_within_a_tuple() -> None:
-    text = b"X" + struct.pack("<I", 70_000) + b"k" * 70_000
-    root = decoded(skeleton(InlineBytes(b"\x80\x02}(" + text + b"\x85K\x01u."), name="a")).root
-    assert root == {("k" * 70_000,): 1}
 
 
 def latin1(content: bytes) -> bytes:
@@ -255,47 +158,6 @@ def test_a_hundred_thousand_frames_are_read_within_a_second() -> None:
     data = b"\x80\x04](" + frame(b"N") * 100_000 + b"e."
     with soon(1):
         assert len(decode_pickle(data).root) == 100_000
-
-
-@looped("op", [0xFE, 0xFF])
-def test_the_opcodes_of_our_own_are_none_in_a_file(op: int) -> None:
-    own = b"%c\0\0\0\0." % op
-    for data in (own, b"\x80\x04" + frame(own), b"\x80\x04" + frame(b"N%c" % op) + b"."):
-        with pytest.raises(Corrupt, match=f"0x{op:02x} is not"):
-            decode_pickle(data)
-
-
-def test_a_long_value_that_reaches_over_its_frame_is_corrupt() -> None:
-    data = b"\x80\x04" + frame(b"B" + struct.pack("<I", 100_000) + b"x" * 50_000, 50_005) + b"x" * 50_000 + b"."
-    with pytest.raises(Corrupt, match="frame"):
-        skeleton(InlineBytes(data), name="a")
-
-
-ODD: dict[str, tuple[bytes, type[CkptoolError]]] = {
-    "0xff": (b"\xff\0\0\0\0.", Corrupt),
-    "0xfe": (b"\xfe.", Corrupt),
-    "zero": (b"\0\0\0", Corrupt),
-    "EXT1": (b"\x82\x01.", Unsupported),
-    "EXT4": (b"\x84\x01\0\0\0.", Unsupported),
-    "NEXT_BUFFER": (b"\x97.", Unsupported),
-    "a negative BINSTRING": (b"T\xff\xff\xff\xff.", Corrupt),
-    "a negative LONG4": (b"\x8b\xff\xff\xff\xff.", Corrupt),
-    "LONG4 of 2 GB": (b"\x8b\xff\xff\xff\x7f.", LimitExceeded),
-    "LONG4 of 600 bytes": (b"\x8b\x58\x02\0\0" + bytes(600) + b".", LimitExceeded),
-    "BINUNICODE of 4 GB": (b"X\xf0\xff\xff\xff0123456789.", Truncated),
-    "BINUNICODE8 of 2^63": (b"\x8d" + b"\xff" * 8 + b".", Truncated),
-    "BINBYTES8 of 2^63": (b"\x8e" + b"\0" * 7 + b"\x80.", Truncated),
-    "no end": (b"(((((", Truncated),
-    "a line without an end": (b"Vabc", Truncated),
-    "empty": (b"", Truncated),
-}
-
-
-@looped(("data", "kind"), ODD.values(), ids=ODD)
-def test_what_no_pickle_has_is_refused_with_its_place(data: bytes, kind: type[CkptoolError]) -> None:
-    with pytest.raises(kind) as caught:
-        skeleton(InlineBytes(data), name="a")
-    assert caught.value.why and "byte" in caught.value.what
 
 
 def test_a_skeleton_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,3 @@ def test_html_is_escaped_and_well_formed(tmp_path: Path) -> None:
         assert not checker.open and "script" not in checker.seen and checker.seen >= {"table", "tr", "td"}
         assert "\x1b" not in html and "&lt;script&gt;" in html and "colour" not in html
     assert "strip-module" in found._repr_html_()
-
-
-def test_reports_have_text_of_their_own(tmp_path: Path) -> None:
-    torch.save({"fc.weight": torch.ones(2)}, tmp_path / "a.pt")
-    assert "fc.weight" in str(ckptool.inspect(tmp_path / "a.pt"))
-    assert "[1., 1.]" in str(ckptool.show(tmp_path / "a.pt", at="fc.weight"))

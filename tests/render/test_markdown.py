@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
 from ckptool.commands import function_of
-from ckptool.render.markdown import LIMIT, markdown
-from tests.support.cli import Run, done
+from ckptool.render.markdown import markdown
+from tests.support.cli import Run
 from tests.support.command_options import options_of
 from tests.support.looped import looped
 
@@ -61,14 +59,6 @@ def test_no_text_ends_its_block(lines: list[str]) -> None:
     assert rest == (["\n".join(lines[1:]) + "\n"] if lines[1:] else [])
 
 
-def test_a_long_answer_says_how_much_was_left_out() -> None:
-    text = "title\n" + "".join(f"line {number}\n" for number in range(20_000))
-    page = markdown(text)
-    _, body = texts_in(page)
-    shown, _, more = body.rstrip("\n").rpartition("\n")
-    assert len(page) < LIMIT + 200 and more == f"… and {20_000 - len(shown.splitlines()):,} more lines"
-
-
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -107,30 +97,7 @@ def test_every_answer_is_headings_and_blocks(line: str, files: Path, run: Run) -
     assert found.code == run(*words, *(["-f"] if "-d" in words else [])).code
 
 
-def test_the_forms_are_the_text_and_json_that_there_were(files: Path, run: Run) -> None:
-    text = run("diff", "a.pt", "b.pt")
-    title, body = texts_in(run("diff", "a.pt", "b.pt", "--format", "markdown").out)
-    assert f"{title}\n\n{body}" == text.out
-    assert run("diff", "a.pt", "b.pt", "--format", "text") == text
-    for words in (["--format", "json"], ["--format=json"], ["--json", "--format", "json"]):
-        assert run("diff", "a.pt", "b.pt", *words) == run("diff", "a.pt", "b.pt", "--json")
-        assert json.loads(run("inspect", "nothing.pt", *words).out)["code"] == "io"
-
-
-def test_two_forms_at_once_are_refused(files: Path, run: Run) -> None:
-    for form in ("text", "markdown"):
-        assert run("inspect", "a.pt", "--json", "--format", form).code == 2
-    assert "'text', 'json', 'markdown'" in run("inspect", "a.pt", "--format", "html").err
-    assert done(run("inspect", "a.pt")).startswith("a.pt: ")  # and the next command has its own
-
-
 @looped("command", COMMANDS)
 def test_every_command_with_json_has_the_other_forms(command: str) -> None:
     flags = {option.flag for option in options_of(command)}
     assert ("--format" in flags) == ("--json" in flags) and function_of(command).verb.examples
-
-
-def test_an_error_in_markdown_stands_in_the_log_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "nothing.pt", "--format", "markdown"]) == 2
-    out, err = capsys.readouterr()
-    assert "nothing.pt" in texts_in(out)[0] and err.startswith("error[io]: cannot read nothing.pt")

@@ -69,32 +69,6 @@ def test_frozen_parameters_of_a_module_need_no_gradients(tmp_path: Path) -> None
     assert found.to_load is not None and found.to_train == found.to_load + 3 * nbytes(trained)
 
 
-def test_averages_and_several_sets_are_told_apart(tmp_path: Path) -> None:
-    state = nn.Linear(4, 4).state_dict()
-    ema = {key: value.clone() for key, value in state.items()}
-    assert str(needs({"model": state, "ema": ema}, tmp_path)).startswith("20 parameters: 80 B f32; EMA 80 B; ")
-    gan = {"generator": state, "discriminator": nn.Linear(2, 2).state_dict()}
-    assert str(needs(gan, tmp_path)).startswith("26 parameters in 2 sets of weights: 104 B f32; 104 B to load")
-    assert needs({"generator": state, "discriminator": state}, tmp_path).parameters == 20  # one memory
-
-
-def test_nothing_is_said_that_is_not_known(tmp_path: Path) -> None:
-    none = needs({"epoch": 3, "lr": 0.1}, tmp_path)
-    assert (none.parameters, none.to_load, none.to_train, str(none)) == (None, None, None, "")
-    layer = {f"{name}.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn) for name in "ab"}
-    scaled = needs(layer | {f"{name}.weight_scale": torch.ones(1) for name in "ab"}, tmp_path)
-    assert (scaled.parameters, scaled.to_train, scaled.to_load) == (None, None, 40)
-    assert str(scaled) == "weights: 32 B f8_e4m3fn + 8 B f32; 40 B to load"
-    sparse = needs({"a.weight": torch.eye(4).to_sparse_csr(), "a.bias": torch.ones(4)}, tmp_path)
-    assert sparse.parameters is None and sparse.to_train is None and sparse.to_load
-    adapter = {
-        "base_model.model.q.lora_A.weight": torch.ones(2, 4),
-        "base_model.model.q.lora_B.weight": torch.ones(4, 2),
-    }
-    assert needs(adapter, tmp_path).to_train is None  # its model is elsewhere
-    assert "train" not in str(needs(adapter, tmp_path))
-
-
 def test_bytes_behind_views_take_memory_when_loaded(tmp_path: Path) -> None:
     found = needs({"a.weight": torch.zeros(100, 4)[:2]}, tmp_path)
     assert found.to_load == 1600 and found.dtypes == {"f32": 32}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import ckptool
-from tests.support.cli import Run
 from tests.support.object_graphs import saved_graph
 
 THREE = {"unsafe-global", "custom-class", "weights-only"}
@@ -42,15 +40,3 @@ def test_it_is_there_just_where_torch_refuses(seeds: range, tmp_path: Path) -> N
             assert ("weights-only" not in codes) is taken(graph.data), (seed, graph.kinds)
             said["weights-only" in codes] += 1
     assert said[False] and said[True] >= 5, said
-
-
-def test_one_file_has_one_word_in_every_verb(tmp_path: Path, run: Run) -> None:
-    file = tmp_path / "a.pt"
-    torch.save({"args": argparse.Namespace(lr=1), "state_dict": {"w": torch.ones(2)}}, file)
-    for verb in ("inspect", "doctor"):
-        assert "weights-only" in run(verb, file).out and "unsafe-global" not in run(verb, file).out
-    assert "nothing in it would run: torch.load refuses it by default (weights_only=True)" in run("scan", file).out
-    assert "would run" in run("explain", "weights-only").out
-    run("convert", file, "--weights-only", "-o", tmp_path / "b.pt")
-    assert torch.load(tmp_path / "b.pt", weights_only=True)["args"] == {"lr": 1}
-    assert not {note.code for note in ckptool.inspect(tmp_path / "b.pt").notes} & THREE

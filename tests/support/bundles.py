@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-LAYOUTS = ("gan.tar", "gan.safetensors")
-
 
 def small_net(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 4))

@@ -39,43 +39,6 @@ def timm_vit(depth: int = 12, width: int = 768, classes: int = 1000, chunks: int
     return shapes | norm("norm", width) | linear("head", classes, width)
 
 
-TORCHVISION = {
-    "cls_token": "class_token",
-    "pos_embed": "encoder.pos_embedding",
-    "patch_embed.proj": "conv_proj",
-    "norm": "encoder.ln",
-    "head": "heads.head",
-}
-TORCHVISION_BLOCK = {
-    "norm1.weight": "ln_1.weight",
-    "norm1.bias": "ln_1.bias",
-    "attn.qkv.weight": "self_attention.in_proj_weight",
-    "attn.qkv.bias": "self_attention.in_proj_bias",
-    "attn.proj.weight": "self_attention.out_proj.weight",
-    "attn.proj.bias": "self_attention.out_proj.bias",
-    "norm2.weight": "ln_2.weight",
-    "norm2.bias": "ln_2.bias",
-    "mlp.fc1.weight": "mlp.0.weight",
-    "mlp.fc1.bias": "mlp.0.bias",
-    "mlp.fc2.weight": "mlp.3.weight",
-    "mlp.fc2.bias": "mlp.3.bias",
-}
-
-
-def torchvision_name(key: str) -> str:
-    """What torchvision's VisionTransformer calls a tensor of timm's (written down by hand: what rules have to find)."""
-    if key.startswith("blocks."):
-        *_, number, module, leaf = key.split(".") if ".norm" in key else _joined(key)
-        return f"encoder.layers.encoder_layer_{number}.{TORCHVISION_BLOCK[f'{module}.{leaf}']}"
-    module = next(name for name in TORCHVISION if key == name or key.startswith(f"{name}."))
-    return TORCHVISION[module] + key.removeprefix(module)
-
-
-def _joined(key: str) -> list[str]:
-    *blocks, outer, inner, leaf = key.split(".")
-    return [*blocks, f"{outer}.{inner}", leaf]
-
-
 def torchvision_vit(depth: int = 12, width: int = 768, classes: int = 1000, old: bool = False) -> Shapes:
     """torchvision's VisionTransformer, in its own order; old: with the names that its MLP had before version 2 of the
     block."""
@@ -129,13 +92,6 @@ def bert_attention(name: str, width: int, leaves: tuple[str, str] = ("weight", "
     return shapes | linear(f"{name}.output.dense", width, width) | norm(f"{name}.output.LayerNorm", width, leaves)
 
 
-def masked_language_head(width: int = 768) -> Shapes:
-    """What BertForMaskedLM has beside its BertModel."""
-    head = "cls.predictions"
-    shapes = {f"{head}.bias": (30522,), f"{head}.decoder.weight": (30522, width), f"{head}.decoder.bias": (30522,)}
-    return shapes | linear(f"{head}.transform.dense", width, width) | norm(f"{head}.transform.LayerNorm", width)
-
-
 def resnet50(
     stage: str = "layer{}",
     first: int = 1,
@@ -159,25 +115,3 @@ def resnet50(
                 shapes |= batch_norm(f"{block}.{shortcut[1]}", 4 * width)
             into = 4 * width
     return shapes | linear(head, classes, into)
-
-
-def weight_normed(layers: int = 5, new: bool = False) -> Shapes:
-    """Convolutions with weight norm, as torch stored them before and since torch.nn.utils.parametrizations."""
-    names = (
-        ("parametrizations.weight.original0", "parametrizations.weight.original1") if new else ("weight_g", "weight_v")
-    )
-    shapes: Shapes = {}
-    for number in range(layers):
-        shapes |= {
-            f"convs.{number}.bias": (8,),
-            f"convs.{number}.{names[0]}": (8, 1, 1),
-            f"convs.{number}.{names[1]}": (8, 8, 3),
-        }
-    return shapes
-
-
-def spectrally_normed(new: bool = False) -> Shapes:
-    names = ("parametrizations.weight.original", "parametrizations.weight.0._u", "parametrizations.weight.0._v")
-    old = ("weight_orig", "weight_u", "weight_v")
-    sizes = ((8, 4, 3, 3), (8,), (36,))
-    return {f"main.{n}.{name}": size for n in (0, 2) for name, size in zip(names if new else old, sizes, strict=True)}

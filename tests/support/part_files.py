@@ -237,5 +237,4 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], int, str]] = {
     "sentence-transformers": (sentence_folder, 2, "2_Dense/model.safetensors"),
     "megatron": (megatron_folder, 2, "mp_rank_00/model_optim_rng.pt"),
 }
-WITH_WEIGHTS = ("trainer", "trainer of two ranks", "accelerate", "sentence-transformers")
 NOT_JOINED = ("megatron",)

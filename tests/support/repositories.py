@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.programs import path_with
 
-BIN = Path(sys.executable).parent
 IDENTITY = "[user]\n\tname = n\n\temail = n@example.org\n[init]\n\tdefaultBranch = main\n"
 needs_lfs = pytest.mark.skipif(shutil.which("git-lfs") is None, reason="git-lfs is not installed")
 

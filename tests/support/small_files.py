@@ -26,6 +26,7 @@ PLAIN = {
     "doctor": "m.pt",
     "scan": "there",
     "report": "m.pt n.pt -o out.html",
+    "browse": "m.pt",
     "strip-module": "m.pt -o out.pt",
     "add-module": "m.pt -o out.pt",
     "rename": "m.pt,*weight => *w,-o,out.pt",

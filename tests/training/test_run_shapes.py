@@ -41,6 +41,7 @@ def validate():
 loader = {loader}
 run = ckptool.Run(folder, model=model, optimizer=optimizer, scheduler=scheduler, say=str, keep_last=2,
                   keep_best=("val", "min"), **options)
+run.log(begun=1)
 """
 LOADERS = {
     "shuffled": "torch.utils.data.DataLoader(Noisy(), batch_size=3, shuffle=True)",
@@ -262,6 +263,15 @@ ODD = {
         (
             "for epoch in run.epochs(14):\n    batch = torch.rand(3, 4) + random.random()\n"
             f"    {STEP}    run.log(loss=loss)\n    run.save(every=3)\n"
+        ),
+    ),
+    "two loops and a line between": (
+        "",
+        "",
+        (
+            f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
+            "        run.save(every=3)\nrun.log(between=1)\n"
+            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run.save(every=3)\n"
         ),
     ),
     "a set that grows": (

@@ -11,9 +11,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import Conflict, NoMatch, Unsupported
-from fixtures.make import make
 from fixtures.traps import TRAPS
-from tests.support.errors import three_parts
 from tests.support.files import saved, weights
 from tests.support.looped import looped
 
@@ -23,15 +21,6 @@ def exported(value: Any, folder: Path, **options: Any) -> tuple[list[str], list[
     file, out = saved(value, folder / "in.pt"), folder / "out.safetensors"
     done = ckptool.convert(file, out, overwrite=True, keep_unknown=True, **options)
     return sorted(load_file(out)), list(done.facts["left_behind"]), [note.code for note in done.notes]
-
-
-def test_one_root_and_what_stays_behind(tmp_path: Path) -> None:
-    file = make("training.pt", tmp_path)
-    done = ckptool.convert(file, tmp_path / "out.safetensors")
-    tree = ckptool.open(file).tree
-    assert set(load_file(tmp_path / "out.safetensors")) == set(tree["model_state_dict"])
-    beside = [key for key in tree if key != "model_state_dict"]
-    assert done.facts["left_behind"] == ["model_state_dict/_metadata", *beside] and not done.notes
 
 
 EXTRA = TRAPS["19-extra-state"]()
@@ -78,18 +67,6 @@ def test_what_is_refused(value: Any, options: Any, error: type[Exception], says:
 
 
 @looped(
-    "name", ["11-sparse-coo", "11-nested", "09-qint8-per-tensor", "11-subclass", "11-meta", "11-tensor-with-attributes"]
-)
-def test_what_is_no_plain_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    value = {"fc.weight": torch.ones(1), **TRAPS[name]()}
-    with pytest.raises(Unsupported, match=r"safetensors cannot hold w \(") as caught:
-        exported(value, tmp_path)
-    assert "exclude" in three_parts(caught.value)[1] + caught.value.fix and "all" in caught.value.fix
-    names = exported(value, tmp_path, exclude=["w", *(["p"] if "p" in value else [])])[0]
-    assert names == ["fc.weight"]
-
-
-@looped(
     ("name", "expected"),
     [
         ("01-full-tie", []),
@@ -112,10 +89,3 @@ def test_lost_sharing_and_resolved_views_are_noted(name: str, expected: list[str
     _, _, codes = exported(value, tmp_path)
     assert [code for code in codes if code in ("sharing-lost", "resolved-views")] == expected
     assert "sharing-lost" not in exported(value, tmp_path, ties="copy")[2]
-
-
-def test_notes_name_what_they_are_about(tmp_path: Path) -> None:
-    x = torch.arange(9.0)
-    file = saved({"a.w": x[:3], "b.w": x[3:6], "c.w": x[5:], "d.w": torch.ones(1)}, tmp_path / "in.pt")
-    (note,) = ckptool.convert(file, tmp_path / "out.safetensors").notes
-    assert "b.w, c.w" in note.message and "d.w" not in note.message

@@ -19,30 +19,9 @@ from ckptool.errors import CkptoolError, Conflict, UsageError
 from ckptool.names.layout import read_layout, shipped
 from ckptool.names.pattern import parse_name
 from tests.support.files import load, saved
-from tests.support.layout_vectors import LAYOUT_CASES, case_of, counting, digests
+from tests.support.layout_vectors import LAYOUT_CASES, case_of, digests
 from tests.support.llama_meta import MetaLlama, write_ranks
 from tests.support.looped import looped
-
-
-def without(source: Path, file: Path, *words: str) -> Path:
-    """The file without the tensors whose names have one of the words."""
-    save_file({name: value for name, value in load_file(source).items() if not any(w in name for w in words)}, file)
-    return file
-
-
-EXPERTS = "block_sparse_moe.experts"
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    (["1.block_sparse_moe.experts.1."], "line 17: the rule .* there is nothing for e = 1, of 3 tensors"),
-    (["1.block_sparse_moe.experts.1.w3"], r"there is .*1\.w1\.weight, but no .*layers\.1\..*experts\.1\.w3\.weight"),
-    (["1.block_sparse_moe.experts.2."], r"3 tensors are missing: .*layers\.1\..*experts\.2\.w1\.weight"),
-    ([f"{EXPERTS}.2."], "the router knows another number of experts"),
-    (["1.self_attn.q_proj"], r"1 tensor is missing: model\.layers\.1\.self_attn\.q_proj\.weight"),
-])  # fmt: skip
-def test_a_missing_expert(words: list[str], expected: str, tmp_path: Path) -> None:
-    file = without(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors", tmp_path / "a.safetensors", *words)
-    refuses(file, "mixtral-stacked", expected, tmp_path)
 
 
 def refuses(file: Path, layout: str, expected: str, tmp_path: Path, **options: Any) -> None:
@@ -109,32 +88,6 @@ def test_more_ranks_than_heads_of_keys(tmp_path: Path) -> None:
     refuses(folder, LLAMA, r"layers\.1\.attention\.wv\.weight", tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_that_store_one_less(dtype: torch.dtype, tmp_path: Path) -> None:
-    source = LAYOUT_CASES / "llama-megatron-stacked" / "model.safetensors"
-    state = {name: value.to(dtype) for name, value in load_file(source).items()}
-    zero = {name: value - 1 if "norm" in name else value for name, value in state.items()}
-    save_file(zero, tmp_path / "zero.safetensors")
-    save_file(
-        {k: (v.float() + 1).to(dtype) if "norm" in k else v for k, v in zero.items()}, tmp_path / "one.safetensors"
-    )
-    results = []
-    for name, given in (("zero", ["heads=4", "zero_centered=1"]), ("one", ["heads=4"])):
-        out = tmp_path / f"{name}.out.safetensors"
-        report = ckptool.translate(
-            tmp_path / f"{name}.safetensors", out=out, rules_file="llama-megatron-stacked", set=given
-        )
-        assert ("rounds" in str(report.details)) == (name == "zero")
-        results.append(load_file(out))
-    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
-    given = ["heads=4", "kv_heads=2", "zero_centered=1"]
-    back = tmp_path / "back.safetensors"
-    ckptool.translate(
-        tmp_path / "zero.out.safetensors", out=back, rules_file="llama-megatron-stacked", set=given, reverse=True
-    )
-    assert all(torch.allclose(value, zero[key], atol=0.02) for key, value in load_file(back).items())
-
-
 @pytest.mark.parametrize("steps", ["equal", "unequal"])
 def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path) -> None:
     model = {name: value.float() for name, value in
@@ -167,35 +120,6 @@ def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path
     assert all(torch.equal(slots[name]["exp_avg"], value + 1) for name, value in model.items())
 
 
-def test_a_single_file_with_other_parts(tmp_path: Path) -> None:
-    """Two translations take the UNet and the VAE; what no rule takes is refused, or named."""
-    shapes = [case_of(name)["shapes"] for name in ("unet-ldm", "vae-ldm")]
-    text = {"cond_stage_model.transformer.text_model.final_layer_norm.weight": torch.ones(4)}
-    whole = {**counting(shapes[0]), **counting(shapes[1]), **text}
-    save_file(whole, tmp_path / "sd.safetensors")
-    refuses(tmp_path / "sd.safetensors", "vae-ldm", "no rule takes .* keys: .*model", tmp_path)
-    for name in ("unet-ldm", "vae-ldm"):
-        out = tmp_path / f"{name}.safetensors"
-        report = ckptool.translate(tmp_path / "sd.safetensors", out=out, rules_file=name, rest="drop")
-        assert "left out:" in str(report.details)
-        assert digests(load_file(out)) == case_of(name)["expected"]
-        ckptool.translate(out, out=tmp_path / f"{name}.back.safetensors", rules_file=name)
-    again = {
-        **load_file(tmp_path / "unet-ldm.back.safetensors"),
-        **load_file(tmp_path / "vae-ldm.back.safetensors"),
-        **text,
-    }
-    assert again.keys() == whole.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
-
-
-def test_files_are_called_as_the_library_calls_them(tmp_path: Path) -> None:
-    save_file(counting(case_of("vae-ldm")["shapes"]), tmp_path / "a.safetensors")
-    ckptool.translate(tmp_path / "a.safetensors", out=f"{tmp_path}/vae/", rules_file="vae-ldm")
-    assert [path.name for path in (tmp_path / "vae").iterdir()] == ["diffusion_pytorch_model.safetensors"]
-    ckptool.translate(LAYOUT_CASES / LLAMA, out=f"{tmp_path}/hf/", rules_file=LLAMA)
-    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
-
-
 def test_arithmetic_of_too_many_blocks_is_refuses() -> None:
     pattern = replace(parse_name("input_blocks.{b * layers + l}.0"), digits=frozenset({"b", "l"}))
     ranges = {"b": 5, "l": 20}
@@ -208,32 +132,6 @@ def test_arithmetic_of_too_many_blocks_is_refuses() -> None:
 def test_megatrons_own_folders_say_what_has_no_place(tmp_path: Path) -> None:
     folder = LAYOUT_CASES.parents[1] / "engines" / "megatron-torch-dist" / "checkpoint"
     refuses(folder, "llama-megatron-stacked", "position_embeddings.weight: learned positions", tmp_path, set="heads=4")
-
-
-def test_members_of_a_family_that_have_less_or_more(tmp_path: Path) -> None:
-    """A VAE without attention in the middle, Llama 1 with its angles in every layer; and shapes with no place."""
-    shapes = {name: case_of(name).get("shapes") for name in
-              ("vae-ldm", "vit-timm", "clip-openclip")}  # fmt: skip
-    vae = {name: shape for name, shape in shapes["vae-ldm"].items() if "mid.attn_1" not in name}
-    save_file(counting(vae), tmp_path / "vae.safetensors")
-    for name, out in (("vae", "new"), ("new", "back")):
-        ckptool.translate(tmp_path / f"{name}.safetensors", out=tmp_path / f"{out}.safetensors", rules_file="vae-ldm")
-    again = load_file(tmp_path / "back.safetensors")
-    assert again.keys() == vae.keys() and all(torch.equal(again[key], value) for key, value in counting(vae).items())
-    assert not any("attentions" in name for name in load_file(tmp_path / "new.safetensors"))
-    source, first = LAYOUT_CASES / LLAMA, tmp_path / "llama"
-    shutil.copytree(source, first)
-    for rank in sorted(first.glob("*.safetensors")):
-        angles = {f"layers.{layer}.attention.inner_attention.rope.freqs": torch.ones(4) for layer in range(2)}
-        save_file(load_file(rank) | angles, rank)
-    ckptool.translate(first, out=tmp_path / "llama.safetensors", rules_file=LLAMA)
-    assert digests(load_file(tmp_path / "llama.safetensors")) == case_of(LLAMA)["expected"]
-    vit, clip = shapes["vit-timm"], shapes["clip-openclip"]
-    for count in (1, 4, 9, 16, 196, 225):
-        save_file(counting(vit | {"pos_embed": [1, count, vit["pos_embed"][2]]}), tmp_path / "vit.safetensors")
-        refuses(tmp_path / "vit.safetensors", "vit-timm", "positions without a row for the class token", tmp_path)
-    save_file(counting(clip | {"logit_scale": [1]}), tmp_path / "clip.safetensors")
-    refuses(tmp_path / "clip.safetensors", "clip-openclip", r"a scale of the shape \[1\]", tmp_path)
 
 
 ANOTHER: dict[str, Any] = {"true": False, "false": True, "null": 4096}
@@ -257,43 +155,6 @@ def test_each_field_that_a_layout_needs(name: str) -> None:
                         continue
                     with pytest.raises(Conflict, match=re.escape(field)):
                         side.check({}, config)
-
-
-def test_numbers_of_a_configuration_are_compared_as_such() -> None:
-    layout = replace(read_layout(shipped()["gpt2-nanogpt"]).old, needs=(("eps", ("1.2.3", "1E-5", "none")),))
-    layout.check({}, {"eps": 1e-5})
-    with pytest.raises(Conflict, match="eps"):
-        layout.check({}, {"eps": 1e-6})
-
-
-@pytest.mark.parametrize(
-    ("layout", "config"),
-    [
-        ("gpt2-nanogpt", {"scale_attn_weights": False}),
-        ("gpt2-nanogpt", {"activation_function": "relu"}),
-        ("resnet-torchvision", {"downsample_in_first_stage": True}),
-        ("vit-timm", {"hidden_act": "relu"}),
-        (LLAMA, {"sliding_window": 4096}),
-        (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}),
-    ],
-)
-def test_a_configuration_that_contradicts_a_layout(layout: str, config: dict[str, Any], tmp_path: Path) -> None:
-    case = case_of(layout)
-    source = LAYOUT_CASES / layout
-    if "shapes" in case:
-        source = tmp_path / "in.safetensors"
-        save_file(counting(case["shapes"]), source)
-    beside = tmp_path / "folder"
-    beside.mkdir()
-    ckptool.translate(source, out=beside / "model.safetensors", rules_file=layout, set=case.get("set", ()))
-    (beside / "config.json").write_text(json.dumps(config))
-    refuses(beside / "model.safetensors", layout, "in the configuration", tmp_path, reverse=True)
-    (beside / "config.json").write_text("{}")
-    given = case.get("back", ())
-    ckptool.translate(
-        beside / "model.safetensors", out=tmp_path / "o.pt", rules_file=layout, set=given, reverse=True, overwrite=True
-    )
 
 
 def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.conventions.adapter_keys import adapter_detail, adapter_key
+from ckptool.conventions.adapter_keys import adapter_key
 from ckptool.errors import CkptoolError
 from ckptool.transforms.lora.adapters import read_adapter
 from tests.support.looped import looped
@@ -51,18 +51,6 @@ def test_a_key_is_taken_apart(key: str, scheme: str, component: str, module: str
     assert adapter_key(key)[:4] == (scheme, component, module, role)
 
 
-def test_scales() -> None:
-    node = pair("base_model.model.a.q") | pair("base_model.model.b.q", 8)
-    config = CONFIG | {"rank_pattern": {"b.q": 8}, "alpha_pattern": {"b.q": 32}}
-    assert [(each.rank, each.scale) for each in read_adapter(node, "x", config).deltas] == [(2, 2.0), (8, 4.0)]
-    rs = read_adapter(node, "x", config | {"use_rslora": True})
-    assert [each.scale for each in rs.deltas] == [4 / math.sqrt(2), 32 / math.sqrt(8)]
-    assert read_adapter(pair("unet.a"), "x").deltas[0].scale == 1.0
-    down = {"lora_unet_a.lora_down.weight": entry(2, 6), "lora_unet_a.lora_up.weight": entry(4, 2)}
-    assert read_adapter(down, "x").deltas[0].scale == 1.0
-    assert read_adapter(down | {"lora_unet_a.alpha": entry(fill=1.0)}, "x").deltas[0].scale == 0.5
-
-
 @looped(
     ("node", "config", "message"),
     [
@@ -87,9 +75,3 @@ def test_scales() -> None:
 def test_what_is_no_whole_adapter_is_named(node: Any, config: Any, message: str) -> None:
     with pytest.raises(CkptoolError, match=message):
         read_adapter(node, "x.safetensors", config)
-
-
-def test_an_adapter_in_words() -> None:
-    node = pair("base_model.model.model.layers.0.q_proj") | pair("base_model.model.model.layers.0.v_proj", 4)
-    assert adapter_detail(node) == "LoRA adapter, PEFT names, rank 2, 4, of 2 modules (q_proj, v_proj)"
-    assert adapter_detail({"lora.weight": entry(2)}) == "" == adapter_detail({})

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.errors import Conflict
 from ckptool.transforms.lora import low_rank
 from ckptool.transforms.lora.low_rank import TensorDifference, Truncation
-from ckptool.transforms.views import padded
 from tests.support.looped import examples, sliced
 
 Array = numpy.ndarray[Any, Any]
@@ -73,30 +71,6 @@ def test_the_same_matrix_gives_the_same_bytes_and_another_name_another_start(mon
     assert made[0] == made[1] != made[2]
 
 
-def test_energy_and_kernels() -> None:
-    values = matrix(24, 36, 0) * 0
-    values[:6, :6] = numpy.diag([8.0, 4, 2, 1, 0.5, 0.25])
-    total = (values**2).sum()
-    difference = TensorDifference("x", entry(values.reshape(24, 4, 3, 3)), entry(numpy.zeros((24, 4, 3, 3))))
-    for rank in range(1, 7):
-        kept = (values[:rank] ** 2).sum() / total
-        assert difference.rank_for(kept * (1 - 1e-9), 20) == rank
-        assert difference.rank_for(kept * (1 - 1e-9), 3) == min(rank, 3)
-    factors = difference.factors(6, F32, (3, 3))
-    assert factors["A"].shape == (6, 4, 3, 3) and factors["B"].shape == (24, 6, 1, 1)
-    assert numpy.allclose(factors["B"].numpy().reshape(24, 6) @ factors["A"].numpy().reshape(6, 36), values)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("exact", [768, 4])
-def test_infinities_are_named(value: float, exact: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "EXACT", exact)
-    values = numpy.zeros((9, 8))
-    values[5, 5] = value
-    with pytest.raises(Conflict, match=r"difference in a\.weight has infinities or NaN"):
-        TensorDifference("a.weight", entry(values), entry(numpy.zeros((9, 8)))).factors(2, F32, ())["A"].bytes()
-
-
 @settings(max_examples=examples(40))
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 12), st.integers(1, 12), st.integers(0, 99))
 def test_a_product_is_truncated_as_by_the_exact_svd(height: int, width: int, old: int, rank: int, seed: int) -> None:
@@ -112,9 +86,3 @@ def test_a_product_is_truncated_as_by_the_exact_svd(height: int, width: int, old
     best, norm = math.sqrt((values[rank:] ** 2).sum()), numpy.linalg.norm(values)
     assert numpy.linalg.norm(b.astype("f4").astype("f8") @ a.astype("f4") - made) <= best + 1e-5 * norm
     assert truncation.error == pytest.approx(best / norm if norm else 0, abs=1e-6)
-
-
-def test_zeros_are_added() -> None:
-    values = numpy.arange(6.0).reshape(2, 3)
-    assert padded(entry(values), 0, 4).numpy().tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
-    assert padded(entry(values), 1, 4).numpy().tolist() == [[0, 1, 2, 0], [3, 4, 5, 0]]

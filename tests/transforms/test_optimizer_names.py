@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
 import ckptool
 from ckptool.conventions.optimizer_keys import flattened, nested
@@ -123,18 +122,6 @@ def test_every_form_is_torchs_own(kind: str, tmp_path: Path) -> None:
             assert_same_objects(stepped(by_name, other, 9), after)
 
 
-def test_fsdp_gives_the_same_numbers(tmp_path: Path) -> None:
-    model, optimizer, _ = made(1, "adam", True, 1, False)
-    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    ckptool.convert(file, tmp_path / "names.pt", optimizer_as="names")
-    names = torch.load(tmp_path / "names.pt", weights_only=True)["optimizer"]
-    theirs = FullyShardedDataParallel.rekey_optim_state_dict(names, OptimStateKeyType.PARAM_ID, model)
-    assert_same_objects(theirs["state"], optimizer.state_dict()["state"])
-    assert [group["params"] for group in theirs["param_groups"]] == [
-        group["params"] for group in optimizer.state_dict()["param_groups"]
-    ]
-
-
 def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     some = torch.optim.Adam(list(model.parameters())[1:])
@@ -160,29 +147,6 @@ def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
         ckptool.convert(saved(model.state_dict(), tmp_path / "w.pt"), tmp_path / "o.pt", optimizer_as="ids")
     assert not (tmp_path / "o.pt").exists()
     assert run("convert", both, "-o", tmp_path / "o.pt", "--optimizer-as", "ids").code == 0
-
-
-def test_groups_in_the_order_of_the_model_are_known_by_their_shapes(tmp_path: Path, run: Run) -> None:
-    """As transformers' Trainer makes them: weights that decay, and all others."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    every = list(model.named_parameters())
-    decay = [pair for pair in every if pair[1].dim() > 1]
-    rest = [pair for pair in every if pair[1].dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": [p for _, p in part]} for part in (decay, rest)])
-    stepped_once(model, optimizer)
-    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    ckptool.convert(file, tmp_path / "o.pt", optimizer_as="names")
-    found = torch.load(tmp_path / "o.pt", weights_only=True)["optimizer"]
-    assert_same_objects(found, get_optimizer_state_dict(model, optimizer))
-    by_name = {name: model.state_dict()[name] for name in sorted(model.state_dict())}
-    file = saved({"model": by_name, "optimizer": optimizer.state_dict()}, tmp_path / "sorted.pt")
-    done = run("convert", file, "-o", tmp_path / "s.pt", "--optimizer-as", "names")
-    assert done.code == 2 and "sorted by name" in done.err
-    halves = torch.optim.AdamW([{"params": [p for _, p in every[:6]]}, {"params": [p for _, p in every[6:]]}])
-    stepped_once(model, halves)
-    file = saved({"model": model.state_dict(), "optimizer": halves.state_dict()}, tmp_path / "halves.pt")
-    with pytest.raises(Conflict, match="cannot be known"):
-        ckptool.convert(file, tmp_path / "h.pt", optimizer_as="names")
 
 
 def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: Run) -> None:
@@ -216,15 +180,6 @@ def stepped_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-
-
-def test_numbers_that_became_text_are_numbers_again(tmp_path: Path) -> None:
-    model, optimizer, _ = made(2, "adam", False, 1, False)
-    state = optimizer.state_dict()
-    as_text = {**state, "state": {str(key): value for key, value in state["state"].items()}}
-    file = saved({"model": model.state_dict(), "optimizer": as_text}, tmp_path / "a.pt")
-    ckptool.convert(file, tmp_path / "ids.pt", optimizer_as="ids")
-    assert_same_objects(torch.load(tmp_path / "ids.pt", weights_only=True)["optimizer"], state)
 
 
 def test_flattened_keys_below_a_prefix(tmp_path: Path) -> None:

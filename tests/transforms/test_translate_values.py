@@ -13,43 +13,6 @@ import ckptool
 from ckptool.errors import CkptoolError, Unsupported
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_tied_tensors_that_are_split_differently(seed: int, tmp_path: Path) -> None:
-    """Each name has the parts that its own rule says, whatever the rule of another name for the same tensor."""
-    rng = random.Random(seed)
-    tied = torch.randn(24, 2)
-    parts = {f"t{number}": rng.choice([1, 2, 3, 4, 6]) for number in range(4)}
-    rules = [f"{key} => {', '.join(f'{key}.{n}' for n in range(count))} : split 0" for key, count in parts.items()]
-    torch.save(dict.fromkeys(parts, tied), tmp_path / "in.pt")
-    ckptool.translate(tmp_path / "in.pt", rules, tmp_path / "out.pt")
-    made = torch.load(tmp_path / "out.pt")
-    for key, count in parts.items():
-        for number, wanted in enumerate(tied.chunk(count)):
-            assert torch.equal(made[f"{key}.{number}"], wanted), key
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_variables_of_sizes_that_the_rules_change(seed: int, tmp_path: Path) -> None:
-    """What is called reversible comes back; a number that would be another one then is named."""
-    rng = random.Random(seed)
-    shape, op = rng.choice([(4, 6), (4, 4), (6, 4)]), rng.choice(["transpose", "unsqueeze 0", "permute 0 1"])
-    state = {"w": torch.randn(shape), "q": torch.randn(24, 2)}
-    rules = f"rules: ['w => w : {op}', 'q => q : {rng.choice(['rope h', 'interleave 0 h', 'deinterleave 0 h'])}']\n"
-    (tmp_path / "rules.yaml").write_text(f"{rules}variables: {{h: \"size('w', 0)\"}}\n")
-    torch.save(state, tmp_path / "in.pt")
-    there = ckptool.translate(tmp_path / "in.pt", rules_file=tmp_path / "rules.yaml", out=tmp_path / "out.pt")
-    back: dict[str, Any] = {}
-    try:
-        options: Any = {"rules_file": tmp_path / "rules.yaml", "reverse": True}
-        ckptool.translate(tmp_path / "out.pt", out=tmp_path / "back.pt", **options)
-        back = torch.load(tmp_path / "back.pt")
-    except CkptoolError:
-        pass
-    same = back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
-    assert there.facts["reversible"] == same
-    assert same or "h is" in there.facts["not_reversible"][0]
-
-
 def trained() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -84,14 +47,6 @@ def test_moments_are_not_resized(tmp_path: Path) -> None:
     ckptool.translate(tmp_path / "in.pt", rules, tmp_path / "out.pt", at="model", container="torch-zip", extract=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_end_of_a_slice_is_a_variable_of_any_name(size: int, tmp_path: Path) -> None:
-    state = {f"w.{size}": torch.randn(4, 2)}
-    torch.save(state, tmp_path / "in.pt")
-    ckptool.translate(tmp_path / "in.pt", "w.{size} => a.{size} : slice 0 :size of 4", tmp_path / "out.pt")
-    assert torch.equal(torch.load(tmp_path / "out.pt")[f"a.{size}"], state[f"w.{size}"][:size])
-
-
 @pytest.mark.parametrize(
     ("state", "rule", "message"),
     [
@@ -105,15 +60,6 @@ def test_numbers_that_are_too_large(state: dict[str, Any], rule: str, message: s
     with pytest.raises(CkptoolError, match=message):
         ckptool.translate(tmp_path / "in.pt", rule, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize("line", ["optional: [&r ['b => c'], *r, *r]", "rules: [*.b => c]", "x: &x [1]\ny: [*x, *x]"])
-def test_rules_without_aliases(line: str, tmp_path: Path) -> None:
-    """A few lines of aliases stand for millions of rules."""
-    torch.save({"a": torch.zeros(2)}, tmp_path / "in.pt")
-    (tmp_path / "rules.yaml").write_text(f"notes: ['']\n{line}\n")
-    with pytest.raises(CkptoolError, match=r"line [23]: an alias|line 2: while scanning|line 2: expected"):
-        ckptool.translate(tmp_path / "in.pt", rules_file=tmp_path / "rules.yaml", out=tmp_path / "out.pt")
 
 
 CHAIN = ", ".join(f"v{n}: v{n + 1}" for n in range(2000))

@@ -114,10 +114,6 @@ def cases() -> Iterator[Any]:
                     yield pytest.param(verb, place, way, id=f"{verb}-{place or 'whole'}-{way}")
 
 
-def test_the_table_is_what_the_changing_verbs_are() -> None:
-    assert {name for name, verb in VERBS.items() if verb.address is Use.CHANGES} == set(CHANGES)
-
-
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
@@ -254,51 +250,12 @@ def test_names_that_an_optimizer_outside_has_are_told(tmp_path: Path) -> None:
     assert list(load_unsafely(tmp_path / "all.pt")["optimizer"]["state"]) == ["w"]
 
 
-def test_edits_are_relative_to_the_address(original: Path, tmp_path: Path) -> None:
-    done = ckptool.edit(f"{original}#models", tmp_path / "out.pt", drop=["a~1b/*.bias"], set={"note": "x"})
-    assert done.facts["dropped"] == ["models/a~1b/module.fc.bias"] and done.facts["set"] == ["models/note"]
-    after = load_unsafely(tmp_path / "out.pt")
-    assert "module.fc.bias" not in after["models"]["a/b"] and "module.fc.bias" in after["state_dict"]
-    assert after["models"]["note"] == "x" and "note" not in after
-    with pytest.raises(NoMatch):
-        ckptool.edit(f"{original}#models", tmp_path / "no.pt", drop=["models/*"])
-
-
 def test_a_cast_of_nothing_says_so(original: Path, tmp_path: Path) -> None:
     with pytest.raises(NoMatch, match="optimizer has no floating tensors"):
         ckptool.cast(f"{original}#optimizer", tmp_path / "out.pt", dtype="bf16")
 
 
-def test_slim_does_not_drop_the_part_that_it_was_given(original: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="optimizer is the state of an optimizer"):
-        ckptool.slim(f"{original}#optimizer", tmp_path / "out.pt")
-
-
 # Verbs that take the part, and those that refuse one ------------------------------------------------------------------
-
-
-def test_verify_reads_the_part(tmp_path: Path) -> None:
-    file = saved({"a": torch.arange(64.0), "b": torch.arange(64.0, 128.0)}, tmp_path / "f.pt")
-    data = bytearray(file.read_bytes())
-    at = bytes(data).index(torch.arange(64.0, 128.0).numpy().tobytes())
-    data[at + 5] ^= 1
-    file.write_bytes(bytes(data))
-    assert ckptool.verify(f"{file}#a").fine and ckptool.verify(f"{file}#a").tensors == 1
-    assert [problem.code for problem in ckptool.verify(file, at="b").problems] == ["checksum"]
-    assert not ckptool.verify(file).fine
-
-
-def test_doctor_is_about_the_part(original: Path) -> None:
-    whole = {finding.code for finding in ckptool.doctor(original).findings}
-    part = {finding.code for finding in ckptool.doctor(f"{original}#state_dict").findings}
-    assert "several-weights" in whole and "several-weights" not in part and "prefix-module" in part
-
-
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.address is Use.REFUSES])
-def test_verbs_about_whole_files_refuse_an_address(verb: str, original: Path, run: Any) -> None:
-    words = [verb, f"{original}#state_dict", *(["-o", "x.pt"] if verb == "recover" else [])]
-    ran = run(*words)
-    assert ran.code == 2 and "takes whole files" in ran.err
 
 
 def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:

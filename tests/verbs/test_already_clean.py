@@ -68,14 +68,3 @@ def test_every_container_under_every_suffix(tmp_path: Path) -> None:
                 else:
                     torch.load(out, weights_only=made not in ("pickle", "npy", "stable-baselines3"))
     assert {made for made, _ in written} == {*MAKERS}, written
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tables_of_ranks_become_one_table(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    done = ckptool.strip_module(HERE / "rank-tables" / "checkpoint", tmp_path / "out.dcp")
-    assert (tmp_path / "out.dcp" / ".metadata").exists() and done.container == "dcp"
-    assert not list((tmp_path / "out.dcp").glob("__*.metadata"))
-    dcp_to_torch_save(tmp_path / "out.dcp", tmp_path / "torch.pt")
-    assert ckptool.diff(tmp_path / "torch.pt", HERE / "rank-tables" / "checkpoint", ignore=["order"]).same

@@ -30,83 +30,6 @@ def numbered_files(folder: Path, trees: list[Any]) -> list[Path]:
     return paths
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 3])
-def test_the_mean_is_the_one_of_a_wider_type(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
-    made = torch.complex128 if dtype.is_complex else torch.float64
-    trees = [{"layer.weight": torch.randn(70, 1001, dtype=made).to(dtype)} for _ in range(count)]
-    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.itemsize >= 4 else torch.float32
-    total = sum(tree["layer.weight"].to(wide) * (1 / count) for tree in trees)
-    found = load(tmp_path / "mean.pt")["layer.weight"]
-    assert found.dtype == dtype and torch.equal(found, total.to(dtype))
-
-
-def test_weights_and_ema(tmp_path: Path) -> None:
-    trees = [{"w.weight": torch.full((4,), float(value))} for value in (1, 2, 4)]
-    files = numbered_files(tmp_path, trees)
-    ckptool.average(files, tmp_path / "a.pt", weights=[0.5, 0.25, 0.25])
-    assert load(tmp_path / "a.pt")["w.weight"].tolist() == [2.0] * 4
-    done = ckptool.average(files, tmp_path / "b.pt", ema=0.5)  # ((1 + 2) / 2 + 4) / 2
-    assert load(tmp_path / "b.pt")["w.weight"].tolist() == [2.75] * 4
-    assert done.facts["weights"] == [0.25, 0.25, 0.5] and done.notes == ()
-    heavy = ckptool.average(files, tmp_path / "c.pt", weights=[1, 1, 1])
-    assert [note.code for note in heavy.notes] == ["weights-sum"]
-    assert load(tmp_path / "c.pt")["w.weight"].tolist() == [7.0] * 4
-
-
-def test_counters_and_booleans_are_the_last_files(tmp_path: Path) -> None:
-    trees = [
-        {"bn.weight": torch.ones(2) * n, "bn.num_batches_tracked": torch.tensor(n), "mask": torch.tensor([n > 1])}
-        for n in (1, 3)
-    ]
-    done = ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = load(tmp_path / "mean.pt")
-    assert (
-        found["bn.weight"].tolist() == [2.0, 2.0]
-        and found["bn.num_batches_tracked"] == 3
-        and found["mask"].tolist() == [True]
-    )
-    assert sorted(done.facts["kept"]) == ["bn.num_batches_tracked", "mask"]
-
-
-def test_ties_metadata_and_layout_stay_sane(tmp_path: Path) -> None:
-    trees = []
-    for value in (1.0, 3.0):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        torch.nn.init.constant_(model[0].weight, value)
-        trees.append({"state_dict": model.state_dict(), "epoch": int(value)})
-    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = load(tmp_path / "mean.pt")
-    assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
-    assert found["0.weight"].eq(2).all() and found._metadata == trees[0]["state_dict"]._metadata
-
-
-def test_views_of_any_stride_and_conjugates(tmp_path: Path) -> None:
-    base = torch.arange(24.0).reshape(4, 6)
-    z = torch.view_as_complex(torch.randn(5, 2))
-    trees: list[Any] = [
-        {"t.weight": base.t(), "s.weight": base[:, ::2], "z.weight": z.conj()},
-        {"t.weight": base.t().contiguous() + 2, "s.weight": base[:, :3], "z.weight": z},
-    ]
-    ckptool.average(numbered_files(tmp_path, trees), tmp_path / "mean.pt")
-    found = load(tmp_path / "mean.pt")
-    assert torch.equal(found["t.weight"], base.t() + 1)
-    assert torch.equal(found["s.weight"], (base[:, ::2] + base[:, :3]) / 2)
-    assert torch.allclose(found["z.weight"], torch.complex(z.real, torch.zeros(5)))
-
-
-def test_one_file_against_itself_is_itself(tmp_path: Path) -> None:
-    (path,) = numbered_files(tmp_path, [{"a.weight": torch.randn(33), "b.bias": torch.randn(3).half()}])
-    ckptool.average([path, path], tmp_path / "mean.pt")
-    assert_same_objects(load(path), load(tmp_path / "mean.pt"))
-
-
 @given(st.data())
 @settings(max_examples=30, derandomize=True)
 def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -174,23 +97,6 @@ def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt"]
 
 
-def test_the_command_says_what_was_averaged_and_offers_only_what_it_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = numbered_files(tmp_path, [{"model": {"a.weight": torch.ones(2)}, "epoch": n} for n in range(2)])
-    out = str(tmp_path / "mean.pt")
-    assert main(["average", *map(str, files), "-o", out]) == 0
-    assert "the mean of 2 files: 1 tensor of model → " in capsys.readouterr().out
-    for options in (["--in-place"], ["-d", str(tmp_path / "folder")], ["--in-place", "-o", out]):
-        assert main(["average", *map(str, files), *options]) == 2
-        assert "average has no option" in capsys.readouterr().err
-    assert main(["average", *map(str, files)]) == 2
-    assert "--in-place" not in capsys.readouterr().err
-    assert main(["average", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "--in-place" not in told and "--dir" not in told and "--force" in told
-
-
 # Memory --------------------------------------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -216,22 +122,3 @@ def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, n
 @pytest.mark.soak
 def test_two_gigabytes_stay_below_128_mb(tmp_path: Path) -> None:
     assert memory(tmp_path, 3, 2 << 30) < 128_000_000
-
-
-def test_the_average_of_equal_files_is_that_file(tmp_path: Path) -> None:
-    """Judged by bytes: for every floating type, up to nine files, plain, exponential and weighted means."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3000, dtype=torch.float64, generator=generator) * 10 ** torch.arange(-150, 150, 0.1)
-    values[:3] = torch.tensor([torch.inf, -torch.inf, -0.0])
-    types = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    state = {str(dtype): values.to(dtype) for dtype in types}
-    state["complex"] = torch.complex(values, values.flip(0))
-    torch.save(state, tmp_path / "a.pt")
-    for count in range(2, 10):
-        rising = [(number + 1) * 2 / count / (count + 1) for number in range(count)]
-        for how in ({}, {"ema": 0.9}, {"weights": rising}):
-            mean = ckptool.average([tmp_path / "a.pt"] * count, tmp_path / "mean.pt", overwrite=True, **how)
-            assert mean.facts["averaged"] == len(state)
-            found = torch.load(tmp_path / "mean.pt", weights_only=True)
-            for name, tensor in state.items():
-                assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)), (name, count, how)

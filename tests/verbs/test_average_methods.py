@@ -90,73 +90,6 @@ def test_differences_are_merged_as_the_formulas_say(tmp_path: Path, dtype: torch
         assert torch.equal(found, ties(base, files, weights, density, 0.8).to(dtype))
 
 
-def test_the_largest_are_exact_and_equal_ones_are_kept_from_the_front(tmp_path: Path) -> None:
-    """Few values in many places: the cut goes through equal ones, far behind the first piece that is read."""
-    torch.manual_seed(0)
-    files = {f"{size}.weight": torch.randint(-3, 4, (size,)).float() for size in (300_001, 4097, 4096, 50, 2, 1)}
-    base = {key: torch.zeros_like(file) for key, file in files.items()}
-    paths = [saved(tree, tmp_path / f"{n}.pt") for n, tree in enumerate((base, files))]
-    for density in (0.1, 0.3, 0.5, 0.9, 0.99999):
-        ckptool.average(paths[1:], tmp_path / "o.pt", method="ties", base=paths[0], density=density, overwrite=True)
-        found = load(tmp_path / "o.pt")
-        assert all(torch.equal(found[key], largest(file, density)) for key, file in files.items())
-
-
-def test_dare(tmp_path: Path) -> None:
-    tensors, paths = models(tmp_path, 2)
-    base, *files = tensors
-    one = merged(paths[:2], tmp_path / "a.pt", method="dare", density=0.25)
-    kept = one != base
-    assert abs(kept.double().mean().item() - 0.25) < 0.01
-    assert torch.allclose(one[kept], (base + (files[0] - base) / 0.25)[kept], atol=1e-6)
-    both = merged(paths, tmp_path / "b.pt", method="dare", density=[0.25, 1.0], weights=[1, 0.5])
-    assert torch.allclose(both, one + (files[1] - base) * 0.5, atol=1e-6)
-    again = merged(paths[:2], tmp_path / "d.pt", method="dare", density=0.25, seed=1)
-    assert not torch.equal(again != base, kept)
-
-
-def test_what_dare_keeps_depends_on_seed_name_and_place_alone(tmp_path: Path) -> None:
-    """Not on the order of keys, what else is there, the container, the shape, or the machine."""
-    torch.manual_seed(0)
-    w, x = torch.zeros(200_003), torch.randn(9)
-    states = [{"a.w": w, "b.w": w.clone(), "x.w": x}, {"x.w": x, "b.w": w + 1, "a.w": w + 1}]
-    base, file = (saved(state, tmp_path / f"{n}.pt") for n, state in enumerate(states))
-    options: Any = {"method": "dare", "density": 0.5}
-    ckptool.average([file], tmp_path / "all.pt", base=base, **options)
-    found = load(tmp_path / "all.pt")
-    assert not torch.equal(found["a.w"], found["b.w"]) and torch.equal(found["x.w"], x)
-    for n, state in enumerate(states):
-        ckptool.convert(saved({"a.w": state["a.w"]}, tmp_path / "one.pt"), tmp_path / f"{n}.safetensors")
-        (tmp_path / "one.pt").unlink()
-    ckptool.average(
-        [tmp_path / "1.safetensors"], tmp_path / "one.safetensors", base=tmp_path / "0.safetensors", **options
-    )
-    assert torch.equal(load(tmp_path / "one.safetensors")["a.w"], found["a.w"])
-    assert "".join("01"[bool(value)] for value in found["a.w"][:48].tolist()) == EXPECTED
-    assert "".join("01"[bool(value)] for value in found["a.w"][-48:].tolist()) == EXPECTED_END
-
-
-EXPECTED = "100110010101011110110110100000100111111011000110"
-EXPECTED_END = "001100000100011110011011101100101011100011111001"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_slerp(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors, paths = models(tmp_path, 1, dtype)
-    other = torch.randn(tensors[0].shape).to(dtype)
-    saved({"layer.weight": other, "steps": torch.tensor(1)}, paths[1])
-    for t in (0.0, 0.3, 0.5, 1.0):
-        ckptool.average(paths, tmp_path / "s.pt", method="slerp", t=t, overwrite=True)
-        wanted = slerp(t, tensors[0], other)
-        error = (load(tmp_path / "s.pt")["layer.weight"].double() - wanted).abs().max()
-        assert error <= max(4 * torch.finfo(dtype).eps, 2e-12) * wanted.abs().max()
-    ckptool.average(paths, tmp_path / "a.pt", method="slerp")
-    ckptool.average(paths, tmp_path / "b.pt", method="slerp", weights=[1, 3])
-    ckptool.average(paths, tmp_path / "c.pt", method="slerp", t=0.1, weight="layer.*=0.5,1.5")
-    assert torch.equal(load(tmp_path / "b.pt")["layer.weight"], load(tmp_path / "c.pt")["layer.weight"])
-    assert not torch.equal(load(tmp_path / "a.pt")["layer.weight"], load(tmp_path / "b.pt")["layer.weight"])
-
-
 def test_slerp_of_parallel_opposite_and_empty_vectors(tmp_path: Path) -> None:
     a = torch.randn(50)
     state = {
@@ -214,13 +147,6 @@ def test_weights_of_one_name_of_a_tied_tensor(tmp_path: Path) -> None:
     assert [load(tmp_path / "a.pt")[name].tolist() for name in ("e.w", "h.w")] == [[1.5] * 3, [2.0] * 3]
 
 
-@pytest.mark.parametrize("method", ["mean", "slerp"])
-def test_only_a_mean_is_scaled_by_the_sum_of_the_weights(method: str, tmp_path: Path) -> None:
-    _, paths = models(tmp_path, 2, shape=(3, 4))
-    done = ckptool.average(paths[:2], tmp_path / "o.pt", method=method, weights=[1, 3])
-    assert [note.code for note in done.notes] == (["weights-sum"] if method == "mean" else [])
-
-
 def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> None:
     base = {"a.w": torch.zeros(4)}
     base["b.w"] = base["a.w"]
@@ -267,25 +193,6 @@ def test_requests_that_make_no_sense(tmp_path: Path, options: Any, words: str, m
     with pytest.raises(UsageError, match=f"(?s){words}"):
         ckptool.average(files, tmp_path / "out.pt", **options)
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_base_that_does_not_fit_is_refused_by_name(tmp_path: Path, run: Run) -> None:
-    _, paths = models(tmp_path, 2, shape=(3,))
-    saved({"layer.weight": torch.zeros(4), "steps": torch.tensor(0)}, paths[0])
-    with pytest.raises(Conflict, match=r"layer.weight is \[4\] in .*0.pt, \[3\] in"):
-        ckptool.average(paths[1:], tmp_path / "out.pt", method="ties", base=paths[0])
-    done = run("average", *paths[1:], "--method", "ties", "--base", tmp_path / "no.pt", "-o", tmp_path / "out.pt")
-    assert done.code == 2 and "no.pt" in done.err and not (tmp_path / "out.pt").exists()
-
-
-def test_the_command_says_how_it_merged(tmp_path: Path, run: Run) -> None:
-    _, paths = models(tmp_path, 2, shape=(3,))
-    options = ["--method", "dare", "--base", paths[0], "--density", "0.5,0.7", "--lambda", "0.9", "--seed", "7"]
-    done = run("average", *paths[1:], *options, "-o", tmp_path / "out.pt")
-    assert done.code == 0, done
-    assert "the dare merge of 2 files: 1 tensor → " in done.out
-    for words in ("density 0.5, 0.7", "lambda 0.9", "seed 7", f"1 × {paths[1]}"):
-        assert words in done.out, done.out
 
 
 PROGRAM = """

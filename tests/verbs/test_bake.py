@@ -75,12 +75,6 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
     assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_large_tensors_are_made_in_pieces(tmp_path: Path) -> None:
-    module = weight_norm(nn.Linear(700, 300))
-    ckptool.bake(saved(module.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt", verify=True)
-    assert torch.allclose(load(tmp_path / "out.pt")["weight"], remove_weight_norm(module).weight, rtol=1e-6, atol=0)
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": torch.ones(3, 1), "a.weight_v": torch.ones(3, 2), "a.weight": torch.ones(3, 2)}
     with pytest.raises(Conflict, match="exists already"):

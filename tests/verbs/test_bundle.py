@@ -12,9 +12,8 @@ from torch import nn
 
 import ckptool
 from ckptool.cli import main
-from fixtures.make import make
 from fixtures.sparse import make_sparse
-from tests.support.bundles import GAN, LAYOUTS, small_net
+from tests.support.bundles import GAN, small_net
 from tests.support.files import load
 from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
@@ -59,38 +58,6 @@ def test_stock_safetensors_reads_the_other_layout(gan_files: Path) -> None:
     assert back["epoch"] == 3 and list(back) == [*GAN, "epoch"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_members_are_seen_and_addressed(gan_files: Path, layout: str) -> None:
-    ckptool.bundle(GAN, layout, values={"epoch": 3})
-    found = ckptool.inspect(layout)
-    assert [(root.address, root.detail or root.kind) for root in found.roots] == [
-        ("generator", "model weights"),
-        ("discriminator", "model weights"),
-        ("optimizerA", "Adam state for 6 parameters"),
-        ("ema", "EMA weights"),
-        ("epoch", "plain values"),
-    ]
-    assert_same_objects(ckptool.load(f"{layout}#generator"), load(gan_files / "G.pt"))
-    assert ckptool.diff(f"{layout}#discriminator", "D.pt#state_dict").same
-
-
-def test_containers_may_differ(gan_files: Path) -> None:
-    ckptool.convert("G.pt", "G.safetensors")
-    ckptool.convert("ema.pt", "ema.npz")
-    torch.save(load(gan_files / "ema.pt"), "legacy.pt", _use_new_zipfile_serialization=False)
-    ckptool.bundle({"a": "G.safetensors", "b": "ema.npz", "c": "legacy.pt"}, "all.pt", verify=True)
-    loaded, average = load(gan_files / "all.pt"), load(gan_files / "ema.pt")
-    assert_same_objects(loaded["c"], average)
-    assert all(torch.equal(loaded["b"][name], average[name]) for name in average)
-    assert all(torch.equal(loaded["a"][name], tensor) for name, tensor in load(gan_files / "G.pt").items())
-
-
-def test_texts_of_a_safetensors_member_are_said_to_stay_behind(gan_files: Path) -> None:
-    safetensors.torch.save_file({"w": torch.ones(2)}, "w.safetensors", {"format": "pt", "author": "me"})
-    done = ckptool.bundle({"a": "w.safetensors", "b": "G.pt"}, "out.pt")
-    assert [note.code for note in done.notes] == ["metadata-left"] and "author" in done.notes[0].message
-
-
 # Sharing -------------------------------------------------------------------------------------------------------------
 
 
@@ -103,36 +70,7 @@ def test_ties_within_and_between_parts_of_one_file_stay(gan_files: Path) -> None
     assert (loaded["one"]["y.weight"] == 7).all() and (loaded["two"]["z.weight"] == 7).all()
 
 
-@pytest.mark.parametrize("again", ["G.pt", "./G.pt", "G.pt#0.weight"])
-def test_what_is_taken_twice_is_two_things(gan_files: Path, again: str) -> None:
-    ckptool.bundle({"teacher": "G.pt", "student": again}, "out.pt")
-    loaded = load(gan_files / "out.pt")
-    student = loaded["student"] if again.endswith("weight") else loaded["student"]["0.weight"]
-    student.zero_()
-    assert loaded["teacher"]["0.weight"].any()
-
-
 # Changing a bundle ---------------------------------------------------------------------------------------------------
-
-
-def test_drop_rename_and_add_are_as_if_made_so(gan_files: Path) -> None:
-    ckptool.bundle(GAN, "gan.tar", values={"epoch": 3})
-    done = ckptool.bundle(
-        {"critic": "D.pt#state_dict"},
-        "new.tar",
-        file="gan.tar",
-        drop=["discriminator", "epoch"],
-        rename={"generator": "G"},
-        values={"epoch": 4},
-        verify=True,
-    )
-    ckptool.bundle(
-        {"G": "G.pt", "optimizerA": "optimizer.pt", "ema": "ema.pt", "critic": "D.pt#state_dict"},
-        "fresh.tar",
-        values={"epoch": 4},
-    )
-    assert Path("new.tar").read_bytes() == Path("fresh.tar").read_bytes()
-    assert [member["name"] for member in done.facts["members"]] == ["G", "optimizerA", "ema", "critic", "epoch"]
 
 
 def test_in_place_leaves_every_byte_that_is_there(gan_files: Path) -> None:
@@ -145,23 +83,6 @@ def test_in_place_leaves_every_byte_that_is_there(gan_files: Path) -> None:
     loaded = load(gan_files / "gan.tar")
     assert list(loaded) == ["G", "discriminator", "optimizerA", "epoch"]
     assert_same_objects(loaded["G"], load(gan_files / "G.pt"))
-
-
-def test_a_foreign_bundle_can_be_changed(tmp_path: Path) -> None:
-    file = make("gan.pt", tmp_path)
-    before = load(file)
-    ckptool.bundle(file=file, out=tmp_path / "out.pt", rename={"generator": "G"}, values={"note": "text"})
-    after = load(tmp_path / "out.pt")
-    assert [*after] == ["G" if name == "generator" else name for name in before] + ["note"]
-    assert_same_objects(after["G"], before["generator"])
-    assert_same_objects(after["discriminator"], before["discriminator"])
-
-
-def test_a_swap_of_names(gan_files: Path) -> None:
-    ckptool.bundle({"a": "G.pt", "b": "ema.pt"}, "two.pt")
-    ckptool.bundle(file="two.pt", out="out.pt", rename={"a": "b", "b": "a"})
-    assert list(load(gan_files / "out.pt")) == ["b", "a"]
-    assert_same_objects(load(gan_files / "out.pt")["b"], load(gan_files / "G.pt"))
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -214,11 +135,6 @@ def test_words_that_make_no_sense(
 ) -> None:
     assert main(["bundle", *words, "-o", "out.pt"]) == 2
     assert said in capsys.readouterr().err and not Path("out.pt").exists()
-
-
-def test_a_folder_for_one_file(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bundle", "a=G.pt", "-d", "out"]) == 2
-    assert "bundle has no option -d" in capsys.readouterr().err
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ckptool
 from ckptool.errors import (
@@ -67,30 +65,6 @@ def test_member_names_that_cannot_be_files_are_a_conflict(gan_files: Path, name:
     assert not Path("out.pt").exists()
 
 
-TWINS = {
-    "case": ("model", "Model"),
-    "normal-forms": ("caf\u00e9", "cafe\u0301"),
-    "compatible-forms": ("\ufb01x", "fix"),
-    "sharp-s": ("stra\u00dfe", "STRASSE"),
-}
-
-
-@pytest.mark.parametrize("pair", TWINS.values(), ids=TWINS)
-def test_member_names_that_are_one_file_somewhere_are_a_conflict(gan_files: Path, pair: tuple[str, str]) -> None:
-    one, other = pair
-    with pytest.raises(Conflict, match="are one name where"):
-        ckptool.bundle({one: "G.pt", other: "ema.pt"}, "out.pt")
-    with pytest.raises(Conflict, match="are one name where"):
-        ckptool.bundle({one: "G.pt"}, "out.pt", values={other: 1})
-    ckptool.bundle({one: "G.pt", "b": "ema.pt"}, "two.pt")
-    changes: tuple[dict[str, Any], ...] = ({"rename": {"b": other}}, {"values": {other: 1}})
-    for change in changes:
-        with pytest.raises(Conflict, match="are one name where"):
-            ckptool.bundle(file="two.pt", out="out.pt", **change)
-    assert not Path("out.pt").exists()
-    ckptool.bundle(file="two.pt", out="out.pt", rename={one: other})  # its own other form is free
-
-
 CHANGE = {"file": "b.tar", "out": "out.pt"}
 # Members, options, and what is said. An output of its own where none is given.
 REFUSED: list[tuple[dict[str, str] | None, dict[str, Any], type[CkptoolError], str]] = [
@@ -144,14 +118,6 @@ def test_unknown_calls_are_named_and_kept_only_when_told(gan_files: Path) -> Non
     assert not Path("out.pt").exists()
     ckptool.bundle({"a": "G.pt", "odd": "odd.pt"}, "out.pt", keep_unknown=True)
     assert "unsafe-global" in [note.code for note in ckptool.inspect("out.pt").notes]
-
-
-def test_a_program_is_refused_by_name(gan_files: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), "script.pt")
-    with pytest.raises(Unsupported, match=r"script.pt holds .* beside its tensors"):
-        ckptool.bundle({"a": "G.pt", "b": "script.pt"}, "out.pt")
 
 
 def test_an_input_that_changes_meanwhile(gan_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from torch import nn
 
 import ckptool
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.errors import Conflict, NoMatch, UsageError
-from fixtures.make import make, mlp
+from ckptool.errors import Conflict, NoMatch
+from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.errors import three_parts
-from tests.support.files import load, opened, saved
+from tests.support.files import load, saved
 from tests.support.looped import looped
-from tests.support.same import assert_same_objects, assert_same_tree
+from tests.support.same import assert_same_tree
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2".split()
 
@@ -59,52 +57,6 @@ def test_the_bits_of_torch(source: str, target: str, tmp_path: Path) -> None:
         assert_same_numbers(out[key], tensor.to(wanted))
 
 
-def test_a_type_without_a_sign_has_no_negative_bit(tmp_path: Path) -> None:
-    negative = torch.complex(torch.ones(3), torch.tensor([1.0, 2.0, 4.0])).conj().imag
-    assert negative.is_neg()
-    found = casted({"w": negative}, tmp_path, "f8_e8m0fnu")["w"]
-    assert not found.flags.neg
-    assert found.numpy().tobytes() == bits(negative.resolve_neg().to(torch.float8_e8m0fnu))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", ["training.pt", "training_sgd.pt", "gan.pt", "lightning.ckpt"])
-def test_only_the_floats_of_model_roots(name: str, in_place: bool, tmp_path: Path) -> None:
-    file = make(name, tmp_path)
-    before, roots = load(file), [part.path[0] for part in ckptool.inspect(file).parts if "weights" in part.kind]
-    out = file if in_place else tmp_path / "out.pt"
-    done = ckptool.cast(file, None if in_place else out, dtype="bfloat16", in_place=in_place, verify=True)
-    for root in roots:
-        halves = {key: value.bfloat16() for key, value in before[root].items() if value.is_floating_point()}
-        before[root].update(halves)
-    after = load(out)
-    assert_same_objects(before, after)  # `step`, `lr`, counters, random states: bit for bit
-    assert done.facts["dtype"] == "bf16" and done.facts["tensors"] > 0
-    if name == "training.pt":
-        mlp().bfloat16().load_state_dict(after["model_state_dict"])
-        assert done.facts["bytes_after"] * 2 == done.facts["bytes_before"] and done.facts["tensors"] == 16
-
-
-def test_ties_stay_ties(tmp_path: Path) -> None:
-    a, b = casted(TRAPS["01-full-tie-of-parameters"](), tmp_path, "bf16").values()
-    assert a.storage is b.storage and a.dtype.name == "bf16"
-    tree = casted({"model": (w := {"a.w": torch.ones(2)}), "ema": dict(w)}, tmp_path, "f16")
-    assert tree["model"]["a.w"].storage is tree["ema"]["a.w"].storage
-
-
-@looped(
-    "name",
-    ["02-partial-overlap", "03-disjoint-views", "04-two-shapes", "05-transposed-tie", "06-expanded", "06-column-slice"],
-)
-def test_views_of_one_storage_stay_views(name: str, tmp_path: Path) -> None:
-    before = opened(TRAPS[name](), tmp_path).tree
-    tree = casted(TRAPS[name](), tmp_path, "f64")
-    for key, old in before.items():
-        assert (tree[key].shape, tree[key].stride, tree[key].offset) == (old.shape, old.stride, old.offset)
-        assert_same_numbers(tree[key].torch(), old.torch().double())
-    assert len({id(each.storage) for each in tree.values()}) == len({id(each.storage) for each in before.values()})
-
-
 W = torch.ones(3)
 CODES, FLOAT8 = torch.zeros(8, dtype=torch.uint16), torch.zeros(8, dtype=torch.float8_e4m3fn)
 MOMENTS = {"state": {0: {"exp_avg": W, "exp_avg_sq": W}}, "param_groups": []}
@@ -132,19 +84,6 @@ def test_what_would_change_something_else_or_nothing_is_refused(
     assert "--exclude" in getattr(caught.value, "fix", "") or "which is not cast" not in str(caught.value)
 
 
-def test_only_exclude_and_at(tmp_path: Path) -> None:
-    state = {"a.w": torch.ones(1), "a.norm": torch.ones(1), "b.w": torch.ones(1), "n": torch.tensor(1)}
-    file = saved({"G": state, "D": {key: value.clone() for key, value in state.items()}}, tmp_path / "in.pt")
-    for address, options, wanted in (
-        ("#D", {"only": "*.w", "exclude": ["b.*"]}, {"D/a.w"}),
-        ("#G", {"exclude": ["*.norm"]}, {"G/a.w", "G/b.w"}),
-        ("", {"only": ["a.*"], "exclude": ["*norm"]}, {"G/a.w", "D/a.w"}),
-    ):
-        ckptool.cast(f"{file}{address}", tmp_path / "out.pt", dtype="bf16", overwrite=True, **options)  # type: ignore[arg-type]
-        parts = load(tmp_path / "out.pt").items()
-        assert wanted == {f"{root}/{key}" for root, part in parts for key in part if part[key].dtype is torch.bfloat16}
-
-
 UNTOUCHED = (
     "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex32 complex64 complex128 bits8 float4_e2m1fn_x2"
 ).split()
@@ -160,16 +99,6 @@ def test_what_is_no_plain_float_is_not_cast(name: str, tmp_path: Path) -> None:
     assert_same_tree(ckptool.open(file), ckptool.open(tmp_path / "out.pt"))
 
 
-def test_what_cannot_be_cast_is_named_and_not_called_clean(tmp_path: Path) -> None:
-    w, half = torch.eye(4), torch.ones(2, dtype=torch.bfloat16)
-    for kind in (w.to_sparse(), w.to_sparse_csr(), TRAPS["09-qint8-per-tensor"]()["w"]):
-        file = saved({"w": kind, "b": half}, tmp_path / "in.pt")
-        done = ckptool.cast(file, tmp_path / "out.pt", dtype="bf16", overwrite=True)
-        assert "clean" not in done.summary and "1 tensor is left as before" in done.summary, done.summary
-    assert "w left as it is (quantized)" in done.details
-    assert done.facts["skipped"] == [{"path": "w", "kind": "quantized"}]
-
-
 def test_what_has_the_type_already_is_left_alone(tmp_path: Path) -> None:
     file = make("bf16.safetensors", tmp_path)
     done = ckptool.cast(file, tmp_path / "out.safetensors", dtype="bf16")
@@ -177,24 +106,6 @@ def test_what_has_the_type_already_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out.safetensors").read_bytes() == file.read_bytes()
     done = ckptool.cast({"a.w": torch.ones(2).half(), "b.w": torch.ones(2)}, dtype="f16", dry_run=True)
     assert done.facts["tensors"] == 1 and done.facts["bytes_before"] == 8
-
-
-def test_parameters_metadata_devices_and_order_stay(tmp_path: Path) -> None:
-    state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict(keep_vars=True)
-    tree = casted(state, tmp_path, "f16")
-    assert list(tree) == list(state) and tree.metadata == state._metadata
-    assert tree["0.weight"].flags.parameter and tree["0.weight"].flags.requires_grad
-    assert tree["1.num_batches_tracked"].dtype.name == "i64"
-    ckptool.cast(make("cuda.pt", tmp_path), tmp_path / "half.pt", dtype="f16")
-    assert {entry.location for entry in ckptool.open(tmp_path / "half.pt").tree.values()} == {"cuda:0"}
-
-
-def test_safetensors(tmp_path: Path) -> None:
-    file = make("model.safetensors", tmp_path)
-    ckptool.cast(file, tmp_path / "out.safetensors", dtype="f16", verify=True)
-    before, after = (safetensors.torch.load_file(path) for path in (file, tmp_path / "out.safetensors"))
-    wanted = {key: value.half() if value.is_floating_point() else value for key, value in before.items()}
-    assert_same_objects(wanted, after)
 
 
 def test_what_was_lost(tmp_path: Path) -> None:
@@ -223,10 +134,3 @@ def test_what_was_lost(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_torchs_own_or_any_name_of_it(given: object, dtype: torch.dtype) -> None:
     assert ckptool.cast({"a.w": torch.ones(3).double()}, dtype=given)["a.w"].dtype is dtype
-
-
-@looped("text", ["int8", "bool", "complex64", "qint8", "", "float99", "bits8", "f4_e2m1fn_x2", "x\x1b[m"])
-def test_no_floating_type(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a floating-point dtype") as caught:
-        ckptool.cast({"a.w": torch.ones(3)}, dtype=text)
-    assert "\x1b" not in str(caught.value) and "bf16" in caught.value.fix

@@ -12,10 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.analysis.quantization import quantized_in
-from ckptool.checkpoint.dtypes import by_name
-from ckptool.errors import Ambiguous, CkptoolError, NoMatch, Unsupported, UsageError
-from ckptool.transforms.dequantize import weight_of
+from ckptool.errors import Ambiguous, CkptoolError, Unsupported, UsageError
 from fixtures.surgery.make_quantized import Case
 from tests.support.errors import three_parts
 from tests.support.looped import looped
@@ -43,44 +40,6 @@ def dequantized(case: Case, folder: Path, **options: Any) -> dict[str, torch.Ten
 @looped("case", CASES, ids=[f"{n} {case.name}" for n, case in enumerate(CASES)])
 def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
-
-
-def test_a_large_weight_has_the_scales_of_its_own_rows(tmp_path: Path) -> None:
-    """More rows than are computed at once; torch is the judge."""
-    codes = torch.randint(-128, 128, (3000, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    scale = torch.arange(1.0, 3001.0)
-    save_file({"a.weight": codes, "a.weight_scale": scale}, tmp_path / "in.safetensors")
-    ckptool.cast(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="f32", dequantize=True)
-    assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], codes.float() * scale[:, None])
-
-
-def test_any_order_of_blocks(tmp_path: Path) -> None:
-    for case in CASES:
-        checkpoint = ckptool.open(write_case(tmp_path, case))
-        for weight in quantized_in(checkpoint, checkpoint.tree).weights:
-            entry = weight_of(weight, by_name("bf16"))
-            whole = entry.bytes()
-            assert whole == bytes(case.expected[weight.name].contiguous().reshape(-1).view(torch.uint8).numpy())
-            for start in (len(whole) // 2 | 1, 3, 0):
-                assert entry.row_major().read(start, 401) == whole[start : start + 401]
-
-
-def test_a_folder_goes_along_without_its_quantization(tmp_path: Path) -> None:
-    case = CASES[0]
-    done = ckptool.cast(write_case(tmp_path / "in", case), f"{tmp_path / 'out'}/", dtype="bf16", dequantize=True)
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config == {"model_type": "llama", "torch_dtype": "bfloat16"}
-    assert any("quantization_config" in line for line in done.details)
-    assert_same_bits(load_file(tmp_path / "out/model.safetensors"), case.expected)
-
-
-def test_one_file_leaves_the_configuration_to_its_user(tmp_path: Path) -> None:
-    file = write_case(tmp_path, gptq(4))
-    for out in (tmp_path / "out.pt", None):
-        done = ckptool.cast(file, out, dtype="bf16", dequantize=True, in_place=out is None)
-        assert any("config.json beside it still" in line for line in done.details)
-    assert load_file(file).keys() == {"a.weight"}
-    assert torch.equal(torch.load(tmp_path / "out.pt")["a.weight"], load_file(file)["a.weight"])
 
 
 def test_every_set_of_weights_and_its_ties(tmp_path: Path) -> None:
@@ -128,95 +87,11 @@ def test_torchao_by_the_type_in_the_metadata(tmp_path: Path) -> None:
         weight("Float8Tensor", qdata=floats, scale=scale, act_pre_scale=scale.clone())
 
 
-def test_columns_in_another_order_of_groups(tmp_path: Path) -> None:
-    """Old files of compressed-tensors: a group for each column."""
-    case = next(case for case in CASES if case.name == "pack 4 group True")
-    raw = case.tensors["a.weight_packed"].view(torch.uint8)
-    columns = torch.stack((raw & 15, raw >> 4), -1).flatten(1)[:, torch.arange(95, -1, -1)]
-    packed = (columns[:, 0::2] | columns[:, 1::2] << 4).contiguous().view(torch.int32)
-    index = torch.arange(95, -1, -1, dtype=torch.int32) // 32
-    config = json.loads(json.dumps(case.config))
-    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
-    turned = Case("", case.tensors | {"a.weight_packed": packed, "a.weight_g_idx": index}, config, {})
-    assert torch.equal(dequantized(turned, tmp_path)["a.weight"].flip(1), case.expected["a.weight"])
-    del turned.tensors["a.weight_g_idx"]
-    with pytest.raises(Unsupported, match="reordered"):
-        dequantized(turned, tmp_path)
-
-
 def test_views_that_repeat_are_not_written_out(tmp_path: Path) -> None:
     weight = torch.ones(1, 1).to(torch.float8_e4m3fn).expand(1 << 20, 1 << 20)
     torch.save({"a.weight": weight, "a.weight_scale": torch.ones(1)}, tmp_path / "in.pt")
     with pytest.raises(Unsupported, match="repeat"):
         ckptool.cast(tmp_path / "in.pt", tmp_path / "out.pt", dtype="bf16", dequantize=True)
-
-
-def test_plan_lists_what_becomes_what(tmp_path: Path) -> None:
-    case = gptq(4)
-    file = write_case(tmp_path, case)
-    done = ckptool.cast(file, tmp_path / "out.safetensors", dtype="bf16", dequantize=True, dry_run=True)
-    assert "a.weight [64, 128] bf16 ← GPTQ 4 bit in groups of 32" in done.details
-    assert done.facts["dequantized"][0]["keys"] == ["a.qweight", "a.qzeros", "a.scales"]
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_inspect_names_the_format(tmp_path: Path) -> None:
-    notes = ckptool.inspect(write_case(tmp_path, awq())).notes
-    assert [(note.code, note.message) for note in notes] == [("quantized", "AWQ 4 bit in groups of 32, 1 weight")]
-    plain = tmp_path / "plain.safetensors"
-    save_file({"weight": torch.ones(2, 2), "logit_scale": torch.ones(())}, plain)
-    assert not ckptool.inspect(plain).notes
-
-
-def test_without_dequantize_it_is_refused(tmp_path: Path) -> None:
-    for case in CASES:
-        file = write_case(tmp_path, case)
-        with pytest.raises(Unsupported, match="is quantized") as caught:
-            ckptool.cast(file, tmp_path / "out.safetensors", dtype="bf16")
-        assert "--dequantize" in caught.value.fix
-        with pytest.raises(Unsupported, match="is quantized"):
-            ckptool.average([file, file], tmp_path / "out.safetensors")
-        three_parts(caught.value)
-    save_file({"a.weight": torch.ones(24, 96)}, tmp_path / "model.pt.safetensors")
-    with pytest.raises(Unsupported, match="is quantized"):
-        ckptool.warm_start(file, tmp_path / "model.pt.safetensors")
-    assert ckptool.warm_start(file, file).accepted
-
-
-def test_plain_float8_is_cast_as_before(tmp_path: Path) -> None:
-    save_file({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "in.safetensors")
-    ckptool.cast(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bf16")
-    with pytest.raises(NoMatch, match="no quantized weights"):
-        ckptool.cast(tmp_path / "in.safetensors", tmp_path / "o.safetensors", dtype="bf16", dequantize=True)
-
-
-def test_names_that_look_like_parts_are_no_quantization(tmp_path: Path) -> None:
-    state = {
-        "logit_scale": torch.ones(()),
-        "temperature_scale_inv": torch.ones(()),
-        "num_blocks": torch.tensor(3),
-        "net.packed": torch.ones(2, dtype=torch.int32),
-        "net.mask_packed": torch.ones(2, dtype=torch.int32),
-        "net.seen_blocks": torch.ones(2, dtype=torch.uint8),
-        "attn.scales": torch.ones(2),
-        "norm.weight": torch.ones(2).to(torch.float8_e4m3fn),
-        "norm.layer_scale": torch.ones(2),
-        "count": torch.tensor(3),
-        "count_scale": torch.tensor(3.0),
-    }
-    torch.save(state, tmp_path / "in.pt")
-    ckptool.cast(tmp_path / "in.pt", tmp_path / "out.pt", dtype="bf16")
-    ckptool.average([tmp_path / "in.pt", tmp_path / "in.pt"], tmp_path / "mean.pt")
-    assert not [note for note in ckptool.inspect(tmp_path / "in.pt").notes if "quantized" in note.code]
-
-
-@pytest.mark.parametrize("scale", ["scale_weight", "qscale_weight", "scale", "weight_scale_2"])
-def test_float8_with_a_scale_of_another_name_is_refused(scale: str, tmp_path: Path) -> None:
-    state = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), f"a.{scale}": torch.ones(1)}
-    save_file(state, tmp_path / "in.safetensors")
-    for dequantize in (False, True):
-        with pytest.raises(Unsupported, match=r"a\.weight"):
-            ckptool.cast(tmp_path / "in.safetensors", tmp_path / "o.pt", dtype="bf16", dequantize=dequantize)
 
 
 def test_blocks_that_shapes_leave_open(tmp_path: Path) -> None:
@@ -237,22 +112,6 @@ def test_blocks_that_shapes_leave_open(tmp_path: Path) -> None:
     wide = (codes.float() * scale.repeat_interleave(4, 0)[:131]).bfloat16()
     case = Case("", {"a.weight": codes, "a.weight_scale_inv": scale}, {}, {"a.weight": wide})
     assert_same_bits(dequantized(case, tmp_path), case.expected)
-
-
-@pytest.mark.parametrize("columns", [64, 96, 100, 192, 384])
-def test_groups_that_no_configuration_tells_are_computed_or_refused(columns: int, tmp_path: Path) -> None:
-    """Bytes in groups of a power of two, the last of which may be cut: nothing else comes out than what went in."""
-    for group in (16, 32, 64, 128, 256):
-        codes, scale = torch.randint(0, 256, (4, columns), dtype=torch.uint8), torch.rand(4, -(-columns // group))
-        weight = ((codes.float() - 128) * scale.repeat_interleave(group, 1)[:, :columns]).bfloat16()
-        parts = {"packed": codes.view(torch.int32), "scale": scale, "shape": torch.tensor([4, columns])}
-        case = Case("", {f"a.weight_{end}": part for end, part in parts.items()}, {}, {"a.weight": weight})
-        try:
-            found = dequantized(case, tmp_path)
-        except Unsupported as error:
-            assert columns % group and "--block-size" in error.fix
-            found = dequantized(case, tmp_path, block_size=f"1x{group}")
-        assert_same_bits(found, case.expected)
 
 
 def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
@@ -318,13 +177,6 @@ def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path
         ckptool.cast(write_case(tmp_path, Case("", tensors, config, {})), tmp_path / "out.safetensors", dtype="f32")
 
 
-def test_fields_that_are_empty_or_say_nothing_of_the_values(tmp_path: Path) -> None:
-    tensors = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor([2.0])}
-    empty = {"transform_config": {}, "sparsity_config": {"format": "dense"}, "rotation": None, "ignore": ["lm_head"]}
-    found = dequantized(Case("", tensors, {"quant_method": "compressed-tensors", **empty}, {}), tmp_path)
-    assert (found["a.weight"] == 2).all()
-
-
 def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
     tensors = {
         "a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
@@ -356,24 +208,6 @@ def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
-
-
-def test_states_and_shapes_that_lie(tmp_path: Path) -> None:
-    packed = next(case for case in CASES if case.name.startswith("pack 4"))
-    four = next(case for case in CASES if case.name == "bnb nf4 True 96")
-    name = "a.weight.quant_state.bitsandbytes__nf4"
-    state = json.loads(bytes(four.tensors[name].tolist()))
-    for shape in ([1 << 39, 1 << 39], [24, -1], [24, 0], [24] * 7, []):
-        tensors = packed.tensors | {"a.weight_shape": torch.tensor(shape, dtype=torch.int64)}
-        with pytest.raises(Unsupported):
-            dequantized(packed._replace(tensors=tensors), tmp_path)
-    lies = [{"shape": [1 << 39] * 8}, {"shape": None}, {"blocksize": 0}, {"blocksize": "64"}, {"blocksize": 10**400}]
-    lies += [{"nested_offset": "0"}, {"nested_offset": 10**400}, {"nested_blocksize": -1}, {"quant_type": "int4"}]
-    texts = [json.dumps(state | lie) for lie in lies] + ["", "[]", "nonsense", "[" * 9_000, " " * 70_000]
-    for text in texts:
-        tensors = four.tensors | {name: torch.tensor(list(text.encode()), dtype=torch.uint8)}
-        with pytest.raises(Unsupported):
-            dequantized(four._replace(tensors=tensors), tmp_path)
 
 
 def broken(case: Case, rng: random.Random) -> Case:

@@ -22,7 +22,6 @@ from ckptool.formats.model_folder import with_dtype
 from tests.support.cli import Run
 from tests.support.files import contents, saved
 from tests.support.looped import looped
-from tests.support.same import assert_same_objects
 
 CONFIGS = {
     "transformers": ("model", "config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -50,23 +49,6 @@ def model_in(folder: Path, config: Any = None, name: str = "config.json", **file
 
 
 @pytest.mark.parametrize("library", CONFIGS)
-def test_names_are_those_of_the_library(library: str, tmp_path: Path) -> None:
-    stem, config, content = CONFIGS[library]
-    file = model_in(tmp_path / "in", content, config)
-    ckptool.convert(file, f"{tmp_path / 'one'}/")
-    assert sorted(contents(tmp_path / "one")) == sorted([config, f"{stem}.safetensors"])
-    ckptool.convert(file, tmp_path / "many", shard_size="64B")
-    shards = [f"{stem}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-    index = f"{stem}.safetensors.index.json"
-    assert sorted(contents(tmp_path / "many")) == sorted([config, index, *shards])
-    table = json.loads((tmp_path / "many" / index).read_text())["weight_map"]
-    for shard in shards:
-        assert load_file(tmp_path / "many" / shard).keys() == {name for name, place in table.items() if place == shard}
-    for out in ("one", "many"):
-        assert_same_objects({**ckptool.load(tmp_path / out)}, {**state()})
-
-
-@pytest.mark.parametrize("library", CONFIGS)
 def test_every_verb_writes_the_names_of_the_library(library: str, tmp_path: Path) -> None:
     stem, config, content = CONFIGS[library]
     file = model_in(tmp_path / "in", content, config)
@@ -78,17 +60,6 @@ def test_every_verb_writes_the_names_of_the_library(library: str, tmp_path: Path
         assert sorted(contents(tmp_path / out)) == sorted([config, f"{stem}.safetensors"])
 
 
-def test_metadata_of_the_state_dict_come_back(tmp_path: Path, run: Run) -> None:
-    file = saved(state(), tmp_path / "a.pt")
-    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
-    assert done.code == 0 and "ckptool.pickle keeps" in done.out + done.err and "behind: _metadata" not in done.out
-    for size in ([], ["--shard-size", "64B"]):
-        assert run("convert", tmp_path / "out", "-o", tmp_path / "back.pt", "-f").code == 0
-        back = torch.load(tmp_path / "back.pt", weights_only=True)
-        assert back._metadata == state()._metadata and type(back) is type(state())  # type: ignore[attr-defined]
-        assert run("convert", file, "-o", f"{tmp_path / 'out'}/", "-f", *size).code == 0
-
-
 @looped("content", [*(pickle.dumps(each) for each in ({}, [], OrderedDict())), b"", b"\x80", WITHOUT + b"."])
 def test_a_pickle_in_an_index_that_is_no_state_dict_is_refused(content: bytes, tmp_path: Path, run: Run) -> None:
     ckptool.convert(saved(state(), tmp_path / "a.pt"), tmp_path / "out", shard_size="64B")
@@ -97,25 +68,6 @@ def test_a_pickle_in_an_index_that_is_no_state_dict_is_refused(content: bytes, t
     index["metadata"]["ckptool.pickle"] = base64.b64encode(content).decode()
     path.write_text(json.dumps(index))
     assert run("inspect", tmp_path / "out").code == 2
-
-
-@pytest.mark.parametrize("place", ["in", "in/checkpoint-7", "in/global_step10", "in/sharded", "in/actor"])
-def test_the_configuration_is_found_above_an_engines_tag(place: str, tmp_path: Path) -> None:
-    model_in(tmp_path / "in").unlink()
-    (tmp_path / place).mkdir(exist_ok=True)
-    ckptool.convert(saved(state(), tmp_path / place / "a.pt"), f"{tmp_path / 'out'}/")
-    assert (tmp_path / "out/config.json").exists()
-
-
-def test_the_configuration_of_verl_and_of_no_other_folder(tmp_path: Path) -> None:
-    model_in(tmp_path / "global_step_4/actor/huggingface").unlink()
-    file = saved(state(), tmp_path / "global_step_4/actor/a.pt")
-    ckptool.convert(file, f"{tmp_path / 'out'}/")
-    assert (tmp_path / "out/config.json").exists()
-    (tmp_path / "global_step_4/actor/other").mkdir()
-    file = saved(state(), tmp_path / "global_step_4/actor/other/a.pt")
-    ckptool.convert(file, f"{tmp_path / 'none'}/")
-    assert sorted(contents(tmp_path / "none")) == ["model.safetensors"]
 
 
 def test_what_goes_along_and_what_does_not(tmp_path: Path, run: Run) -> None:
@@ -215,16 +167,6 @@ def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run
         assert sorted(contents(tmp_path / "out")) == ["model.safetensors"]
 
 
-def test_the_dtype_is_that_of_the_weights_where_they_have_one(tmp_path: Path) -> None:
-    config = {**CONFIGS["transformers"][2], "dtype": "bfloat16"}
-    file = model_in(tmp_path / "in", config)
-    ckptool.convert(file, f"{tmp_path / 'out'}/")
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
-    mixed = saved({"a.weight": torch.ones(2), "b.weight": torch.ones(2).half()}, tmp_path / "in/mixed.pt")
-    ckptool.convert(mixed, f"{tmp_path / 'mixed'}/")
-    assert (tmp_path / "mixed/config.json").read_bytes() == (tmp_path / "in/config.json").read_bytes()
-
-
 def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     wrapped = {f"module.{name}": value for name, value in state().items()}
     like = model_in(tmp_path / "like").parent
@@ -241,24 +183,3 @@ def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
     assert run(*note["fix"][1:]).code == 0
     assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"), [("[1, 2]", "not JSON that"), ("{", "not JSON that"), ('{"dtype": "f"}', "no library")]
-)
-def test_a_configuration_that_cannot_be_used_is_said_to_be_there(
-    text: str, reason: str, tmp_path: Path, run: Run
-) -> None:
-    file = model_in(tmp_path / "in")
-    (tmp_path / "in/config.json").write_text(text)
-    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
-    assert done.code == 0 and "left out: config.json (" in done.out and reason in done.out
-    assert "is beside the input" not in done.out
-
-
-def test_nothing_is_said_to_be_carried_along_where_nothing_is(tmp_path: Path, run: Run) -> None:
-    file = model_in(tmp_path / "in")
-    os.rename(tmp_path / "in/config.json", tmp_path / "config.json")
-    os.symlink(tmp_path / "config.json", tmp_path / "in/config.json")
-    done = run("convert", file, "-o", f"{tmp_path / 'out'}/")
-    assert "carried along" not in done.out and "config.json (a link that leads outside of the folder)" in done.out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
-from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.errors import three_parts
 from tests.support.files import load, opened, saved
 from tests.support.looped import looped
-from tests.support.same import assert_same_objects, assert_same_tree
+from tests.support.same import assert_same_tree
 
 TRAINING = {
     "model": {key: torch.ones(2) for key in ("enc.a", "enc.b", "head.a")},
@@ -42,34 +38,6 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
     """What comes of a file with this value, opened."""
     ckptool.edit(saved(value, folder / "in.pt"), folder / "out.pt", overwrite=True, **what)
     return ckptool.open(folder / "out.pt").tree
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_all_three(in_place: bool, tmp_path: Path) -> None:
-    file = make("training.pt", tmp_path)
-    before = load(file)
-    numpy.save(tmp_path / "bias.npy", numpy.arange(4, dtype="f4"))
-    out = file if in_place else tmp_path / "out.pt"
-    done = ckptool.edit(
-        file,
-        None if in_place else out,
-        drop=["optimizer*", "scheduler_state_dict"],
-        set={"epoch": 9, "config/lr": 0.5, "note": {"by": "me"}},
-        tensor={"model_state_dict/fc2.bias": str(tmp_path / "bias.npy"), "loss": numpy.array(1.5, "f4")},
-        in_place=in_place,
-        verify=True,
-    )
-    before["epoch"], before["config"]["lr"], before["note"] = 9, 0.5, {"by": "me"}
-    before["model_state_dict"]["fc2.bias"] = torch.arange(4.0)
-    before["loss"] = torch.tensor(1.5)
-    del before["optimizer_state_dict"], before["scheduler_state_dict"]
-    assert_same_objects(before, load(out))
-    assert done.summary == "entries: 2 dropped, 3 set, 2 replaced"
-    assert done.facts == {
-        "dropped": ["optimizer_state_dict", "scheduler_state_dict"],
-        "set": ["epoch", "config/lr", "note"],
-        "replaced": ["model_state_dict/fc2.bias", "loss"],
-    }
 
 
 @looped(
@@ -99,27 +67,6 @@ def test_refusals(what: dict[str, Any], error: type[Exception], says: str, tmp_p
 # Dropping ------------------------------------------------------------------------------------------------------------
 
 
-@looped(
-    ("patterns", "gone"),
-    [
-        (["optimizer"], ["optimizer"]),
-        (["optimizer*"], ["optimizer"]),
-        (["enc.*"], ["model/enc.a", "model/enc.b"]),  # a key of model weights
-        (["model/enc.a"], ["model/enc.a"]),
-        (["*.a"], ["model/enc.a", "model/head.a"]),
-        (["re:^(epoch|history)$"], ["epoch", "history"]),
-        (["history/*/loss"], ["history/0/loss", "history/1/loss"]),
-        (["optimizer/state/0/exp_avg"], ["optimizer/state/0/exp_avg"]),
-        (["epoch", "epo*"], ["epoch"]),
-    ],
-)
-def test_drop(patterns: list[str], gone: list[str]) -> None:
-    assert ckptool.edit(TRAINING, drop=patterns, dry_run=True).facts["dropped"] == gone
-    before, after = addresses(TRAINING).keys(), addresses(ckptool.edit(TRAINING, drop=patterns)).keys()
-    assert before - after == {place for place in before if any(f"{place}/".startswith(f"{each}/") for each in gone)}
-    assert after <= before
-
-
 def test_two_names_of_one_dictionary_lose_what_is_dropped_under_either(tmp_path: Path) -> None:
     shared = {"x": 1, "y": 2, "z": 3}
     tree = edited({"a": shared, "b": shared}, tmp_path, drop=["a/x", "b/y"])
@@ -133,42 +80,7 @@ def test_what_is_left_keeps_its_kind_its_versions_and_its_ties(tmp_path: Path) -
     assert_same_tree(opened(value, tmp_path).tree, edited({**value, "more": 1}, tmp_path, drop=["more"]))
 
 
-def test_drop_in_an_unknown_object(tmp_path: Path) -> None:
-    checkpoint = opened(TRAINING, tmp_path)
-    made = Object(Global("a", "Settings"), (), "new")
-    made.items = {"lr": 1, "seed": 2}
-    checkpoint.tree["config"] = made
-    ckptool.edit(checkpoint, tmp_path / "out.pt", drop=["config/seed"], keep_unknown=True)
-    assert ckptool.open(tmp_path / "out.pt").tree["config"].items == {"lr": 1}
-    assert made.items == {"lr": 1, "seed": 2}
-
-
-def test_dropped_tensors_leave_the_file(tmp_path: Path) -> None:
-    file = make("training.pt", tmp_path)
-    done = ckptool.edit(file, tmp_path / "out.pt", drop="ema_state_dict", verify=True)
-    assert done.file_bytes < file.stat().st_size - 1000
-    assert not [note for note in ckptool.inspect(tmp_path / "out.pt").notes if "unused" in note.code]
-
-
 # Setting -------------------------------------------------------------------------------------------------------------
-
-
-@looped(
-    ("place", "value"),
-    [
-        ("epoch", 4),
-        ("new", {"a": [1, None]}),
-        ("optimizer/param_groups/0/lr", 0.01),
-        ("history/1", {"loss": 0.25}),
-        ("history/0/loss", 2),
-        ("a~1b", 1),
-    ],
-)
-def test_set(place: str, value: Any) -> None:
-    made = ckptool.edit(TRAINING, set={place: value})
-    before, after = addresses(TRAINING), addresses(made)
-    assert after[place] == value and list(made)[: len(TRAINING)] == list(TRAINING)
-    assert {each for each in before if not each.startswith(place.partition("/")[0])} <= after.keys()
 
 
 def test_several_values_keys_that_are_numbers_and_settings_of_a_namespace(tmp_path: Path) -> None:
@@ -178,14 +90,6 @@ def test_several_values_keys_that_are_numbers_and_settings_of_a_namespace(tmp_pa
     assert made["optimizer"]["state"] == {0: {}}
     tree = edited(TRAPS["20-namespace"](), tmp_path, set={"args/lr": 0.5})
     assert tree["args"].attributes["lr"] == 0.5
-
-
-@pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])
-def test_no_plain_value_takes_the_place_of_tensors(place: str) -> None:
-    with pytest.raises(UsageError, match="would become a plain value") as caught:
-        ckptool.edit(TRAINING, set={place: 3})
-    assert re.search(f"drop[ =]'?{place}", caught.value.fix)
-    assert ("tensor" in caught.value.fix) == (place == "model/enc.a")
 
 
 @looped(
@@ -250,16 +154,6 @@ def test_new_values(tensor: torch.Tensor, array: numpy.ndarray[Any, Any], tmp_pa
     assert tree["w"].shape == tuple(tensor.shape) and tree["other"].numpy().tolist() == [1, 1]
 
 
-def test_parameters_devices_and_ties_stay(tmp_path: Path) -> None:
-    tree = edited({"w": torch.nn.Parameter(torch.zeros(2))}, tmp_path, tensor={"w": numpy.ones(2, "f4")})
-    assert tree["w"].flags.parameter and tree["w"].flags.requires_grad
-    ckptool.edit(make("cuda.pt", tmp_path), tmp_path / "new.pt", tensor={"fc2.bias": numpy.ones(4, "f4")})
-    assert ckptool.open(tmp_path / "new.pt").tree["fc2.bias"].location == "cuda:0"
-    tree = edited(TRAPS["01-full-tie-three-roots"](), tmp_path, tensor={"ema/w": numpy.arange(4, dtype="f4")})
-    tied = [tree["model"]["w"], tree["ema"]["w"], *tree["list"]]
-    assert len({id(entry.storage) for entry in tied}) == 1 and tied[0].numpy().tolist() == [0, 1, 2, 3]
-
-
 @looped("name", ["02-partial-overlap", "03-disjoint-views", "05-transposed-tie", "08-conj", "08-neg"])
 def test_new_values_for_a_part_of_a_storage_or_a_lazy_view_are_a_conflict(name: str, tmp_path: Path) -> None:
     checkpoint = opened({key: value for key, value in TRAPS[name]().items() if key != "same"}, tmp_path)
@@ -292,23 +186,6 @@ def test_another_shape_or_type(tensor: torch.Tensor, array: Any, says: str, tmp_
     with pytest.raises(Conflict, match=says) as caught:
         edited({"w": tensor}, tmp_path, tensor={"w": array})
     three_parts(caught.value)
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.as_tensor, numpy.asarray, str, Path, lambda tensor: ckptool.open("new.pt")["w"]]
-)
-def test_new_values_are_whatever_holds_them(
-    kind: Callable[[torch.Tensor], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    new = torch.randn(2, 3)
-    torch.save({"w": torch.zeros(2, 3), "epoch": 1}, "a.pt")
-    torch.save({"w": new}, "new.pt")
-    numpy.save("new.npy", new)
-    given = kind("new.npy") if kind in (str, Path) else kind(new)  # type: ignore[arg-type]
-    ckptool.edit("a.pt", "b.pt", tensor={"w": given}, set={"epoch": numpy.int64(4), "more": new})
-    assert torch.equal(torch.load("b.pt")["w"], new) and torch.load("b.pt")["epoch"] == 4
-    assert torch.equal(torch.load("b.pt")["more"], new)
 
 
 def test_bfloat16_is_given_as_torch_has_it() -> None:

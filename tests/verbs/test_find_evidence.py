@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy
 import pytest
 
 import ckptool
-from tests.support.cli import Run
 
 Weights = dict[str, numpy.ndarray]
 KINDS = ("heads", "rows", "columns", "transposed", "halves", "tuned", "lora", "unrelated", "other tensor", "same")
@@ -59,27 +56,3 @@ def test_only_a_fine_tune_may_differ(kind: str) -> None:
         assert not wrong or bool(found.reordered) == (kind not in ("unrelated", "other tensor"))
         differ = [line for line in str(found).splitlines() if "values differ: " in line]
         assert not any(name in line for name in named for line in differ), str(found)
-
-
-def test_what_shows_nothing_is_taken_on_the_word_of_the_rest() -> None:
-    rng = numpy.random.default_rng(1)
-    few = {"a": rng.standard_normal(4), "norm": numpy.ones(64)}
-    other = {"a": rng.standard_normal(4), "norm": numpy.ones(64)}
-    assert ckptool.find_rules(few, other).unrelated == ("a",)
-    matrix = {"w": rng.standard_normal((16, 16))}
-    assert ckptool.find_rules({**few, **matrix}, {**other, **matrix}).complete
-    for scale in (1e-30, 1e307):
-        tuned = {"w": (matrix["w"] + rng.standard_normal((16, 16)) / 10) * scale}
-        assert ckptool.find_rules({"w": matrix["w"] * scale}, tuned).complete
-    near = [{**matrix, "norm": 1 + rng.standard_normal(256) / 50} for _ in range(2)]
-    assert ckptool.find_rules(*near).complete
-
-
-def test_command_names_the_tensor_and_exits_1(run: Run, tmp_path: Path) -> None:
-    rng = numpy.random.default_rng(3)
-    base = model(rng, 32)
-    other, (key,) = changed(rng, "heads", base)
-    ckptool.save(base, tmp_path / "a.safetensors")
-    ckptool.save(other, tmp_path / "b.safetensors")
-    done = run("translate", "--find", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"))
-    assert done.code == 1 and f"another order, which no rule makes: {key}" in done.out

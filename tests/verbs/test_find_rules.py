@@ -258,13 +258,6 @@ def test_rules_of_layouts_that_ship_are_found_again(name: str, tmp_path: Path) -
         assert found.by_value == found.total - len(found.missing) and len(found.missing) == len(tied) + len(cut), found
 
 
-def test_names_with_odd_characters_have_rules_or_are_said_not_to() -> None:
-    names = ["\0x.0", "a\x01.b*c", "{d}", chr(0xF0000), ""]
-    old = {name: random(4, 4) for name in names}
-    found = ckptool.find_rules(old, {f"y.{name}": value.T.copy() for name, value in old.items()})
-    assert {*found.missing} <= {f"y.{name}" for name in names[3:]} and found.by_value == 5 - len(found.missing)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_what_is_tied_is_a_second_name(tied: bool, tmp_path: Path) -> None:
     """Zeros have the values of other zeros; a model that has both needs both."""

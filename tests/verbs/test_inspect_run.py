@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, Corrupt, FileProblem, UsageError
+from ckptool.errors import Conflict, FileProblem
 from ckptool.training.runs import create, read_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
@@ -30,18 +28,6 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_what_a_run_says(run_folder: Path) -> None:
-    found = ckptool.inspect_run(run_folder)
-    assert (found.event, found.step, found.resumes, found.damaged) == ("done", 20, 20, 0)
-    newest = found.checkpoints[-1]
-    sidecar = json.loads((run_folder / "checkpoints" / name_of(20)).with_suffix(".json").read_text())
-    assert (newest.loss, newest.metrics, newest.epoch) == (sidecar["loss"], sidecar["metrics"], sidecar["epoch"])
-    assert newest.bytes == sidecar["bytes"]
-    assert newest.kept[:2] == ("newest", "last")
-    assert sum("best" in one.kept for one in found.checkpoints) == 1
-    assert found.to_dict()["checkpoints"][-1]["step"] == 20
-
-
 def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
     flip_a_bit(run_folder / "checkpoints" / name_of(20))
     assert ckptool.inspect_run(run_folder).damaged == 0
@@ -54,13 +40,6 @@ def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> No
     found = ckptool.inspect_run(run_folder)
     assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
     assert "none of them is whole" in str(found)
-
-
-def test_a_change_of_retention_is_seen(run_folder: Path) -> None:
-    ckptool.resume(run_folder, ["train.steps=25", "save.keep_every=10", "eval.metric=val_loss", "eval.mode=min"])
-    found = ckptool.inspect_run(run_folder)
-    assert found.metric == "val_loss"
-    assert [one.step for one in found.checkpoints if "every" in one.kept] == [20]
 
 
 WEIRD: list[dict[str, Any]] = [
@@ -80,15 +59,6 @@ def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[1, 2", "3", "\x00", "a: &a [*a]\nb: *c", "[" * 50_000, "a: !!python/object/apply:os.system [ls]"]
-)
-def test_a_configuration_of_anything(run_folder: Path, text: str) -> None:
-    (run_folder / "run.yaml").write_text(text)
-    with pytest.raises(Corrupt, match="is not the configuration of a run"):
-        ckptool.inspect_run(run_folder)
-
-
-@pytest.mark.parametrize(
     "text",
     ["save: 3\neval: []\n", "save: {keep_last: -1, keep_best: x, keep_every: 1e9}\neval: {metric: [1], mode: 3}\n"],
 )
@@ -99,31 +69,7 @@ def test_a_configuration_of_other_types(run_folder: Path, text: str) -> None:
     assert "20" in str(ckptool.inspect_run(run_folder))
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a run"):
-        ckptool.inspect_run(tmp_path)
-
-
-def test_it_needs_no_torch(run_folder: Path) -> None:
-    code = "import sys, ckptool; ckptool.inspect_run(sys.argv[1]); print({'torch', 'pydantic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 # How it is made -------------------------------------------------------------------------------------------------------
-
-
-def test_the_configuration_comes_last(tmp_path: Path) -> None:
-    """A folder that was begun, and has none, is no run: it may be begun again."""
-    made = create(config(run=tmp_path / "deep" / "run"))
-    assert made.lock is not None
-    made.lock.release()
-    assert sorted(os.listdir(made.folder)) == ["checkpoints", "lock", "run.yaml"]
-    os.unlink(os.path.join(made.folder, "run.yaml"))
-    again = create(config(run=made.folder))
-    assert again.id != made.id
-    assert again.lock is not None
-    again.lock.release()
 
 
 def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path: Path) -> None:
@@ -144,34 +90,10 @@ def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path:
     assert read_config(made.folder)[0] == again.id
 
 
-def test_a_run_that_could_not_be_made_is_not_locked(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("mine")
-    for _ in range(2):
-        with pytest.raises(FileProblem, match=r"checkpoints"):
-            create(config(run=tmp_path / "run"))
-
-
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(FileProblem, match="it is a file"):
         create(config(run=tmp_path / "run"))
-
-
-def test_a_run_is_inspected_and_scanned(typed: Typed) -> None:
-    train_typed(typed, "save.keep_last=2", "eval.metric=val_acc", "eval.mode=max")
-    for verb in ("inspect", "scan"):
-        code, out, _ = typed(verb, "runs/x")
-        assert code == 0
-        assert "done at step 20; make it longer: ckptool resume runs/x --set train.steps=40\n" in out
-        assert out.splitlines()[3].split() == ["step", "epoch", "loss", "val_acc", "size", "kept"]
-        assert out.splitlines()[-1].split()[0] == "20"
-        assert "newest, last" in out.splitlines()[-1]
-    found = json.loads(typed("inspect", "runs/x", "--json")[1])
-    assert (found["schema"], found["resumes"], found["metric"]) == ("ckptool.run/2", 20, "val_acc")
-    (newest,) = [row for row in found["checkpoints"] if row["step"] == 20]
-    assert set(newest["metrics"]) == {"val_loss", "val_acc"}
-    assert newest["bytes"] == os.path.getsize(newest["path"])
 
 
 def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,19 +153,3 @@ def test_the_command_that_is_printed_of_a_run_works(typed: Typed, changes: tuple
         cut_short(path)
     said = typed("inspect", "runs/x")[1]
     assert "none of them is whole, so it cannot go on" in said and "ckptool" not in said
-
-
-def test_a_folder_that_is_no_run_is_not_taken_for_one(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "x" / "run.yaml").write_text("[1, 2\n")
-    assert typed("inspect", "x")[0] == 2
-    assert "is not the configuration of a run" in typed("scan", "x")[2]
-
-
-@pytest.mark.parametrize(("value", "words"), [("7260.5", ", 2 h of training"), ("1e999", ""), ("NaN", ""), ("[]", "")])
-def test_the_time_of_training(tmp_path: Path, value: str, words: str) -> None:
-    start(config(run=tmp_path / "run"))
-    lines = (tmp_path / "run/history.jsonl").read_text()
-    (tmp_path / "run/history.jsonl").write_text(re.sub('"total_seconds": [0-9.]+', f'"total_seconds": {value}', lines))
-    head = str(ckptool.inspect_run(tmp_path / "run")).splitlines()[0]
-    assert re.fullmatch(f".*: a run, 3 checkpoints, [0-9.]+ kB{words}", head)

@@ -4,12 +4,10 @@ judge."""
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
-import ckptool
 from fixtures import lab
 from tests.support.lab_trial import Trial, trial
 
@@ -73,12 +71,3 @@ def test_the_share_of_what_is_named(chosen: list[tuple[str, bool]], trials: dict
     named = [each for each in faulty if wanted(lab.SPECIMENS[each[0]], each[1]) <= trials[each].codes]
     assert len(lab.SPECIMENS) >= 80 and len(faulty) >= 60
     assert len(named) >= 0.95 * len(faulty), sorted(set(faulty) - set(named))
-
-
-@pytest.mark.parametrize("name", ["dp.pt", "training_gpu.pth.tar", "-dash.pt"])
-def test_it_says_what_it_has_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab.make(name, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    text = str(ckptool.doctor(name))
-    (line,) = [line for line in text.splitlines() if "not the tensors' data" in line]
-    assert re.search(r"ckptool verify (\./)?\S+ --finite$", line) and "None" not in text

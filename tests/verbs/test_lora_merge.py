@@ -90,15 +90,6 @@ def test_only_what_the_adapter_is_for_is_changed(tmp_path: Path, run: Run) -> No
     )
 
 
-@pytest.mark.parametrize("prefix", ["module.", "language_model.", ""])
-def test_the_base_may_have_another_prefix(prefix: str, tmp_path: Path) -> None:
-    base = {f"{prefix}{key.removeprefix('model.')}": value for key, value in base_weights().items()}
-    adapter = peft(tmp_path / "adapter", tensors := halves("model.layers.0.up", 8, 6))
-    found = merged(tmp_path, base, adapter)
-    key = f"{prefix}layers.0.up.weight"
-    assert is_near(found[key], base[key], change(tensors, "model.layers.0.up"))
-
-
 def test_a_prefix_that_could_be_two_is_refused(tmp_path: Path) -> None:
     base = {f"{tower}.layers.0.up.weight": torch.randn(8, 6) for tower in ("text", "vision")}
     adapter = peft(tmp_path / "adapter", halves("layers.0.up", 8, 6))
@@ -112,14 +103,6 @@ def test_a_misspelt_key_ends_with_1_and_writes_nothing(wrong: str, tmp_path: Pat
     done = run("lora", "merge", base, adapter, "-o", tmp_path / "out.pt")
     assert done.code == 1 and "2 of 4 keys" in done.err and f"{wrong}.lora_A" in done.err, done
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_half_or_a_target_that_is_missing_is_named(tmp_path: Path) -> None:
-    tensors = halves("model.layers.0.q", 6, 6) | halves("model.layers.0.up", 8, 6)
-    adapter = peft(tmp_path / "adapter", {key: v for key, v in tensors.items() if "up.lora_A" not in key})
-    refused(tmp_path, base_weights(), adapter, NoMatch, "model.layers.0.up has .*lora_B.weight alone")
-    adapter = peft(tmp_path / "adapter", halves("model.layers.0.q", 6, 6), target_modules=["q", "up"])
-    refused(tmp_path, base_weights(), adapter, NoMatch, "nothing for 1 tensor .*: model.layers.0.up.weight")
 
 
 def test_an_adapter_for_another_base_is_named_by_its_shapes(tmp_path: Path) -> None:
@@ -182,21 +165,6 @@ def test_whole_modules_are_replaced_or_new(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", tensors | head, modules_to_save=["lm_head"])
     (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, base, adapter, NoMatch, r"1 of 4 keys .*: base_model\.model\.score\.weight")
-
-
-def test_kohya_names_are_matched_with_those_of_the_base(tmp_path: Path) -> None:
-    base = {
-        "model.diffusion_model.down_blocks.0.to_q.weight": torch.randn(8, 6),
-        "first_stage.x.weight": torch.ones(2, 2),
-    }
-    halves_of = {"lora_down.weight": torch.randn(2, 6), "lora_up.weight": torch.randn(8, 2), "alpha": torch.tensor(1.0)}
-    file = saved({f"lora_unet_down_blocks_0_to_q.{key}": v for key, v in halves_of.items()}, tmp_path / "a.safetensors")
-    key = "model.diffusion_model.down_blocks.0.to_q.weight"
-    delta = product(halves_of["lora_up.weight"], halves_of["lora_down.weight"]) * 0.5
-    assert is_near(merged(tmp_path, base, file)[key], base[key], delta)
-    (tmp_path / "out.safetensors").unlink()
-    twice = base | {"model.diffusion_model.down.blocks_0.to_q.weight": torch.randn(8, 6)}
-    refused(tmp_path, twice, file, Conflict, "Without their dots these names are the same")
 
 
 def test_shards_are_merged_into_shards(tmp_path: Path) -> None:

@@ -219,14 +219,6 @@ def test_the_highest_and_lowest_of_every_column_are_drawn(count: int, width: int
         assert (not there and not drawn) or (min(drawn), max(drawn)) == pytest.approx((min(there), max(there)))
 
 
-def test_in_a_stream_that_has_only_ascii(tmp_path: Path) -> None:
-    folder = run_of(tmp_path / "r", [{"step": i, "loss": i * 1.0} for i in range(9)], [{"event": "save", "step": 4}])
-    words = [sys.executable, "-m", "ckptool", "plot", str(folder)]
-    environment = {"PATH": "/usr/bin", "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])}
-    text = subprocess.run(words, env=environment, capture_output=True, check=True).stdout.decode("ascii")
-    assert "\\u" not in text and "*" in text and "+---" in text
-
-
 def test_no_torch_is_imported_and_many_curves_stay_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_of(tmp_path / "r", [{"step": i, **{f"layer{k}": i * 1.0 for k in range(150)}} for i in range(300)])
     code = f"import sys, ckptool; ckptool.plot({str(folder)!r})._repr_html_(); print('torch' in sys.modules)"

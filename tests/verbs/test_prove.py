@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
 from ckptool.training.reports import Kill, Proof
 from ckptool.verbs._schema import schema
-from tests.support.fork_server import _end_of
 from tests.support.killed_runs import resumed_steps
 from tests.support.schemas import judge
 from tests.support.small_runs import MLP
@@ -140,28 +137,3 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
     assert resumed_steps(again) == ([None], True)
     fell = history(tmp_path, ("start", 0), ("resume", 10), ("resume", 5))
     assert resumed_steps(fell) == ([10, 5], True)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "code"),
-    [
-        ("os._exit(5)", "time.sleep(60)", 5),
-        ("time.sleep(60)", "os._exit(6)", 6),
-        ("os._exit(143)", "time.sleep(0.2)", 143),
-    ],
-)
-def test_one_of_several_fails(first: str, second: str, code: int) -> None:
-    """The others would wait for it: they are ended. But where it was asked to stop, the others were too, and may
-    finish."""
-    children = []
-    for work in (first, second):
-        child = os.fork()
-        if not child:
-            exec(work)
-            os._exit(0)
-        children.append(child)
-    began = time.monotonic()
-    assert _end_of(children) == code
-    assert time.monotonic() - began < 30
-    with pytest.raises(ChildProcessError):
-        os.waitpid(children[1], 0)

@@ -74,18 +74,6 @@ def test_a_plain_model_takes_no_codes(file: Path, tmp_path: Path) -> None:
     assert ckptool.warm_start(file, tmp_path / "plain.safetensors", only=["norm.weight", "logit_scale"]).accepted
 
 
-def test_adapters_refuse_codes(file: Path, tmp_path: Path) -> None:
-    halves = {"norm.lora_A.weight": torch.ones(1, 4), "norm.lora_B.weight": torch.ones(6, 1)}
-    save_file({f"base_model.model.{key}": value for key, value in halves.items()}, tmp_path / "lora.safetensors")
-    with pytest.raises(Unsupported, match="is quantized"):
-        ckptool.lora_merge(file, tmp_path / "lora.safetensors", tmp_path / "o.safetensors")
-    changed = load_file(file)
-    changed["norm.weight"] += 1
-    save_file(changed, tmp_path / "in/tuned.safetensors")
-    with pytest.raises(Unsupported, match="is quantized"):
-        ckptool.lora_extract(tmp_path / "in/tuned.safetensors", file, f"{tmp_path / 'adapter'}/", rank=1)
-
-
 @looped("seed", range(40))
 def test_codes_that_lost_their_scale_are_no_weights(seed: int, tmp_path: Path) -> None:
     """Whatever parts are renamed, and whatever beside: nothing casts or averages what is left."""

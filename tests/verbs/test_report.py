@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import itertools
 import json
 import re
@@ -20,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -50,18 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_its_parts_are_what_the_other_verbs_say(folder: Path) -> None:
-    found = ckptool.report("a.pt", "b.pt", against="b.pt")
-    (one, _), facts = found.files, found.to_dict()
-    assert one.inspection is not None
-    assert facts["files"][0]["inspection"] == ckptool.inspect("a.pt", stats=True).to_dict()
-    assert facts["files"][0]["diagnosis"] == ckptool.doctor("a.pt").to_dict()
-    assert facts["fit"] == ckptool.doctor("a.pt", against="b.pt").to_dict()
-    assert facts["diff"] == ckptool.diff("a.pt", "b.pt").to_dict()
-    assert one.pictures.keys() == {f"sd/{name}" for name in state()} and one.health.read == 3
-    assert found.html().count("</html>") == 1 and found.out == "" and found.bytes == 0
-
-
 @pytest.mark.parametrize("unread", [torch.eye(3).to_sparse(), torch.ones(2, device="meta"), torch.ones(0), None])
 def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, folder: Path) -> None:
     saved({"a": torch.ones(2)} | ({} if unread is None else {"b": unread}), folder / "c.pt")
@@ -77,46 +63,12 @@ def test_a_part_of_a_file(folder: Path) -> None:
         ckptool.report("a.pt#nothing")
 
 
-def test_open_files_and_objects(folder: Path) -> None:
-    with open("a.pt", "rb") as file:
-        found = ckptool.report(file, {"sd": state(), "epoch": 3}, out="page.html")
-    assert found.diff is not None and found.diff.same
-    assert found.out == "page.html" and found.bytes == Path("page.html").stat().st_size
-    assert ckptool.report(io.BytesIO(Path("a.pt").read_bytes()), against=state()).fit is not None
-
-
 def broken(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.pt"
     whole = (folder / "a.pt").read_bytes()
     contents = {"cut": whole[:-400], "empty": b"", "text": b"<html>not found</html>", "zip": b"PK\3\4" + bytes(60)}
     path.write_bytes(contents[kind])
     return path
-
-
-@pytest.mark.parametrize("kind", ["cut", "empty", "text", "zip"])
-def test_a_file_that_cannot_be_opened_is_a_page_with_its_diagnosis(kind: str, folder: Path, run: Run) -> None:
-    path = broken(folder, kind)
-    ran = run("report", str(path), "-o", "page.html")
-    assert ran.code == 0 and "0 tensors read, 1 problem → page.html" in ran.out, ran
-    found = ckptool.report(path, "b.pt")
-    assert found.files[0].inspection is None and found.files[0].diagnosis.findings
-    assert found.files[1].inspection is not None and found.diff is None and found.problems >= 1
-    assert found.to_dict()["files"][0]["inspection"] is None and found.html()
-
-
-def test_a_page_is_of_one_file_or_two(folder: Path, run: Run) -> None:
-    ran = run("report", "a.pt", "b.pt", "a.pt", "-o", "page.html")
-    assert ran.code == 2 and not Path("page.html").exists(), ran
-    with pytest.raises(TypeError):
-        ckptool.report("a.pt", "b.pt", "a.pt")  # type: ignore[call-arg,misc]
-
-
-def test_the_pictures_of_two_files_are_as_many_as_those_of_one(folder: Path) -> None:
-    saved({f"l.{number}.weight": torch.randn(40, 40) for number in range(40)}, folder / "many.pt")
-    one, two = ckptool.report("many.pt"), ckptool.report("many.pt", "many.pt")
-    assert [len(found.files[-1].pictures["l.0.weight"].means) for found in (one, two)] == [32, 16]
-    assert one.files[0].inspection is not None and two.files[1].inspection is not None
-    assert one.files[0].inspection.statistics == two.files[1].inspection.statistics
 
 
 ODD = {"number": int, "list": lambda n: [n], "tensors": lambda n: [torch.ones(3) * n], "empty": lambda n: []}
@@ -183,14 +135,6 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
         hues = dict(re.findall(r'data-glob="([^"]+)">\s*<rect class="q(\d)"', each))
         assert [hues[f"model/{name}[./]*"] for name in ("x.0", "x.1", "y.0", "y.2")] == ["0", "0", "1", "1"]
         assert hues["[e]xtra"] == "6", "of no model"
-
-
-def test_what_is_not_there_is_an_error(folder: Path) -> None:
-    with pytest.raises(FileProblem):
-        ckptool.report("none.pt", out="page.html")
-    with pytest.raises(FileProblem):
-        ckptool.report("a.pt", "none.pt", out="page.html")
-    assert not Path("page.html").exists()
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -318,17 +262,6 @@ def a_run(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_is_shown_with_its_newest_checkpoint(a_run: Path) -> None:
-    found = ckptool.report(a_run)
-    assert found.run is not None and found.history is not None and found.norms is not None
-    newest = found.run.checkpoints[-1]
-    assert found.run.resumes == newest.step == found.norms.steps[-1] and found.norms.unread == {}
-    assert found.files[0].inspection is not None and found.files[0].inspection.file == newest.path
-    assert found.to_dict()["run"] == ckptool.inspect_run(a_run).to_dict()
-    assert found.to_dict()["history"] == ckptool.plot(a_run).to_dict()
-    assert ckptool.report(newest.path, run=a_run).to_dict() == found.to_dict()
-
-
 def test_norms_are_what_numpy_computes(a_run: Path) -> None:
     found = ckptool.report(a_run)
     assert found.norms is not None and found.run is not None
@@ -405,33 +338,3 @@ def test_every_file_of_others_gives_a_report(path: Path) -> None:
         assert one.pictures.keys() | one.health.skipped.keys() == rows and one.health.tensors >= one.health.read
     json.dumps(found.to_dict(), allow_nan=False)
     assert len(found._repr_html_().encode()) <= 30_000 and "<title>" in found.html()
-
-
-# What would run, as scan says it -------------------------------------------------------------------------------------
-
-
-class Runs:
-    def __reduce__(self) -> Any:
-        return print, ("ran",)
-
-
-KINDS_OF_FILES: dict[str, tuple[Any, str]] = {
-    "plain": ({"epoch": 1}, "Nothing unknown"),
-    "a number of numpy": ({"loss": numpy.float64(2.5)}, "Nothing unknown"),
-    "a call": ({"x": Runs()}, "Yes, with pickle"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS_OF_FILES)
-def test_what_would_run_is_what_scan_says(kind: str, folder: Path) -> None:
-    value, verdict = KINDS_OF_FILES[kind]
-    torch.save({"w": torch.ones(2), **value}, "kind.pt")
-    said = ckptool.report("kind.pt").html().partition("<dt>Would it run anything?</dt>")[2][:100]
-    assert verdict in said and bool(ckptool.scan("kind.pt").findings) == ("Yes" in said)
-
-
-def test_a_program_is_said_to_be_one(folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), "script.pt")
-    assert "It holds a program" in ckptool.report("script.pt").html()

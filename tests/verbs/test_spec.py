@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import ckptool
-from ckptool.analysis.targets import Target
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint, OutputExists, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, OutputExists, Unsupported
 from ckptool.verbs._target import find_target
-from fixtures.make import TiedLanguageModel, make, mlp
+from fixtures.make import TiedLanguageModel
 from tests.support.errors import three_parts
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -29,25 +26,6 @@ GOOD: dict[str, Any] = {
     ],
     "ties": [["a.weight", "b.weight"]],
 }
-
-
-def facts(target: Target) -> list[tuple[Any, ...]]:
-    return [(e.name, e.dtype, e.shape, e.kind, e.tied_to) for e in target.tensors.values()]
-
-
-def test_a_spec_says_the_same_as_what_it_is_of(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("from fixtures.make import TiedLanguageModel, mlp\n")
-    for name in (f"{tmp_path}/model.py:TiedLanguageModel", f"{tmp_path}/model.py:mlp", make("training.pt", tmp_path)):
-        made = ckptool.spec(name, tmp_path / "spec.json", overwrite=True)
-        again = find_target(tmp_path / "spec.json")
-        assert (
-            facts(again) == facts(made.target) == facts(find_target(name))
-            and again.kinds_known == made.target.kinds_known
-        )
-        assert again.values is None and again.kind == "spec"
-        first = (tmp_path / "spec.json").read_bytes()
-        ckptool.spec(tmp_path / "spec.json", tmp_path / "copy.json", overwrite=True)
-        assert (tmp_path / "copy.json").read_bytes() == first
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -69,32 +47,6 @@ def test_what_is_written(tmp_path: Path) -> None:
     with pytest.raises(OutputExists):
         ckptool.spec(file, tmp_path / "spec.json")
     assert ckptool.spec(file, tmp_path / "dry.json", dry_run=True).dry_run and not (tmp_path / "dry.json").exists()
-
-
-def test_checking_against_it(tmp_path: Path) -> None:
-    """What continuous integration does: is this checkpoint still one of that model?"""
-    ckptool.spec(saved(mlp().state_dict(), tmp_path / "model.pt"), tmp_path / "spec.json")
-    good = saved(nn.DataParallel(mlp()).state_dict(), tmp_path / "good.pt")
-    report = ckptool.warm_start(good, tmp_path / "spec.json", tmp_path / "out.pt", strict=True)
-    assert report.applied and report.taken == ()
-    assert list(torch.load(tmp_path / "out.pt")) == list(mlp().state_dict())
-    part = saved({key: value for key, value in mlp().state_dict().items() if "fc" in key}, tmp_path / "part.pt")
-    assert not ckptool.warm_start(part, tmp_path / "spec.json", strict=True).accepted
-    with pytest.raises(Conflict, match=r"has no values, and these names .* bn\.weight, bn\.bias") as found:
-        ckptool.warm_start(part, tmp_path / "spec.json", tmp_path / "no.pt")
-    three_parts(found.value)
-    assert not (tmp_path / "no.pt").exists()
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckptool.cli import main
-
-    file = saved(mlp().state_dict(), tmp_path / "model.pt")
-    assert main(["spec", str(file), "-o", str(tmp_path / "spec.json")]) == 0
-    told = capsys.readouterr().out
-    assert told == f"{file}: 9 names, 6 parameters, 3 buffers, 277 values\nwrote {tmp_path / 'spec.json'}\n"
-    assert main(["spec", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "spec.json").read_text())
 
 
 # What is none --------------------------------------------------------------------------------------------------------
@@ -150,10 +102,3 @@ def test_cut_short_anywhere(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_bytes(whole[:-1] + b', "ties": []}')
     with pytest.raises(Ambiguous):
         find_target(tmp_path / "spec.json")
-
-
-def test_other_json_is_no_spec(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    with pytest.raises(CkptoolError) as found:
-        find_target(tmp_path / "config.json")
-    three_parts(found.value)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.errors import Conflict, NoMatch, UsageError
-from fixtures.make import mlp, train
+from ckptool.errors import Conflict, UsageError
+from fixtures.make import train
 from tests.support.files import saved
 from tests.support.same import assert_same_objects
 from tests.support.warm_starts import warm_started
@@ -47,9 +47,3 @@ def test_a_new_parameter_and_two_groups(tmp_path: Path, code: Path) -> None:
     _, done = warm_started(file, same, tmp_path / "out.pt", optimizer=True)
     assert [group["lr"] for group in done["optimizer_state_dict"]["param_groups"]] == [0.1, 0.7]
     assert done["optimizer_state_dict"]["param_groups"][1]["param_names"] == [name for name, _ in named[2:]]
-
-
-def test_no_optimizer(tmp_path: Path) -> None:
-    file = saved(mlp().state_dict(), tmp_path / "model.pt")
-    with pytest.raises(NoMatch, match="has no optimizer state"):
-        ckptool.warm_start(file, file, tmp_path / "out.pt", optimizer=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import ckptool
-from ckptool.errors import NoMatch, Unsupported, UsageError
+from ckptool.errors import NoMatch, UsageError
 from tests.support.cli import Run
 from tests.support.files import saved
 from tests.support.memory import LIMIT, peak_of
@@ -58,23 +58,6 @@ def test_every_kind_with_a_tied_head(tmp_path: Path) -> None:
     assert "pos_embed: f32 [1, 17, 6] against f32 [1, 26, 6], resized by bicubic(cls=1)" in str(report)
 
 
-def test_a_mismatch_that_no_way_covers_is_refused_as_without(tmp_path: Path, run: Run) -> None:
-    """A head of its own is another tensor, and needs a pattern of its own."""
-    old, file, target = old_and_new(tmp_path, tied=False)
-    ways = [word for way in WAYS for word in ("--resize", way)]
-    args = ("warm-start", file, "--against", target, "--on-mismatch", "resize", *ways, "-o", tmp_path / "out.pt")
-    done = run(*args)
-    assert done.code == 1 and not (tmp_path / "out.pt").exists(), done
-    assert "lm_head.weight f32 [10, 4] against f32 [13, 4]" in done.out and "'PATTERN=rows(mean)'" in done.out
-    done = run(*args, "--resize", "lm_head.*=rows(zero)", "--json")
-    assert done.code == 0, done
-    facts = {fact["target"]: fact for fact in json.loads(done.out)["mismatched"]}
-    assert facts["lm_head.weight"]["how"] == "rows(zero)" and facts["lm_head.weight"]["done"] == "resized"
-    assert facts["pos_embed"]["have"]["shape"] == [1, 17, 6] and facts["pos_embed"]["want"]["shape"] == [1, 26, 6]
-    found = torch.load(tmp_path / "out.pt")
-    assert torch.equal(found["lm_head.weight"], torch.cat([old["lm_head.weight"], torch.zeros(3, 4)]))
-
-
 def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -> None:
     for name, rows in (("old", 10), ("new", 13)):
         (tmp_path / name).mkdir()
@@ -86,20 +69,6 @@ def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -
     done = run(*args, "-o", f"{out}/")
     assert done.code == 0 and "carried along: config.json" in done.out, done
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 13
-
-
-def test_the_first_pattern_that_matches_decides_and_other_types_are_rounded_once(tmp_path: Path) -> None:
-    old, file, _ = old_and_new(tmp_path)
-    target = {"pos_embed": torch.zeros(1, 37, 6, dtype=torch.bfloat16), "embed.weight": torch.zeros(4, 4)}
-    ways = ["pos_*=bilinear(cls=1, to=4x9)", "re:^(pos|embed)=rows(zero)"]
-    file = saved({name: value.double() for name, value in old.items() if name in target}, tmp_path / "old64.pt")
-    target = saved(target, tmp_path / "small.pt")
-    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=ways)
-    image = old["pos_embed"][:, 1:].reshape(1, 4, 4, 6).permute(0, 3, 1, 2).double()
-    wanted = functional.interpolate(image, (4, 9), mode="bilinear").permute(0, 2, 3, 1).reshape(1, 36, 6)
-    assert torch.equal(done["pos_embed"][:, 1:], wanted.to(torch.bfloat16))
-    assert torch.equal(done["embed.weight"], old["embed.weight"][:4])
-    assert [fact.how for fact in report.mismatched] == ["bilinear(cls=1, to=4x9)", "rows(zero)"]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +101,6 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     saved({name: torch.ones(shape) for name, shape in old.items()}, tmp_path / "old.pt")
     saved({name: torch.zeros([1] * len(shape)).expand(shape) for name, shape in new.items()}, tmp_path / "new.pt")
     assert peak_of(PROGRAM, tmp_path) < LIMIT
-
-
-def test_integers_are_refused_by_name(tmp_path: Path) -> None:
-    file = saved({"index": torch.arange(9), "x": torch.ones(1)}, tmp_path / "old.pt")
-    target = saved({"index": torch.arange(16), "x": torch.ones(1)}, tmp_path / "new.pt")
-    with pytest.raises(Unsupported, match=r"index is .*i64.* cannot be resized"):
-        ckptool.warm_start(file, target, on_mismatch="resize", resize="index=rows(zero)")
 
 
 def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:

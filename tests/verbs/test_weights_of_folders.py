@@ -3,18 +3,15 @@ not look at."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ckptool
 from ckptool.errors import Ambiguous
-from tests.support.part_files import FOLDERS, WITH_WEIGHTS, random_weights, saved_below, trainer_folder
+from tests.support.part_files import random_weights, saved_below, trainer_folder
 
 WRITERS = {
     "convert": (),
@@ -26,20 +23,6 @@ WRITERS = {
     "strip-module": (),
     "add-module": (),
 }
-
-
-@pytest.mark.parametrize("kind", WITH_WEIGHTS)
-def test_the_files_beside_the_weights_are_named_as_left_behind(
-    kind: str, tmp_path: Path, run: Callable[..., Any]
-) -> None:
-    make, _, member = FOLDERS[kind]
-    folder = make(tmp_path / "step-500")
-    name = member.split("/")[0]
-    out = tmp_path / "out.safetensors"
-    found = run("convert", str(folder), "-o", str(out), "--json")
-    said = [note["message"] for note in json.loads(found.out)["notes"] if note["code"] == "members"]
-    assert found.code == 0 and len(said) == 1 and "left out" in said[0] and name in said[0], found
-    assert "everything" not in run("convert", str(folder), "-n", "-o", str(tmp_path / "out.pt")).out
 
 
 @pytest.mark.parametrize("verb", WRITERS)
@@ -56,16 +39,6 @@ def test_what_is_changed_in_place_leaves_nothing(tmp_path: Path, run: Callable[.
     folder = trainer_folder(tmp_path / "step-500")
     found = run("add-module", str(folder), "--in-place")
     assert found.code == 0 and "left out" not in found.out, found
-
-
-def test_diff_says_that_it_compared_the_weights_alone(tmp_path: Path, run: Callable[..., Any]) -> None:
-    one = trainer_folder(tmp_path / "one")
-    shutil.copytree(one, other := tmp_path / "other")
-    state = torch.load(other / "optimizer.pt")
-    torch.save({"another": state}, other / "optimizer.pt")
-    found = run("diff", str(one), str(other))
-    assert found.code == 0 and found.out.count("optimizer.pt") == 2 and "compared the weights" in found.out, found
-    assert "optimizer.pt" not in run("diff", str(one / "model.safetensors"), str(other / "model.safetensors")).out
 
 
 def test_a_folder_of_two_formats_is_not_damaged(tmp_path: Path, run: Callable[..., Any]) -> None:

@@ -1,0 +1,350 @@
+"""`browse`: a checkpoint in the terminal: its tree, values and histograms, and what differs in another one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from ckptool.analysis.browsing import Line, Plain, lines_of, lines_of_diff, tree_of
+from ckptool.analysis.inspect import STATISTICS, Listing, listing, with_statistics
+from ckptool.analysis.outline import Branch
+from ckptool.analysis.statistics import values_of
+from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.numpy_arrays import array_entry
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.strided import corners, to_numpy
+from ckptool.commands import FILE, command, verb
+from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
+from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
+from ckptool.formats.opening import Opened, open_file
+from ckptool.render.lines import error_text
+from ckptool.verbs._options import File
+
+AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
+SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
+Piece = str | tuple[str, ...]  # a line of what is said, or its parts
+KEYS = """\
+↑ ↓  to another line      ← →  fold, unfold; Enter does both
+/    filter by a part of the name, or a pattern: *.bias, re:^h[.]0
+d    what differs in a second file
+Esc  back to everything
+s    statistics of a tensor that is too large to be read unasked
+y    copy the address, quoted for a shell; it is printed at the end, too
+Tab  to the values and back, to scroll them"""
+
+
+@verb(("ckptool browse model.pt", "arrows to move, / to filter, d to compare, q to quit; ? for all keys"))
+def browse(file: File) -> Page:
+    """Walks through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
+
+    Values are read where the cursor stands. Gives back the addresses that were copied. Raises `UsageError` where there
+    is no terminal, `MissingExtra` without textual.
+    """
+    if not all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
+        name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else FILE
+        raise UsageError(f"browse needs a terminal; without one there is {command('inspect', name)}")
+    if find_spec("textual") is None:
+        raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
+    app = browser(open_file(file))
+    gc.enable()  # it may live long
+    app.run()
+    if app.return_code == 130:
+        raise KeyboardInterrupt
+    return Page("\n".join(app.copied))
+
+
+# What is said of a branch ---------------------------------------------------------------------------------------------
+
+
+def line_of(branch: Branch) -> Any:
+    """The tensor or value that a branch is; None for one with several."""
+    return branch.part.rows[branch.leaf] if branch.leaf is not None and not branch.members else None
+
+
+def facts_of(branch: Branch) -> tuple[str, str, str]:
+    """What a branch is, its size, and its colour."""
+    line = line_of(branch)
+    if line is None:
+        tensors = sum(not isinstance(branch.part.rows[row].tensor, Plain) for _, row, _ in branch.items) * branch.times
+        what = counted(tensors, "tensor") if tensors else counted(len(branch.items) * branch.times, "entry", "entries")
+        return what, size(branch.size) if tensors else "", ""
+    if isinstance(line.tensor, Plain):
+        return line.change or value_text(line.tensor.value, 40), "", line.colour
+    is_tied = branch.leaf in branch.part.tied
+    return line.change or tensor_text(line.tensor), "tied" if is_tied else size(branch.size), line.colour
+
+
+def about_file(found: Listing) -> Iterator[Piece]:
+    yield bold(found.file or "in memory"), f": {found.container}, {size(found.bytes)}"
+    more = f"; {counted(found.unlisted, 'entry is', 'entries are')} not shown" if found.unlisted else ""
+    yield (f"{found.memory}" if found.tensors else "no tensors") + more
+    for note in found.notes:
+        yield yellow(note.code), f": {note.message}"
+        yield f"  {' '.join(map(quoted, note.fix))}" if note.fix else ""
+
+
+def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
+    """The facts, statistics and values of a branch, which are read here.  most: bytes that statistics may take."""
+    line, tied = line_of(branch), branch.part.tied
+    yield (bold(branch.address or WHOLE),)
+    if line is None:
+        yield ", ".join(filter(None, facts_of(branch)))
+        return
+    yield (Marked(line.change, line.colour or "dim"),) if line.change else ""
+    value = line.tensor.value if isinstance(line.tensor, Plain) else line.tensor
+    entry = array_entry(value) or value
+    if not isinstance(entry, TensorEntry):
+        is_plain = isinstance(line.tensor, Plain)
+        yield value_text(value, 100_000) if is_plain else f"{tensor_text(value)}, {size(value.nbytes)}"
+        return
+    strides = "" if entry.is_contiguous else f", strides {list(entry.stride)}"
+    yield f"{tensor_text(entry)}, {size(entry.nbytes)}{strides}"
+    first = tied.get(branch.leaf or 0, branch.leaf or 0)
+    names = [branch.part.rows[row].address for row in (first, *(row for row in tied if tied[row] == first))]
+    yield (dim("tied: "), ", ".join(names[:20])) if len(names) > 1 else ""
+    if not entry.numel or entry.dtype.numpy is None:
+        return
+    if entry.nbytes > most:
+        yield (dim(f"s reads all {size(entry.nbytes)} for statistics and a histogram"),)
+    else:
+        found, picture, _ = values_of(entry, 0, 1 << 14)
+        numbers = [(name, getattr(found, name)) for name in STATISTICS[1:]]
+        yield "  ".join(f"{name} {number(value)}" for name, value in numbers if value or name in STATISTICS[1:6])
+        wide = 2 if width >= 2 * len(picture.counts) else 1
+        if found.min != found.max:
+            yield from ((Marked(row, "$primary"),) for row in bars(picture.counts, 4, wide))
+            low, high = number(found.min), number(found.max)
+            yield (dim(f"{low}{high:>{wide * len(picture.counts) - len(low)}}"),)
+    is_cut = entry.numel > FEW
+    yield from array_text(corners(entry, check=False) if is_cut else to_numpy(entry), width, is_cut).split("\n")
+
+
+# The program ----------------------------------------------------------------------------------------------------------
+
+
+def browser(opened: Opened) -> Any:
+    """The program that browses a checkpoint, not running yet."""
+    from textual.app import App, ComposeResult
+    from textual.binding import Binding
+    from textual.containers import VerticalScroll
+    from textual.content import Content
+    from textual.suggester import SuggestFromList
+    from textual.widgets import Footer, Input, Static, Tree
+
+    from ckptool.analysis.diff import diff_of_parts
+
+    class Names(Tree[Any]):
+        """The tree; each line has its name at the left, what it is and its size at the right."""
+
+        BINDINGS: ClassVar[list[Any]] = [Binding("right", "unfold", show=False), Binding("left", "fold", show=False)]
+
+        def get_label_width(self, node: Any) -> int:
+            return 1  # a line is as wide as the screen, whatever its name
+
+        def render_label(self, node: Any, base_style: Any, style: Any) -> Any:
+            label, above, room = (
+                super().render_label(node, base_style, style),
+                node,
+                self.scrollable_content_region.width,
+            )
+            if not isinstance(node.data, Branch):
+                return label.append(f"… {len(node.data):,} more", style=style)
+            while above := above.parent:
+                room -= self.guide_depth
+            what, total, colour = facts_of(node.data)
+            label.append(printable(node.data.label or "''"), style=style)
+            most = max(room - min(label.cell_len, 16) - 12, 1)
+            what = "  " + (what if len(what) <= most else f"{what[: most - 1]}…")
+            label.truncate(max(room - len(what) - 10, 8), overflow="ellipsis", pad=True)
+            return label.append(what, style=colour or "dim").append(f"{total:>10}", style="dim")
+
+        def fill(self, node: Any, below: Sequence[Branch] | None = None) -> None:
+            """Gives a line what stands below it, unless it has that; many siblings a part at a time."""
+            below = (() if node.children else node.data.below) if below is None else below
+            for child in below[:SIBLINGS]:
+                node.add("", child, allow_expand=line_of(child) is None)
+            if below[SIBLINGS:]:
+                node.add_leaf("", below[SIBLINGS:])
+
+        def unfold_what_fits(self) -> None:
+            """Unfolds level by level what there is room for, and the first line whatever is in it."""
+            room, queue = self.size.height - 1, [self.root]
+            while queue:
+                node = queue.pop(0)
+                self.fill(node)
+                if node is self.root or len(node.children) < room:
+                    room -= len(node.children)
+                    node.expand()
+                    queue += [child for child in node.children if child.allow_expand]
+
+        def on_tree_node_expanded(self, event: Any) -> None:
+            self.fill(event.node)
+
+        def on_tree_node_selected(self, event: Any) -> None:
+            if not isinstance(event.node.data, Branch):
+                event.node.remove()
+                self.fill(event.node.parent, event.node.data)
+
+        def action_unfold(self) -> None:
+            if self.cursor_node is not None and self.cursor_node.allow_expand:
+                self.cursor_node.expand()
+
+        def action_fold(self) -> None:
+            if self.cursor_node is not None and self.cursor_node.allow_expand and self.cursor_node.is_expanded:
+                self.cursor_node.collapse()
+            else:
+                self.action_cursor_parent()
+
+    class Browser(App[None]):
+        TITLE, ENABLE_COMMAND_PALETTE = "ckptool", False
+        CSS: ClassVar[str] = """
+        Names { height: 1fr; background: $background; scrollbar-gutter: stable; }
+        #about { height: 11; border-top: solid $primary; padding: 0 1; }
+        Input { display: none; dock: bottom; }
+        .-wide { layout: horizontal; }
+        .-wide Names { width: 1fr; }
+        .-wide #about { width: 56; height: 1fr; border-top: none; border-left: solid $primary; }
+        """
+        BINDINGS: ClassVar[list[Any]] = [
+            Binding("slash", "ask('filter')", "Filter", key_display="/"),
+            Binding("d", "ask('other')", "Differences"),
+            Binding("s", "statistics", "Statistics"),
+            Binding("y", "copy", "Copy address"),
+            Binding("question_mark", "keys", "Keys", key_display="?"),
+            Binding("q", "quit", "Quit"),
+            Binding("escape", "leave", show=False),
+            Binding("ctrl+c", "interrupt", show=False, priority=True),
+        ]
+        pattern = verdict = asked = ""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.found = with_statistics(listing(opened.checkpoint, opened.at or ""), {}, opened.path)
+            self.lines, self.sources = lines_of(self.found), [opened.checkpoint.source]
+            self.differing, self.copied = list[Line](), list[str]()
+            self.worker = ThreadPoolExecutor(1)  # reads one thing after the other, while keys are answered
+            self.here: Any = None
+
+        def compose(self) -> ComposeResult:
+            self.names, self.field, self.text = Names("", []), Input(), Static("", markup=False)
+            self.names.guide_depth = 3
+            yield self.names
+            with VerticalScroll(id="about"):
+                yield self.text
+            yield self.field
+            yield Footer()
+
+        def on_mount(self) -> None:
+            self.call_after_refresh(self.show)
+
+        def on_resize(self, event: Any) -> None:
+            self.screen.set_class(event.size.width >= 110, "-wide")
+
+        def on_unmount(self) -> None:
+            self.worker.shutdown(wait=False, cancel_futures=True)
+
+        def show(self) -> None:
+            """Builds the tree anew: of everything or of what differs, as far as the pattern takes it."""
+            lines, words = self.differing if self.verdict else self.lines, self.pattern
+            if words:
+                is_whole = words.startswith("re:") or not {*"*?["}.isdisjoint(words)
+                try:
+                    chosen = selected((line.address for line in lines), [words if is_whole else f"*{words}*"])
+                except (NoMatch, UsageError):
+                    chosen = set()
+                lines = [line for line in lines if line.address in chosen]
+            facts = [os.path.basename(self.found.file) or "in memory", self.verdict, f"/{words}" if words else ""]
+            self.names.reset("", tree_of(lines, ", ".join(filter(None, facts))))
+            self.names.unfold_what_fits()
+            self.look(self.names.root.data)
+
+        def on_tree_node_highlighted(self, event: Any) -> None:
+            self.look(event.node.data)
+
+        def look(self, data: Any, is_asked: bool = False) -> None:
+            """Shows what is to be said of a line, as soon as it is read, if the cursor still stands there."""
+            self.here = data
+            if not isinstance(data, Branch) or not data.depth:
+                self.tell(about_file(self.found))
+            else:
+                self.worker.submit(self.work, lambda: self.read(data, is_asked))
+
+        def work(self, function: Callable[[], None]) -> None:
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+                said = error_text(error) if isinstance(error, CkptoolError) else repr(error)
+                self.call_from_thread(self.tell, said.split("\n"))
+
+        def read(self, branch: Branch, is_asked: bool) -> None:
+            if branch is self.here:
+                with unchanged(*self.sources):
+                    width, most = max(self.text.size.width, 20), AT_ONCE["://" in opened.path]
+                    said = list(about(branch, width, sys.maxsize if is_asked else most))
+                self.call_from_thread(lambda: self.tell(said) if branch is self.here else None)
+
+        def tell(self, lines: Any) -> None:
+            parts = [(line,) if isinstance(line, str) else line for line in lines if line]
+            shown = [[(str(escaped(each)), getattr(each, "mark", "")) for each in part] for part in parts]
+            self.text.update(Content("\n").join(Content.assemble(*line) for line in shown))
+
+        def action_ask(self, what: str) -> None:
+            self.asked, self.field.display = what, True
+            self.field.value = self.pattern if what == "filter" else ""
+            self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "the file to compare with"
+            folder = os.path.dirname(self.found.file)
+            names = sorted(os.listdir(folder or ".")) if what == "other" and os.path.isdir(folder or ".") else []
+            self.field.suggester = SuggestFromList([os.path.join(folder, name) for name in names])
+            self.field.focus()
+
+        def on_input_changed(self, event: Any) -> None:
+            if self.asked == "filter" and event.value != self.pattern:
+                self.pattern = event.value
+                self.show()
+
+        def on_input_submitted(self, event: Any) -> None:
+            self.field.display = False
+            self.names.focus()
+            if self.asked == "other" and event.value:
+                self.tell([f"comparing with {event.value} …"])
+                self.worker.submit(self.work, lambda: self.compare(os.path.expanduser(event.value)))
+
+        def compare(self, other: str) -> None:
+            diff, parts = diff_of_parts(opened.taken, other)
+            self.sources += [part.source for part in parts]
+            self.differing, name = lines_of_diff(diff, parts[0].base), os.path.basename(other)
+            self.verdict = f"the same as {name}" if diff.same else f"what differs in {name}"
+            self.call_from_thread(self.show)
+
+        def action_leave(self) -> None:
+            """Closes what was asked for, or shows everything again."""
+            if not self.field.display and (self.pattern or self.verdict):
+                self.pattern = self.verdict = ""
+                self.show()
+            self.field.display = False
+            self.names.focus()
+
+        def action_statistics(self) -> None:
+            self.look(self.here, is_asked=True)
+
+        def action_copy(self) -> None:
+            address = self.here.address if isinstance(self.here, Branch) else ""
+            is_pattern = address.endswith("*") and line_of(self.here) is None
+            self.copied.append(quoted(address if is_pattern else "#".join(filter(None, (opened.path, address)))))
+            self.copy_to_clipboard(self.copied[-1])
+            self.notify(self.copied[-1], title="copied", markup=False)
+
+        def action_keys(self) -> None:
+            self.tell(KEYS.split("\n"))
+
+        def action_interrupt(self) -> None:
+            self.exit(return_code=130)
+
+    return Browser()
