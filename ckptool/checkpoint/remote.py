@@ -263,7 +263,7 @@ class RemoteObject:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.ask, self.is_told = asking(url)
         self.pieces: list[_Piece] = []  # by their places
-        self.readers: dict[int, tuple[int, int]] = {}  # by thread: where it goes on, and what it read in one go
+        self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         first: Future[bytes | bytearray] = Future()
         first.set_result(self.fetch(0, END))
         if self.size:
@@ -315,10 +315,12 @@ class RemoteObject:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
         at, end, ahead = offset, offset + len(buffer), 0
         if not table or len(buffer) > STEP:  # else it is a header between values
-            goes_on, read = self.readers.get(threading.get_ident(), (-1, 0))
-            read = read if 0 <= at - goes_on <= NEAR else 0
-            ahead = min(max(read, END), WINDOW) if read else 0
-            self.readers[threading.get_ident()] = end, read + len(buffer)
+            with _lock:
+                begin, before = self.readers.pop(threading.get_ident(), (0, -1))
+                if 0 <= at - before <= NEAR:  # as much as it has read already, but not what another has read
+                    others = (start for start, _ in self.readers.values() if start >= end)
+                    ahead = min(max(at - begin, END), WINDOW, min(others, default=self.size) - at)
+                self.readers[threading.get_ident()] = begin if ahead else at, end
         while at < end:
             with _lock:
                 self._ask_ahead(at, end, ahead, table)
