@@ -87,7 +87,7 @@ def file_system(url: str) -> tuple[Any, str]:
         what = f"{scheme}:// needs a package that is not installed"
         raise MissingExtra(what, without_secrets(str(error)), f"pip install {package or _OF_WEB}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
-        raise UsageError(f"cannot read {url}", without_secrets(str(error))) from error
+        raise UsageError(f"cannot use {url}", without_secrets(str(error))) from error
     return fs, path
 
 

@@ -1,4 +1,4 @@
-"""Files and folders elsewhere: written here first, whole and proven, then sent. So are those for open files.
+"""Files and folders elsewhere: written here first, whole and proven, then sent.
 
 A store shows an object when all of it has come: there a file is sent under its own name, in parts, which are given up
 where one fails. Elsewhere it is sent under a hidden name, and renamed. A hub takes all files of a folder in one commit;
@@ -11,7 +11,6 @@ import asyncio
 import os
 import posixpath
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,11 +56,9 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
     with _problems(url):
         fs, place = file_system(url)
         kind = _kind(fs, place)
-        held: Collection[str] = [place] if kind else []
+        held = fs.ls(place, detail=False) if names and kind == "directory" else [place] * bool(kind)
         if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
-            held = [name for name in names if _kind(fs, f"{place}/{name}")]
-        elif names and kind == "directory":
-            held = fs.ls(place, detail=False)
+            held = [each for each in held if posixpath.basename(each) in names]
     if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
         what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
         raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
@@ -83,73 +80,42 @@ def upload(
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Note, ...]:
-    """Writes a plan to a URL: a file, or a folder where it has several. There are no notes.
+    """Writes a plan to a URL, by way of a temporary folder of the user's own: a file, or a folder where it has several.
 
     inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
-    progress: counts every byte twice, here and there. Raises what `check_upload` and writing here raise; then nothing
-    is left there.
+    progress: half of it is told when all is written here. Raises what `check_upload` and writing here raise; then
+    nothing is left there. There are no notes.
     """
     url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
     check_upload(url, overwrite=overwrite, names=names)
-    tell = progress or (lambda done, total: None)
-    name, size = "" if names else posixpath.basename(url), plan.nbytes
-    with staged(plan, name, url, inputs, verify, lambda done, _: tell(done, 2 * size)) as files:
-        fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
-        places = {path: f"{place}/{name}" if names else place for name, path in files.items()}
-        with _problems(url):
-            if fs.protocol == "hf":
-                _commit(fs, places)
-            else:
-                _send(fs, places, existed, lambda sent: tell(size + sent, 2 * size))
-            fs.invalidate_cache()
-    return ()
-
-
-@contextmanager
-def staged(
-    plan: Plan,
-    name: str,
-    url: str,
-    inputs: Iterable[Input] = (),
-    verify: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
-) -> Iterator[dict[str, str]]:
-    """The files of a plan, by their names, in a temporary folder of the user's own. name: that of a single one.
-
-    What killed runs left is cleared away first. Raises `DiskFull`, and what writing and verifying raise.
-    """
-    place = os.path.join(tempfile.gettempdir(), "ckptool")
-    folder = NewFolder(place)
+    name, size, tell = "" if names else posixpath.basename(url), plan.nbytes, progress or (lambda done, total: None)
+    here = os.path.join(tempfile.gettempdir(), "ckptool")
+    folder = NewFolder(here)  # which clears away what killed runs left
     try:
         try:
             with write_problems(url):
-                check_space(plan.nbytes, place)
+                check_space(size, here)
                 folder.begin()
                 os.fchmod(folder.fd, 0o700)
                 with unchanged(*inputs):
-                    write_files(replace(plan, files={name: plan.files[""]}) if name else plan, folder, progress)
+                    files = replace(plan, files={name: plan.files[""]}) if name else plan
+                    write_files(files, folder, lambda done, _: tell(done // 2, size))
                     if verify is not None:
                         verify(os.path.join(folder.path, name))
         except DiskFull as error:
-            what = f"cannot write {url}: it is put together in {os.path.dirname(place)} first, where it has no room"
+            what = f"cannot write {url}: it is put together in {os.path.dirname(here)} first, where it has no room"
             raise DiskFull(what, "Nothing was sent.", "Make room, or set TMPDIR to a folder that has it.") from error
-        yield {each: os.path.join(folder.path, each) for each in ([name] if name else plan.files)}
+        fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
+        paths = {os.path.join(folder.path, each): f"{place}/{each}" if names else place for each in files.files}
+        with _problems(url):
+            if fs.protocol == "hf":
+                _commit(fs, paths)
+            else:
+                _send(fs, paths, existed, lambda sent: tell((size + sent) // 2, size))
+            fs.invalidate_cache()
     finally:
         folder.close()
-
-
-def write_out(plan: Plan, file: Any, inputs: Iterable[Input] = ()) -> None:
-    """Writes a plan of one file to an object that is open for writing in binary, once it is complete.
-
-    Raises `UsageError` where it takes no bytes, and what `staged` raises.
-    """
-    shown = f"<{type(file).__name__}>"
-    with staged(plan, "checkpoint", shown, inputs) as files, open(files["checkpoint"], "rb") as content:
-        try:
-            shutil.copyfileobj(content, file, 1 << 20)
-        except (TypeError, ValueError) as error:
-            fix = "Open it for writing in binary: open(PATH, 'wb')"
-            raise UsageError(f"{shown} takes no bytes", str(error), fix) from None
+    return ()
 
 
 # Sending -------------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def has_state(loader: Any) -> bool:
 
 def make_ready(loader: Any) -> None:
     """Before an iterator of a loader is made: its workers begin anew, and hold their draws where it saves its place."""
-    if getattr(loader, "_iterator", None) is not None:
+    if isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None:
         loader._iterator = None  # its workers would go on with random states that cannot be restored
         loader._initial_iter_for_state_dict = False
     works = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)

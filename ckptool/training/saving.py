@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckptool.checkpoint.paths import is_url
 from ckptool.commands import command
 from ckptool.errors import DiskFull, RunFailed, Text, UsageError
 from ckptool.training.parallel import World
@@ -240,7 +241,7 @@ def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any,
     """Raises `UsageError` for an argument of `ckptool.Run` that means nothing."""
     are_signals = all(f"SIG{name}" in signal.Signals.__members__ for name in signals)
     checks = (
-        ("folder", folder, bool(folder), "the name of a folder"),
+        ("folder", folder, bool(folder) and not is_url(folder), "the name of a folder on this machine"),
         ("verify", verify, verify in ("full", "size"), "`full` or `size`"),
         ("signals", signals, are_signals, "like ('TERM', 'INT')"),
         ("seed", seed, seed is None or type(seed) is int, "a whole number, or None"),

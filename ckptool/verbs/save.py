@@ -32,22 +32,33 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    file = path if callable(getattr(path, "write", None)) else None
-    path = path_of("save", "" if file is not None else path)
+    if callable(getattr(path, "write", None)):
+        _save_into(path, tree, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
+        return
+    path = path_of("save", path)
     target = formats.by_name(container) if container else formats.for_output(path, formats.DEFAULT)
     formats.refuse_name(path, target, asked=bool(container))
-    if file is not None and target.writes_folder:
-        raise UsageError(f"an open file cannot hold {target.name}, which is a folder", "", "Name a folder.")
-    if file is None and not target.writes_folder:
+    if not target.writes_folder:
         check_target(path, overwrite=overwrite)
     made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
     with no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
     ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
     sources = list({id(data.file): data.file for data in ranges}.values())
-    if file is None:
-        put_in_place(plan, path, overwrite=overwrite, inputs=sources)
-    else:
-        from ckptool.output.uploads import write_out
+    put_in_place(plan, path, overwrite=overwrite, inputs=sources)
 
-        write_out(plan, file, sources)
+
+def _save_into(file: Any, tree: Any, **options: Any) -> None:
+    """Saves to an open file, by way of a temporary one."""
+    from shutil import copyfileobj
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix="ckptool-") as folder:
+        path = os.path.join(folder, "checkpoint")
+        save(tree, path, **options)
+        try:
+            with open(path, "rb") as content:
+                copyfileobj(content, file, 1 << 20)
+        except (IsADirectoryError, TypeError, ValueError) as error:
+            fix = "Open it for writing in binary: open(PATH, 'wb'); for a folder of files, name one."
+            raise UsageError(f"<{type(file).__name__}> does not take the bytes of a file", str(error), fix) from None

@@ -22,7 +22,7 @@ if find_spec("torchvision") is not None:  # here, and in the processes that the 
 
 
 PINNED = (Path(__file__).parents[2] / "constraints-engines.txt").read_text()
-LIBRARIES = re.findall(r"^([\w-]+)==", PINNED.replace("-", "_"), re.MULTILINE)
+LIBRARIES = re.findall(r"^([\w-]+)(?:\[\w+\])?==", PINNED.replace("-", "_"), re.MULTILINE)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -50,6 +50,8 @@ def test_killed_at_random_it_ends_with_the_same_bytes(loop: Scripts, tmp_path: P
         loop.finish(tmp_path / "killed")
         assert_same_end(tmp_path / "killed", tmp_path / "unbroken")
         assert steps_of(tmp_path / "killed") == [40]
+        saved = tmp_path / "killed/checkpoints"
+        shutil.copytree(saved / "checkpoint_40", saved / "checkpoint_35")  # as one killed before it was deleted has it
 
 
 @pytest.mark.parametrize(

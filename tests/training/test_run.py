@@ -277,6 +277,19 @@ def test_a_run_that_is_started_again_to_end_where_it_was_stopped_is_saved_as_fin
     assert (finished.get("stop"), finished["parent"], finished["sha256"]) == (None, 3, stopped["sha256"])
 
 
+def test_what_is_logged_of_a_run_without_its_loop_is_kept(tmp_path: Path) -> None:
+    def test(times: int) -> int:
+        run = ckptool.Run(tmp_path / "run", say=str, **parts())
+        if not run.resumed:
+            run.save()
+        for _ in range(times):
+            run.log(acc=0.5)
+        run.close()
+        return len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
+
+    assert [test(1), test(2)] == [1, 2]
+
+
 def test_time_that_is_over_stops_a_run_with_exit_code_0(tmp_path: Path) -> None:
     own = parts()
     run = ckptool.Run(tmp_path / "run", say=str, stop_after=1e-9, **own)
