@@ -19,9 +19,13 @@ def main() -> int:
         from ckptool.cli.completion import complete
 
         os._exit(complete(sys.argv[2:]))
-    from ckptool.cli import main as run
+    try:
+        from ckptool.cli import main as run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # while it starts
+        os.write(2, b"interrupted\n")
+        os._exit(130)
 
 
 def forget_working_directory() -> None:

@@ -19,9 +19,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
 from ckptool.errors import Command as Command
@@ -258,9 +258,25 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 
     def declare(function: Function) -> Function:
         vars(function)["verb"] = Declared(examples, **more)
-        return function
+        return _for_lists(function)
 
     return declare
+
+
+def _for_lists(function: Function) -> Function:
+    """The function, which takes a list of paths, too, where several files can be typed."""
+
+    @wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
+        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
+        are_files = paths and all(isinstance(each, (str, os.PathLike)) for each in paths)
+        if are_files and next(parameters_of(function)).option.each:
+            return import_module("ckptool.verbs._many_files").of_list(
+                called, [*map(os.fspath, paths)], given[1:], options
+            )
+        return function(*given, **options)
+
+    return cast(Function, called)
 
 
 @cache
@@ -390,6 +406,20 @@ def arg(name: str = "", /, **options: Value) -> Command:
         return Command((flag(name),), name)
     words = (word for each, value in options.items() for word in _typed(each, value))
     return Command(words, ", ".join(_keywords(options)))
+
+
+def called(line: Command) -> tuple[Any, dict[str, Any]]:
+    """The function of a command, and the options that are typed in it, as Python gives them."""
+    verb, *words = with_verb(line[1:])
+    function, options = function_of(verb), dict[str, Any]()
+    typed: dict[str, Parameter] = {}
+    for each in parameters_of(function):
+        typed = {**dict.fromkeys(each.option.flags, each), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
+    rest = iter(words)
+    for each in filter(None, map(typed.get, rest)):
+        value = True if each.kind is bool else next(rest)
+        options[each.name] = [*options.get(each.name, ()), value] if each.option.several else value
+    return function, options
 
 
 def flag(name: str) -> str:

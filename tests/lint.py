@@ -252,7 +252,7 @@ def built(call: ast.Call) -> None:
         )
         words += [flag] if flags[flag].is_flag else [flag, text]
     parsed(words)
-    writes = "-o" in flags and verb.value != "warm-start"  # which looks first
+    writes = "-o" in flags and verb.value not in ("doctor", "warm-start")  # which look first
     assert not writes or any(keyword.arg == "out" for keyword in call.keywords), "it writes, and does not say where"
 
 

@@ -27,6 +27,8 @@ from ckptool.analysis.words import entry_text, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.pickled_modules import module_attributes
+from ckptool.checkpoint.progress import reading
+from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
@@ -228,8 +230,12 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
             if sides[0] == sides[1]:
                 sides = [f"{sides[0]} ({type_name(node)})" for node in (change.left, change.right)]
             rows.append((change.address, " → ".join(sides)))
-    ends = {name: name.rpartition("/") for name, _ in rows}
-    return sorted(rows, key=lambda row: (ends[row[0]][2].isdigit(), bool(ends[row[0]][0]) and ends[row[0]][2] != "lr"))
+
+    def rank(row: tuple[str, str]) -> tuple[bool, int]:
+        above, _, last = row[0].rpartition("/")
+        return last.isdigit(), 2 * bool(above) - (last == "lr")
+
+    return sorted(rows, key=rank)
 
 
 def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
@@ -362,7 +368,9 @@ def diff(
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
-    same = comparer.compare(pairs)
+    sides = ([pair[side] for pair in pairs] for side in (1, 2))
+    with reading(lambda: 2 * min(sum(storage.nbytes for storage in storages(side)) for side in sides)):
+        same = comparer.compare(pairs)
     tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)

@@ -28,6 +28,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import MISSING, Global
 from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.progress import reading
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
@@ -112,7 +113,8 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     entries = [(key, tensor) for key, tensor in views.items() if isinstance(tensor, TensorEntry)]
     plain = [key for key, each in entries if each.is_contiguous and isinstance(each.storage.data, FileRange)]
     batches = [[views[key] for key in plain[at : at + _BATCH]] for at in range(0, len(plain), _BATCH)]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as pool:
+    nbytes = sum(tensor.nbytes for tensor in views.values())
+    with reading(nbytes), ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as pool:
         read = pool.map(lambda batch: [*map(tensor_digest, batch)], batches)
         alone = set(plain)
         digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in alone}

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.fixes import Chain, Fix
 from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot, command
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Report, Told, bold, cyan, dim, green, red, yellow
@@ -43,6 +43,7 @@ class Finding:
     another machine.  certain: False for the likely meaning of a message that has others.  fixes: command lines that can
     be run as they stand, in order; each is ckptool's unless its first word is another program.
     advised: a command at the end of the advice.  inert: its commands leave out what loading would call.
+    steps: those of its commands that write, for who does them without a shell.
     """
 
     code: str
@@ -55,6 +56,7 @@ class Finding:
     stage: Annotated[Stage, LIVE] = field(default=Stage.BETTER, repr=False)
     inert: Annotated[bool, LIVE] = field(default=False, repr=False)
     certain: bool = True
+    steps: Annotated[tuple[Fix, ...], LIVE] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("what", "says", "advice"):
@@ -66,9 +68,10 @@ class Finding:
 
     def filled(self, chain: Chain) -> Finding:
         """The finding with commands for the file as the commands before left it."""
+        before = len(chain.steps)
         commands = tuple(map(chain.fill, self.commands))
-        advice = self.advice + "".join(str(chain.fill(command)) for command in self.advised)
-        return replace(self, commands=commands, advice=advice, advised=())
+        advice = self.advice + "".join(str(chain.aside(command)) for command in self.advised)
+        return replace(self, commands=commands, advice=advice, advised=(), steps=tuple(chain.steps[before:]))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,7 +79,7 @@ class Diagnosis(Report):
     """A file's kind, and its problems. `file` is empty where only an error text was given.
 
     unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
-    against: the model that it was compared with.
+    against: the model that it was compared with.  at_once: one command for all of them.
     """
 
     schema = "doctor/2"
@@ -87,6 +90,7 @@ class Diagnosis(Report):
     findings: tuple[Finding, ...]
     unread: str = ""
     against: str = ""
+    at_once: Annotated[str, LIVE] = ""
 
     @property
     def loads(self) -> bool:
@@ -109,6 +113,9 @@ class Diagnosis(Report):
                 other = f"   (another program: {program})" if program != "ckptool" else ""
                 yield f"  {next(number)}. ", cyan(fix), other
             yield f"  {each.advice}" if each.advice else None
+        if self.at_once:
+            yield ""
+            yield "All of it in one pass: ", cyan(self.at_once)
         if self.unread:
             yield ""
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)

@@ -10,6 +10,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
+from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.tree import tensors
 from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError
@@ -51,7 +52,8 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
 
     squares: dict[str, Array] = {}
     moves: dict[str, Array] = {}
-    for key, first in next(iter(files.values()), {}).items():
+    weights = next(iter(files.values()), {})
+    for key, first in over(weights.items(), lambda pair: pair[1].nbytes * len(files)):
         layer, _, name = key.rpartition(".")
         entries = [weights[key] for weights in files.values() if key in weights and _is_comparable(weights[key], first)]
         if name.startswith("running_") or len(entries) < len(files):

@@ -20,7 +20,7 @@ from ckptool.checkpoint.files import Folder, Source, folder_at, open_input
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.checkpoint.tree import children
-from ckptool.checkpoint.workers import Progress, in_turn
+from ckptool.checkpoint.workers import Jobs, in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import (
@@ -226,6 +226,11 @@ class Scan(Report):
         rows = [file.row(self._relative(file)) for file in self.files]
         yield Table(rows, heads=heads, right=(2, 3, 4, 5), indent=0)
         yield ""
+        if len(self.files) > 1:
+            states = Counter(file.state for file in self.files)
+            facts = ", ".join(f"{states[state]:,} {state}" for state in sorted(states, key=lambda each: each != GOOD))
+            nbytes = size(sum(file.bytes for file in self.files))
+            yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
         if not self.full and any(file.is_good for file in self.files):
             data = "the data was not compared with its checksums (--full does)"
             yield dim(f"good: tables and structure are whole; {data}")
@@ -246,7 +251,7 @@ class Scan(Report):
 # What is looked at ----------------------------------------------------------------------------------------------------
 
 
-def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: int = 1) -> Scan:
+def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
     name = named_urls(os.fspath(path))
     if not folder_at(name):
@@ -256,10 +261,11 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     every = list(_files(name))
     files = {file: is_named for file, is_named in every if is_named is not None}
     rows = []
-    with closing(in_turn(partial(_row, full), list(files), jobs)) as tasks:
+    nbytes = (lambda file: _size_of(file)[0]) if full else (lambda _: 1)
+    with closing(in_turn(partial(_row, full), list(files), jobs, nbytes)) as tasks:
         for file, task in zip(files, tasks, strict=True):
             try:
-                rows.append(task(None))
+                rows.append(task())
             except CkptoolError as error:
                 rows.append(_damaged(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
@@ -369,7 +375,7 @@ def _is_checkpoint(path: str) -> bool:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def _row(full: bool, path: str, progress: Progress | None = None) -> ScannedFile:
+def _row(full: bool, path: str) -> ScannedFile:
     """The row of a checkpoint, with what a file beside it says of how far the training was."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)

@@ -32,9 +32,10 @@ from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
+from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
-from ckptool.checkpoint.workers import checked_jobs, in_turn
+from ckptool.checkpoint.workers import Jobs, checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
@@ -216,7 +217,7 @@ def verified(
     at: str | None = None,
     *,
     finite: bool = False,
-    jobs: int = 1,
+    jobs: Jobs = 1,
     progress: Progress | None = None,
 ) -> tuple[Verification, Checkpoint | None]:
     """All that is wrong with a file or folder, or what is open already; and the checkpoint, if it could be opened.
@@ -243,7 +244,7 @@ def verified(
     return report, checkpoint
 
 
-def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | None, jobs: int = 1) -> Verification:
+def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | None, jobs: Jobs = 1) -> Verification:
     """A file, or a folder with its members, each of which is read as a file of its own."""
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
@@ -282,12 +283,13 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     extents, others = {extent} if count else set(), 0
     if folder is not None:
         paths = [os.path.join(folder.path, name) for name in names]
-        nbytes_of_files = sum(map(os.path.getsize, filter(os.path.isfile, paths))) if jobs > 1 else 0
-        jobs = min(jobs, 1 + nbytes_of_files // WORTH_A_PROCESS)
+        if isinstance(jobs, int) and jobs > 1:
+            nbytes_of_files = sum(map(os.path.getsize, filter(os.path.isfile, paths)))
+            jobs = min(jobs, 1 + nbytes_of_files // WORTH_A_PROCESS)
         with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
             for name, path, task in zip(names, paths, tasks, strict=True):
                 try:
-                    member = task(None)
+                    member = task()
                 except CkptoolError as error:
                     member = Verification(path, problems=(problem_of(error),))
                 for problem in member.problems:
@@ -329,7 +331,7 @@ def _count(tree: Any) -> int:
     return len({id(tensor) for _, tensor in tensors(tree)})
 
 
-def _member(folder: Folder, progress: Progress | None, name: str, _: object) -> Verification:
+def _member(folder: Folder, progress: Progress | None, name: str) -> Verification:
     path = os.path.join(folder.path, name)
     if name.endswith(".json"):
         members.open_member(folder, name)
@@ -564,7 +566,7 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
     rows, unsearched = [], []
     left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
-    for path, tensor in tensors(tree):
+    for path, tensor in over(tensors(tree), lambda pair: pair[1].nbytes):
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue

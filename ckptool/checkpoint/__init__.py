@@ -15,6 +15,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.progress import passed
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
 from ckptool.errors import BadTensor, printable
 from ckptool.facts import LIVE
@@ -64,6 +65,7 @@ class FileRange:
     def read(self, offset: int, length: int) -> bytes:
         if self.confirm is not None:
             self.confirm()
+        passed(length)
         return self.file.read(self.offset + offset, min(length, self.length - offset))
 
 

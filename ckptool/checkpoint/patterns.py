@@ -47,7 +47,7 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
     if not found:
         raise NoMatch(
             f"the pattern {pattern!r} matches no key",
-            "Patterns match whole keys; `*` also matches dots.",
+            "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS.",
             f"See the keys: {command('inspect', FILE, all=True)}",
         )
     return found

@@ -164,7 +164,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             where = f"in {address(path)}" if path else "at the top"
-            raise MissingKey.among(part, partial(_names_in, node), where, partial(_below, node, path, part))
+            raise MissingKey.among(part, partial(_names_in, node), where, partial(first_named, node, path, part))
         if len(matches) > 1:
             raise Ambiguous(
                 f"{part} names {counted(len(matches), 'entry', 'entries')} of "
@@ -180,7 +180,7 @@ def _names_in(node: Any) -> list[str]:
     return [*map(segment_text, (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node))))]
 
 
-def _below(node: Any, above: Path, part: str) -> str:
+def first_named(node: Any, above: Path, part: str) -> str:
     """The first address that ends in a name, of those of a node that are looked at."""
     paths = (path for path, _ in islice(walk(node), MANY_NAMES) if path and segment_text(path[-1]) == part)
     return next((address((*above, *path)) for path in paths), "")

@@ -1,115 +1,182 @@
-"""Work on many files in several processes, with the results of doing it in this one, in the order of the files.
+"""Work on many files by several workers, with the results of doing it here, in the order of the files.
 
-The processes are those of `concurrent.futures`. They are started, not forked: threads and locks make a copy of a
-process unsafe. What crosses is work, paths and reports; no byte of an input is read as Python objects.
+The workers are processes of `concurrent.futures`, or those of any executor of its kind: threads, a cluster. Processes
+are started, not forked: threads and locks make a copy of a process unsafe. What crosses is work, paths and reports; no
+byte of an input is read as Python objects.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, RunFailed, UsageError, given_urls
+from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError, given_urls
 
 if TYPE_CHECKING:
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import Future, ProcessPoolExecutor
 
 MAX_JOBS = 256
+AHEAD = 256  # items that are worked on, or done and not asked for yet
 PATIENCE = 5.0  # seconds that a worker has to clear away what it began
 
 Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Work = Callable[[Item, "Progress | None"], Result]
-Task = Callable[["Progress | None"], Result]
-"""Waits for one result, and raises what the work raised; with one job it tells the progress of the work."""
+Work = Callable[[Item], Result]
+Task = Callable[[], Result]
+"""Waits for one result, and raises what the work raised."""
+
+
+class Executor(Protocol):
+    """What `concurrent.futures` calls an executor: threads, processes, dask's `client.get_executor()`, …"""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]: ...
+
+
+Jobs = int | str | Executor
+"""A number of processes, the address of a cluster (`dask://HOST:PORT`), or an executor."""
 
 _ENDS = {signal.SIGTERM, signal.SIGHUP}
+_DASK = "dask://"
 
 
-def checked_jobs(jobs: int) -> int:
-    """The number of processes; raises `UsageError` for one that cannot be meant."""
-    if not 1 <= jobs <= MAX_JOBS:
-        why = "It is the number of processes that work at the same time; each takes a processor."
-        some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
-        what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, not {jobs}"
-        raise UsageError(what, why, f"For example: {arg(jobs=some)}")
-    return jobs
+def checked_jobs(jobs: Jobs) -> Jobs:
+    """What works on many files; raises `UsageError` for what cannot be meant."""
+    jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() else jobs
+    is_number = isinstance(jobs, int) and 1 <= jobs <= MAX_JOBS
+    if is_number or hasattr(jobs, "submit") or (isinstance(jobs, str) and jobs.startswith(_DASK)):
+        return jobs
+    some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
+    what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {_DASK}HOST:PORT, not {jobs}"
+    why = "A number is that of processes that work at the same time, each on a processor; the address is a scheduler's."
+    raise UsageError(what, why, f"For example: {arg(jobs=some)}")
 
 
-def in_turn(work: Work[Item, Result], items: Sequence[Item], jobs: int = 1) -> Generator[Task[Result], None, None]:
+def in_turn(
+    work: Work[Item, Result], items: Sequence[Item], jobs: Jobs = 1, size: Callable[[Item], int] = lambda _: 1
+) -> Generator[Task[Result], None, None]:
     """One task for each item, in order, to be called before the next is taken; `close` ends what was begun.
 
-    work: a function of a module (or a `partial` of one), given an item and what to tell of its progress.  jobs: how
-    many work ahead, each in a process of its own; with one, work is done when its task is called.  A task raises what
-    its work raised. Where a process is killed, its work is tried once more, in a process that does nothing else; then
-    its task raises `RunFailed`, and the others go on. Raises `UsageError` for a number that cannot be meant.
+    work: a function of a module (or a `partial` of one), given an item.  jobs: see `Jobs`; with one, work is done here,
+    when its task is called.  size: what the progress goes by.  A task raises what its work raised. Where a process is
+    killed, its work is tried once more, in a process that does nothing else, and a cluster tries it elsewhere; then its
+    task raises `RunFailed`, and the others go on. Raises `UsageError` for jobs that cannot be meant, `MissingExtra`.
     """
-    if min(checked_jobs(jobs), len(items)) < 2:
-        yield from (partial(work, item) for item in items)
+    numbers = over(range(len(items)), lambda number: size(items[number]), are_files=True)
+    jobs = checked_jobs(jobs)
+    if isinstance(jobs, int) and min(jobs, len(items)) < 2:
+        yield from (partial(work, items[number]) for number in numbers)
         return
-    crew = _Crew(work, items, jobs)
+    with ExitStack() as stack:
+        executor = stack.enter_context(_cluster(jobs)) if isinstance(jobs, str) else jobs
+        crew = _Crew(work, items, executor)
+        stack.callback(crew.end)
+        yield from (partial(crew.result, number) for number in numbers)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Executor]:
+    """The workers of a dask scheduler."""
     try:
-        yield from (partial(crew.result, number) for number in range(len(items)))
+        distributed: Any = import_module("distributed")
+    except ImportError as error:
+        what = f"{arg(jobs=address)} needs dask's distributed, which is not installed"
+        raise MissingExtra(what, "", "pip install 'ckptool[cluster]'") from error
+    place = address.removeprefix(_DASK)
+    client = None
+    try:
+        client = distributed.Client(f"tcp://{place}", timeout=PATIENCE, set_as_default=False)
+        client.wait_for_workers(1, timeout=PATIENCE)
+    except (OSError, ValueError) as error:
+        if client is not None:
+            client.close()
+        what = f"the dask scheduler at {place} has no workers" if client else f"no dask scheduler answers at {place}"
+        fix = "dask worker tcp://{place}" if client else "dask scheduler"
+        raise RunFailed(what, str(error), f"Start one: {fix}") from error
+    try:
+        yield client.get_executor()
     finally:
-        _end(crew.pool)
+        client.close()
 
 
 class _Crew:
-    """The processes that work, and what they were given. A pool that lost a process is useless: another takes over."""
+    """The workers, and what they were given. A pool that lost a process is useless: another takes over."""
 
-    def __init__(self, work: Work[Any, Any], items: Sequence[Any], jobs: int) -> None:
-        self.work, self.items, self.jobs = work, items, min(jobs, len(items))
-        self.outcomes: dict[int, Any] = {}
-        self._begin(0)
+    def __init__(self, work: Work[Any, Any], items: Sequence[Any], jobs: int | Executor) -> None:
+        self.work, self.items, self.jobs = work, items, jobs
+        self.outcomes: dict[int, Future[Any]] = {}
+        self.own: ProcessPoolExecutor | None = None
+        if isinstance(jobs, int):
+            self._begin(min(jobs, len(items)))
 
-    def _begin(self, first: int) -> None:
+    def _begin(self, count: int) -> None:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
         facts = os.getpid(), given_urls()
-        self.pool = ProcessPoolExecutor(self.jobs, get_context("spawn"), initializer=_serve, initargs=facts)
-        with _starting():
-            for number in range(first, len(self.items)):
-                if number not in self.outcomes:
-                    self.outcomes[number] = self.pool.submit(_outcome, self.work, self.items[number])
+        self.own = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=facts)
 
-    def result(self, number: int, progress: Progress | None) -> Any:
+    def _submit(self, first: int) -> None:
+        """Gives work out, so far ahead that nobody waits, and no further."""
+        pool: Any = self.own or self.jobs
+        run = partial(_outcome, self.work) if self.own else partial(_outcome_in, os.getcwd(), given_urls(), self.work)
+        with _starting() if self.own else ExitStack():
+            for number in range(first, min(first + AHEAD, len(self.items))):
+                if number not in self.outcomes:
+                    self.outcomes[number] = pool.submit(run, self.items[number])
+
+    def result(self, number: int) -> Any:
         """The result of the work. If its process was lost, perhaps through other work, a crew of one tries it again."""
-        from concurrent.futures.process import BrokenProcessPool
+        from concurrent.futures import BrokenExecutor
 
         item = self.items[number]
+        name = item[0] if isinstance(item, tuple) else item
         try:
+            self._submit(number)
             is_done, result = self.outcomes.pop(number).result()
-        except BrokenProcessPool:
-            _end(self.pool)
-            if len(self.items) == 1:
-                what = (
-                    f"{item[0] if isinstance(item, tuple) else item}: the process that worked on it was killed, twice"
-                )
+        except BrokenExecutor:
+            kept = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
+            self.end()
+            self.outcomes = kept
+            if len(self.items) == 1 and self.own:
+                what = f"{name}: the process that worked on it was killed, twice"
                 why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
                 raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}") from None
-            self.outcomes = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
             alone = _Crew(self.work, [item], 1)
             try:
-                is_done, result = True, alone.result(0, progress)
+                is_done, result = True, alone.result(0)
             except Exception as error:  # noqa: BLE001 (it is raised below)
                 is_done, result = False, error
             finally:
-                _end(alone.pool)
-            self._begin(number + 1)
+                alone.end()
+            self._begin(self.jobs if isinstance(self.jobs, int) else os.cpu_count() or 1)
+        except Exception as error:
+            if self.own:
+                raise
+            what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
+            raise RunFailed(what, "What it wrote is as it was, or complete.") from error
         if is_done:
             return result
         raise result
+
+    def end(self) -> None:
+        """Ends all processes of its own, and takes back what others have not begun."""
+        if self.own is not None:
+            _end(self.own)
+        for outcome in self.outcomes.values():
+            outcome.cancel()
 
 
 @contextmanager
@@ -176,17 +243,54 @@ def deliver_signal_again(lost: Any) -> None:
 
 
 def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
-    """Whether the work was done, with its result or the error that it raised, in words where only words can be sent."""
+    """What comes of the work in a process of ours, which a signal ends."""
     try:
         for number in _ENDS:
             signal.signal(number, stop)
-        return True, work(item, None)
+        return _tried(work, item)
     except SystemExit:  # what was begun is cleared away, and nobody waits for more
         os._exit(1)
+    finally:
+        for number in _ENDS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _tried(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
+    """Whether the work was done, with its result or the error that it raised, in words where only words can be sent."""
+    try:
+        return True, work(item)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is raised again where the work was asked for)
         if isinstance(error, CkptoolError) or type(error).__module__ == "builtins":
             return False, error
         return False, RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_turns = threading.Condition()
+_before: list[str] = []  # the working directory before each piece of work that is under way in this process
+
+
+def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
+    """What comes of the work in somebody else's worker: paths mean there what they mean here. The threads of a process
+    share their working directory, so work for another one waits."""
+    given_urls(urls)
+    with _turns:
+        _turns.wait_for(lambda: not _before or os.getcwd() == folder)
+        _before.append(os.getcwd())
+        try:
+            if _before[-1] != folder:
+                os.chdir(folder)
+        except OSError as error:
+            if not all(os.path.isabs(path) or "://" in path for path in (item if isinstance(item, tuple) else [item])):
+                _before.pop()
+                what = f"{socket.gethostname()}, where a worker runs, has no folder {folder}"
+                return False, RunFailed(
+                    what, str(error), "Name files by absolute paths on a disk that all share, or by URLs."
+                )
+    try:
+        return _tried(work, item)
     finally:
-        for number in _ENDS:
-            signal.signal(number, signal.SIG_DFL)
+        with _turns:
+            last = _before.pop()
+            if not _before and last != os.getcwd():
+                os.chdir(last)
+            _turns.notify_all()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ckptool.checkpoint.files import while_open
 from ckptool.checkpoint.workers import deliver_signal_again, stop
@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with while_open():
             code = _run([*map(named_urls, words)], done)
     except KeyboardInterrupt:
-        tell("interrupted\n")
-        code = INTERRUPTED
+        _interrupts.append(signal.SIGINT)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except Exception as error:  # the one place that tells all of them
@@ -71,9 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         reserve.clear()
         try:
-            code = _told(error, done)
+            code = 0 if _interrupts else _told(error, done)
         except Exception as another:  # noqa: BLE001 (not even for that there is room: memory or files have run out)
             code = _told_in_short(MemoryError() if isinstance(another, MemoryError) else error)
+    if _interrupts:
+        _interrupts.clear()
+        tell("interrupted\n")
+        code = INTERRUPTED
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -173,6 +176,14 @@ def _told_in_short(error: Exception) -> int:
     return 2
 
 
+_interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
 def _as_program() -> None:
     # Streams that are closed (`>&-`), or open the wrong way (`1<FILE`), go to nowhere: a file that got the number of a
     # closed one would have messages written into it.
@@ -183,6 +194,8 @@ def _as_program() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
     sys.unraisablehook = deliver_signal_again
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, stop)

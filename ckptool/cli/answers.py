@@ -6,18 +6,19 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
+from threading import current_thread, main_thread
 from typing import Any
 
-from ckptool.checkpoint.workers import Progress, checked_jobs, in_turn
+from ckptool.checkpoint.progress import written
 from ckptool.cli.output import (
     FORM,
     Answer,
     answer_of,
     in_words,
-    progress_bar,
+    shown_progress,
     status_line,
     style_of,
     tell,
@@ -27,9 +28,11 @@ from ckptool.cli.parser import writes
 from ckptool.commands import Declared, as_argument, parameters_of, signature_of, watched
 from ckptool.errors import CkptoolError, UsageError, counted, printable
 from ckptool.facts import Page, Report
-from ckptool.render.lines import Style
+from ckptool.render.json import error_json
+from ckptool.render.lines import Style, error_text
 
 Arguments = Mapping[str, Any]
+REFUSED = "refused"
 WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
 
@@ -46,7 +49,6 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
     given["as_json"] = FORM.get() == "json"
     style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
-    jobs = checked_jobs(given.get("jobs", 1))
     if declared.from_words is not None:
         found = declared.from_words(**_named(declared.from_words, given))
         if isinstance(found, Report):
@@ -56,15 +58,50 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
     work = partial(_answer, verb, function, given, "" if files is None else first, style)
-    if writes(function):
-        outs = _outputs(verb, files or [given.get(first)], given, declared.one_output or WAYS)
-        if len(outs) > 1:
-            from ckptool.cli.many_files import write_many
+    is_output = writes(function)
+    separate = declared.blank_between and not given.get("quiet") and not is_output
+    if files is None or len(files) == 1:
+        file = files[0] if files else given.get(first)
+        if is_output:
+            (out,) = _outputs(verb, [file], given, declared.one_output or WAYS)
+            given |= {"out": out} | ({"make_folder": True} if "folder" in given else {})
+        names = (each for each in (file, given.get("out")) if isinstance(each, str))
+        label = f"{verb} {printable(os.path.basename(next(names, '')))}".rstrip()
+        return _watched((work(each) for each in [file]), label), separate
+    from ckptool.verbs._many_files import each_file, write_many
 
-            return write_many(verb, list(zip(files or (), outs, strict=True)), given, work), False
-        given |= {"out": outs[0]} | ({"make_folder": True} if "folder" in given else {})
-    given["jobs"] = jobs if files is None or len(files) == 1 else 1  # of the work on one
-    return _each(work, files or [given.get(first)], jobs), declared.blank_between and not given.get("quiet")
+    words = ("written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
+    words = words if declared.exits else ("read", "", "not read")
+    results: Iterator[Any]
+    if is_output:
+        outs = _outputs(verb, files, given, declared.one_output or WAYS)
+        results = write_many(list(zip(files, outs, strict=True)), given, work)
+    else:
+        results, given["jobs"] = each_file(work, files, given.get("jobs", 1)), 1  # the work on one is not divided
+    return _watched(_summed(results, len(files), words, style, bool(given.get("quiet"))), verb), separate
+
+
+def _watched(results: Iterable[Answer | CkptoolError], label: str) -> Iterator[Answer | CkptoolError]:
+    """The same, with the progress of the work that they wait for."""
+    with shown_progress(label):
+        yield from results
+
+
+def _summed(
+    results: Iterator[Any], files: int, words: tuple[str, str, str], style: Style | None, quiet: bool
+) -> Iterator[Answer | CkptoolError]:
+    """The answers on several files, then a line that says how many went how.  words: for those that are fine, that have
+    findings, that failed."""
+    counts = [0, 0, 0]
+    for result in results:
+        failed = isinstance(result, Exception)
+        counts[2 if failed else min(result.exit_code, 1)] += 1
+        if failed and words[2] == REFUSED:  # as was asked for, the others are written
+            result = Answer(error_json(result) if style is None else error_text(result, style), 1)
+        yield in_words(result) if isinstance(result, Exception) else result
+    if style is not None and not quiet:
+        facts = (f"{count:,} {word}" for count, word in zip(counts, words, strict=True) if count)
+        yield Answer(f"{counted(files, 'file')}: {', '.join(facts)}\n")
 
 
 def _outputs(verb: str, files: Sequence[Any], given: Arguments, ways: str) -> list[str | None]:
@@ -75,29 +112,13 @@ def _outputs(verb: str, files: Sequence[Any], given: Arguments, ways: str) -> li
         why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
         raise UsageError(what, why, ways)
     if chosen == ["-d"]:
-        from ckptool.cli.many_files import in_folder
+        from ckptool.verbs._many_files import in_folder
 
         return list(in_folder(verb, files, given))
     if chosen == ["-o"] and len(files) > 1:
         what = f"{counted(len(files), 'file')} cannot be written to one"
         raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")
     return [given.get("out")] * len(files)
-
-
-def _each(work: Callable[..., Answer], files: Sequence[Any], jobs: int) -> Iterator[Answer | CkptoolError]:
-    """The answers for all files, of which `jobs` are worked on at a time. The error of one of several files is its
-    answer: the others are looked at all the same."""
-    if len(files) == 1:
-        yield work(files[0], None)
-        return
-    with closing(in_turn(work, files, jobs)) as tasks:
-        for task in tasks:
-            found: Answer | CkptoolError
-            try:
-                found = task(None)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
-                found = in_words(error)
-            yield found
 
 
 def _named(function: Any, given: Arguments) -> dict[str, Any]:
@@ -109,18 +130,11 @@ def _named(function: Any, given: Arguments) -> dict[str, Any]:
 
 
 def _answer(
-    verb: str,
-    function: Any,
-    given: Arguments,
-    first: str,
-    style: Style | None,
-    file: Any,
-    progress: Progress | None,
-    **output: Any,
+    verb: str, function: Any, given: Arguments, first: str, style: Style | None, file: Any, **output: Any
 ) -> Answer:
     """The answer on one file, which is the function's first argument, or else among what was given.
 
-    output: where a verb that writes many files writes this one, and is told of its progress from outside.
+    output: where a verb that writes many files writes this one.
     """
     from ckptool.formats.opening import split
 
@@ -132,8 +146,8 @@ def _answer(
         asked = watched(function)
         with ExitStack() as stack:
             for name, how in asked.items():
-                arguments[name] = progress if output else stack.enter_context(_watching(how, verb, given))
-            if "training" not in asked.values():
+                arguments[name] = stack.enter_context(_watching(how, given))
+            if "training" not in asked.values() and current_thread() is main_thread():
                 stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
             try:
                 report = function(**arguments)
@@ -147,7 +161,7 @@ def _answer(
 
 
 @contextmanager
-def _watching(how: str, verb: str, given: Arguments) -> Iterator[Any]:
+def _watching(how: str, given: Arguments) -> Iterator[Any]:
     """What a function is given to tell how far it is."""
     if how == "status":
         with status_line() as say:
@@ -159,7 +173,4 @@ def _watching(how: str, verb: str, given: Arguments) -> Iterator[Any]:
     elif how == "lines":
         yield lambda text: tell(text + "\n")
     else:
-        file = next((each for each in map(given.get, ("file", "out")) if isinstance(each, str)), "")
-        label = f"{verb} {printable(os.path.basename(file))}".rstrip()
-        with progress_bar(label) as bar:
-            yield bar
+        yield written

@@ -6,22 +6,21 @@ import errno
 import os
 import re
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from time import monotonic
+from typing import Any, NamedTuple, TextIO
 
+from ckptool.checkpoint import progress
 from ckptool.commands import nearest
-from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, printable, quoted
+from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, counted, printable, quoted
 from ckptool.facts import bar, size
 from ckptool.render import lines
 from ckptool.render.lines import Style
-
-if TYPE_CHECKING:
-    from ckptool.output.sink import Progress
 
 Json = dict[str, Any]
 
@@ -87,8 +86,10 @@ def say(text: str) -> None:
 
     Raises `LostAnswer` where it cannot be written for another reason.
     """
+    _line.end()
     try:
-        _write(sys.stdout, text)
+        with _line.lock:
+            _write(sys.stdout, text)
     except (BrokenPipeError, ConnectionResetError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -108,7 +109,8 @@ def lost_answer(error: OSError) -> LostAnswer:
 
 def tell(text: str) -> None:
     """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them."""
-    with suppress(OSError):
+    _line.end()
+    with _line.lock, suppress(OSError):
         _write(sys.stderr, text)
 
 
@@ -122,39 +124,85 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+class _LiveLine:
+    """The last line of a terminal, which shows progress until something is printed: the next line replaces it."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_drawn = threading.RLock(), False
+
+    def show(self, text: str) -> None:
+        with self.lock, suppress(OSError):
+            self.is_drawn = True
+            _write(sys.stderr, f"\r\x1b[K{text}")
+
+    def end(self, with_: str = "\r\x1b[K") -> None:
+        with self.lock, suppress(OSError):
+            if self.is_drawn:
+                self.is_drawn = False
+                _write(sys.stderr, with_)
+
+
+_line = _LiveLine()
+
+
 @contextmanager
 def _live_line(end: str = "\r\x1b[K") -> Iterator[Callable[[str], None] | None]:
     """Something to show a line in that the next one replaces, and the end wipes; None where there is no terminal."""
-    drawn = False
-
-    def show(line: str) -> None:
-        nonlocal drawn
-        drawn = True
-        tell(f"\r\x1b[K{line}")
-
     try:
-        yield show if sys.stderr.isatty() else None
+        yield _line.show if sys.stderr.isatty() else None
     finally:
-        if drawn:
-            tell(end)
+        _line.end(end)
+
+
+SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress | None]:
-    """Something to tell the bytes done and in all; None where nobody would see it."""
-    start = time.monotonic()
-    following = start + 0.5  # seconds
+def shown_progress(label: str) -> Iterator[None]:
+    """Shows how far the passes over values are, on a terminal, from the first second on. A thread draws it, so nothing
+    that works has to."""
     with _live_line() as show:
+        if show is None:
+            yield
+            return
+        ended, width = threading.Event(), style_of(sys.stderr).width or 80
 
-        def update(done: int, total: int) -> None:
-            nonlocal following
-            now = time.monotonic()
-            if show is not None and now >= following and total:
-                following = now + 0.1
-                facts = f"{done / total:4.0%} {bar(done, total, 24):24} {size(done)} of {size(total)}"
-                show(f"{label} {facts}, {size(int(done / (now - start)))}/s")
+        def draw() -> None:
+            pause = SHOWN_AFTER
+            while not ended.wait(pause):
+                with suppress(IndexError):  # it ended meanwhile
+                    if monotonic() - progress.passes[0].began >= SHOWN_AFTER / 2:
+                        show(progress_line(label, width))
+                pause = 0.1
 
-        yield update if show is not None else None
+        thread = threading.Thread(target=draw, daemon=True)
+        progress.is_watched = True
+        try:
+            with suppress(RuntimeError):  # no more threads are allowed
+                thread.start()
+            yield
+        finally:
+            progress.is_watched = False
+            progress.passes.clear()
+            ended.set()
+            if thread.ident:
+                thread.join()
+
+
+def progress_line(label: str, width: int) -> str:
+    """`verify model.pt  45% ████      1.93 GB of 4.29 GB, 0:00:02 left`, as far as there is room in so many columns."""
+    share, outer = 0.0, progress.passes[0]
+    for each in reversed(list(progress.passes)):
+        share = each.share(share)
+    done, files = outer.files
+    nbytes = f"{size(int(share * outer.total))} of {size(outer.total)}"
+    many = f"{done:,} of {counted(files, 'file')}" if files else nbytes
+    seconds = monotonic() - outer.began
+    left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
+    room = width - len(many + left) - 8
+    long = max(0, min(24, room - len(label)))
+    label = label if len(label) <= room - long else label[: max(0, room - long - 1)] + "…"
+    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, long):{long}} {many}{left}"[: width - 1]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from functools import lru_cache
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.blocks import Crc, blocks, name_of
 from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
+from ckptool.checkpoint.progress import reading
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 
 PIECE = 32 << 20  # at most so much of one stretch at a time
@@ -52,14 +53,16 @@ def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> li
     # Most of the time goes into copying from the page cache.
     pool = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc")
     try:
-        in_order = map if sum(data.length for data in stretches) < ALONE else pool.map
-        for batch, found in zip(batches, in_order(sums_of, batches), strict=True):
-            for (index, _, length), after in zip(batch, found, strict=True):
-                before = sums[index]
-                if not isinstance(before, CkptoolError):
-                    sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
-            if progress is not None:
-                progress(sum(length for _, _, length in batch))
+        total = sum(data.length for data in stretches)
+        in_order = map if total < ALONE else pool.map
+        with reading(total):
+            for batch, found in zip(batches, in_order(sums_of, batches), strict=True):
+                for (index, _, length), after in zip(batch, found, strict=True):
+                    before = sums[index]
+                    if not isinstance(before, CkptoolError):
+                        sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
+                if progress is not None:
+                    progress(sum(length for _, _, length in batch))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return sums

@@ -385,22 +385,19 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if diff.changed_elements:
         share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
-    tables = diff.differences(("A", "B"), room=None)
+    tables = [each for each in diff.differences(("A", "B"), room=None) if isinstance(each, Table) and each.rows]
+    for place, table in enumerate(tables):
+        if table.heads and not table.heads[-1]:  # a terminal has room for names at the end alone
+            rows = [[row[-1], *row[:-1]] for row in table.rows]
+            tables[place] = table._replace(rows=rows, heads=["", *table.heads[:-1]])
     moved = {name: one.values.changed for name, one in values if one.values is not None}
     return {
         "verdict": verdict[:1].upper() + verdict[1:],
         "equal": equal,
         "remarks": remarks,
-        "tables": [_name_first(table) for table in tables if isinstance(table, Table) and table.rows],
+        "tables": tables,
         "heatmap": _heatmap(report, compared, moved) if moved else {},
     }
-
-
-def _name_first(table: Table) -> Table:
-    """A table whose names stand last in a terminal, which has little room, with them in front."""
-    if not table.heads or table.heads[-1]:
-        return table
-    return table._replace(rows=[[row[-1], *row[:-1]] for row in table.rows], heads=["", *table.heads[:-1]])
 
 
 def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:

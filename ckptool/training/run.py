@@ -736,8 +736,10 @@ def _write(lines: list[dict[str, Any]], folder: RunFolder) -> None:
 
 
 def _finish(saver: Saver, folder: RunFolder, lines: list[dict[str, Any]], say: Callable[[str], Any]) -> None:
-    _write(lines, folder)
-    saver.finish(say)
+    try:
+        _write(lines, folder)
+    finally:
+        saver.finish(say)
 
 
 class _Resumed(NamedTuple):

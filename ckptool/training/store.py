@@ -309,10 +309,10 @@ class Lines:
         """Its bytes; 0 where it is not there."""
         return os.path.getsize(self.path) if os.path.exists(self.path) else 0
 
-    def cut_back(self, step: int, size: int | None = None) -> None:
-        """Leaves what a checkpoint has seen: so many bytes; where they are not known or not there, the whole lines up
-        to its step. The later ones will be written again."""
-        if size is None or size > self.size:
+    def cut_back(self, step: int, size: Any = None) -> None:
+        """Leaves what a checkpoint has seen: so many bytes, as its sidecar says; where that is not known or they are
+        not there, the whole lines up to its step. The later ones will be written again."""
+        if type(size) is not int or not 0 <= size <= self.size:
             self.keep(lambda fact: _step_of(fact) <= step)
         elif size < self.size:
             with _problems(self.path, "write to"):

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
@@ -400,11 +400,11 @@ _FILL_UP = f"fills up what is smaller in every dimension. Cut what is larger: {a
 _CUT = f"cuts what is larger in every dimension. Fill up what is smaller: {arg(on_mismatch='pad')}"
 # The advice for tensors of another shape, by the way that did not do for them.
 _OTHER_WAYS = {
-    "slice": f"slice {_CUT}; keep the target's: skip",
-    "pad": f"pad {_FILL_UP}; keep the target's: skip",
+    "slice": f"slice {_CUT}; keep the model's own: skip",
+    "pad": f"pad {_FILL_UP}; keep the model's own: skip",
     "resize": f"Say how each is resized, by its name: {arg(resize='PATTERN=bicubic(cls=1)')}, 'PATTERN=rows(mean)', …",
 }
-_SKIP = f"Keep the target's: {arg(on_mismatch='skip')}"
+_SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
 def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Refusal]:
@@ -420,7 +420,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
         if facts:
             texts = [f"{printable(fact.target)} {fact.have} against {fact.want}" for fact in facts]
             what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
-            found.append(Refusal(f"{about}-mismatch", what, fix))
+            found.append(Refusal(f"{about}-mismatch", what, _of_positions(facts) + fix))
     for word, names in (
         ("missing", [fact.name for fact in report.missing]),
         ("unexpected", [fact.source for fact in report.unexpected]),
@@ -435,6 +435,18 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not found and options.min_loaded is None:
         found = little(report, wanted, _first_rule(report))
     return found + unmet(report, options.min_loaded, options.missing)
+
+
+def _of_positions(facts: Sequence[Mismatch]) -> str:
+    """What resizes the positions of a square grid, where one does not fit: a ViT at another size."""
+    for fact in facts:
+        have, want = fact.have.shape or (), fact.want.shape or ()
+        grids = [shape[-2] for shape in (have, want) if len(shape) > 1 and "pos" in fact.target.lower()]
+        for first in (0, 1, 2) if len(grids) == 2 and have[-1] == want[-1] else ():
+            if all(count > first and isqrt(count - first) ** 2 == count - first for count in grids):
+                how = f"{fact.target}=bicubic(cls={first})" if first else f"{fact.target}=bicubic"
+                return f"For another grid: {arg(resize=how)}. "
+    return ""
 
 
 def _first_rule(report: LoadReport) -> str:

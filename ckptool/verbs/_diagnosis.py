@@ -15,8 +15,9 @@ from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf
 from ckptool.checkpoint.files import Source, folder_at
+from ckptool.checkpoint.paths import parted
 from ckptool.checkpoint.tree import address
-from ckptool.commands import FILE, OUT, OUT_PT, Command, command
+from ckptool.commands import FILE, OUT, OUT_PT, Command, Slot, command
 from ckptool.conventions.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, Text, listed
 from ckptool.formats import named
@@ -121,12 +122,18 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
         findings = [replace(each, commands=tuple(c for c in each.commands if not c.writes)) for each in findings]
     compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
-    ordered = tuple(in_order(findings, compact, Chain(file, address(checkpoint.base))))
+    chain = Chain(file, address(checkpoint.base))
+    ordered = tuple(in_order(findings, compact, chain))
+    at_once, model = "", target.name if target is not None else ""
+    if file and len(chain.steps) > 1:
+        suffix = parted(chain.steps[-1].out)[1]
+        one = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
+        at_once = str(Chain(file, address(checkpoint.base)).fill(one))
     unread = str(command("verify", file or FILE, finite=True))
     engine, parts = engine_of(found.metadata), kinds_of(found.roots)
     is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
-    return Diagnosis(file, is_a, ordered, unread, target.name if target is not None else "")
+    return Diagnosis(file, is_a, ordered, unread, model, at_once)
 
 
 def _of_part(part: PartOf, findings: Sequence[Finding]) -> Iterator[Finding]:

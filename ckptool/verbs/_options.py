@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+from ckptool.checkpoint import workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.checkpoint.workers import Progress
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
@@ -29,8 +30,8 @@ ChangedAt = Annotated[
     str | None,
     option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
-_PAYS = "Work on N files at a time, each in its own process. Pays for many files, with several cores or slow storage."
-Jobs = Annotated[int, option("--jobs N", _PAYS, rare=True)]
+_PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Pays for many files."
+Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: workers.checked_jobs(text))]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]

@@ -75,6 +75,11 @@ class Row(NamedTuple):
         return cls(key, list(names), [f"{label} {listed(names, most)}"] if names else [])
 
 
+def lines_of(rows: Iterable[Row | str]) -> list[str]:
+    """What they say for people."""
+    return [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Written(Report):
     """The result of a verb that writes, or would. `how`: `new file`, `in place`, `copy`, `nothing`.
@@ -106,9 +111,11 @@ class Written(Report):
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written | Any:
         """The same with what the verb did, in rows, lines and facts; what it made, where nothing was to be written."""
         if self.made:
+            if isinstance(self.made[0], Checkpoint):
+                self.made[0].kept["done"] = summary, rows, facts
             return self.made[0]
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
-        lines = [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
+        lines = lines_of(rows)
         details, notes = (*map(escaped, lines), *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())
 

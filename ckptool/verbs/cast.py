@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -92,11 +93,10 @@ def cast(
     elif plan.skipped:
         kept = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {kept} left as before; any others are {target.name} already"
-    losses = _losses(plan) if plan.tensors and not dry_run else []
     tallies = ({"storage_of": name, "from": dtype.name, **asdict(tally)} for name, dtype, tally in plan.tallies)
     lossy = [each for each in tallies if each["changed"]]
     rows += [
-        Row("lossy", lossy, losses if not weights or len(losses) > 1 else []),  # of the others none may have changed
+        Row("lossy", lossy, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()),
         Row(
             "skipped",
             [{"path": name, "kind": kind} for name, kind in plan.skipped],
@@ -115,17 +115,19 @@ def cast(
     return written.about(summary, *rows, dtype=target.name, **totals)
 
 
-def _losses(plan: Cast) -> list[str]:
+def _losses(plan: Cast, computed: bool) -> Iterator[str]:
+    """What the cast lost, if its values were read. computed: it also computed weights, and the others may be exact."""
     lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
     if not lossy:
-        return ["no value was changed"]
-    lines = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
+        was_read = not plan.bytes_before or any(tally.elements for *_, tally in plan.tallies)
+        yield from ["no value was changed"] if was_read and not computed else []
+        return
+    yield f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"
     for name, dtype, tally in lossy[:3]:
         rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
-        lines.append(f"  {name} ({dtype.name}): {rounded}")
+        yield f"  {name} ({dtype.name}): {rounded}"
     for word, count in (
         ("became infinite or NaN", sum(tally.overflowed for _, _, tally in lossy)),
         ("became zero", sum(tally.underflowed for _, _, tally in lossy)),
     ):
-        lines += [f"{counted(count, 'value')} {word}"] if count else []
-    return lines
+        yield from [f"{counted(count, 'value')} {word}"] if count else []

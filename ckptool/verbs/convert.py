@@ -150,7 +150,8 @@ def convert(
         rows += lines
     expected = None
     if not container.tensors_only:
-        changed, summary, behind, notes = _to_pickle(taken, named, container, only, exclude, opened.path)
+        compact = not (container.writes_folder or change.live)
+        changed, summary, behind, notes = _to_pickle(taken, named, compact, only, exclude, opened.path)
     elif all:
         if not container.keeps_tree:
             what = f"{arg(all=True)} writes safetensors, not {container.name}"
@@ -282,14 +283,14 @@ def _to_tensors(
 
 
 def _to_pickle(
-    part: Checkpoint, named: bool, container: Format, only: Sequence[str], exclude: Sequence[str], path: str
+    part: Checkpoint, named: bool, compact: bool, only: Sequence[str], exclude: Sequence[str], path: str
 ) -> Outcome:
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
         what = "the weights" if members.beside(part) else "everything"
         what = f"all of {address(part.base)}" if part.base else what
-        what += "" if container.writes_folder else ", in a compact file"
+        what += ", in a compact file" if compact else ""
         holds_objects = any(isinstance(node, Object) for node in visit(part.tree))
         modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
         if not modules:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
 from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.progress import over
 from ckptool.commands import option, repeated, several, verb
 from ckptool.formats.opening import open_file
 from ckptool.training import is_run
@@ -55,5 +56,6 @@ def inspect(
     entries = {place: entry for place, entry in plain.items() if entry.dtype.kind != "bits" and entry.numel}
     views = {place: (*entry.view, entry.flags) for place, entry in entries.items()}
     with unchanged(opened.checkpoint.source):  # what is one view of the data is read once
-        known = {view: statistics(entries[place]) for view, place in {views[place]: place for place in views}.items()}
+        each = {views[place]: entries[place] for place in views}
+        known = {view: statistics(entry) for view, entry in over(each.items(), lambda pair: pair[1].nbytes)}
     return with_statistics(found, {place: known[view] for place, view in views.items()}, opened.path)

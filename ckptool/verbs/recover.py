@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from ckptool import formats
-from ckptool.checkpoint import FileRange, Note, StorageRef
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
-from ckptool.formats.damaged import LostRecord, salvage
+from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.opening import CheckpointLike, open_file, open_source, refuse_address
 from ckptool.formats.parts import refuse_placeholders, with_part
 from ckptool.output import check_target, replace_file
@@ -163,14 +163,7 @@ def recover(
         why = "More may yet be recovered from it; it was left as it is."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
-    damage: CkptoolError | None = None
-    try:
-        formats.read_source(source)
-    except (FileProblem, LimitExceeded, UsageError):
-        raise  # what is whole could not be read, either
-    except CkptoolError as error:
-        damage = error
-    done = salvage(source, damage)
+    done, damage = _salvaged(source)
     opened = open_file(fill_from) if fill_from is not None else None
     other = opened.checkpoint if opened is not None else None
     if opened is not None and opened.at is not None:
@@ -220,3 +213,23 @@ def recover(
         dry_run=dry_run,
         notes=notes,
     )
+
+
+def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
+    """The contents of a file, and what is wrong with it."""
+    damage: CkptoolError | None = None
+    try:
+        formats.read_source(source)
+    except (FileProblem, LimitExceeded, UsageError):
+        raise  # what is whole could not be read, either
+    except CkptoolError as error:
+        damage = error
+    return salvage(source, damage), damage
+
+
+def all_of(file: CheckpointLike) -> Checkpoint | None:
+    """The checkpoint in a damaged file; None where a part of it is lost, or nothing says what was in it."""
+    done, _ = _salvaged(open_source(file)[0])
+    found = restored(done, None)
+    is_whole = not (found.lost or done.raw or done.unlisted)
+    return replace(found.checkpoint, source=None) if is_whole else None

@@ -17,6 +17,7 @@ from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weig
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.progress import over
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
@@ -212,7 +213,7 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     side, sample = detail(len(views) * files)
     largest = nlargest(MOST_THUMBNAILS, (entry.numel for entry, _ in views.values()))
     room = len(largest)
-    for entry, places in views.values():
+    for entry, places in over(views.values(), lambda pair: pair[0].nbytes):
         shown = room > 0 and entry.numel >= largest[-1]
         room -= shown
         try:

@@ -10,9 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool import errors
+from ckptool.checkpoint import workers
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.workers import MAX_JOBS, in_turn
 from ckptool.cli import main
@@ -147,8 +153,82 @@ def test_in_python(tmp_path: Path) -> None:
     for number in range(3):
         saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt")
     assert ckptool.scan(tmp_path, jobs=2) == ckptool.scan(tmp_path)
-    with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, not 0"):
+    with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, or dask:.*, not 0"):
         ckptool.scan(tmp_path, jobs=0)
+
+
+class Dying(ProcessPoolExecutor):
+    """Processes of which one dies with the third piece of work that is given out."""
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **more: Any) -> Future[Any]:
+        self.given = getattr(self, "given", 0) + 1
+        if self.given == 3:
+            super().submit(os._exit, 1)
+        return super().submit(work, *arguments, **more)
+
+
+@pytest.mark.long("starts processes of three kinds")
+@pytest.mark.parametrize("kind", ["threads", "processes", "processes of which one dies"])
+def test_on_any_executor_all_is_as_one_after_the_other(kind: str, tmp_path: Path) -> None:
+    spawn = get_context("spawn")
+    random_files(12, tmp_path / "in")
+    files = sorted((tmp_path / "in").iterdir())
+    options: dict[str, Any] = {"container": "safetensors", "skip_refused": True, "verify": True}
+
+    def results(jobs: Any, out: Path) -> list[str]:
+        reports = [ckptool.scan(tmp_path / "in", full=True, jobs=jobs), *ckptool.verify(files, finite=True, jobs=jobs)]
+        reports += ckptool.doctor(files, jobs=jobs) + ckptool.convert(files, folder=out, jobs=jobs, **options)
+        return [str(report).replace(str(out), "out") for report in reports]
+
+    expected = results(1, tmp_path / "one")
+    assert any("error" in each or "damaged" in each for each in expected) and len(expected) == 1 + 3 * len(files)
+    pools = {"threads": ThreadPoolExecutor, "processes": partial(ProcessPoolExecutor, mp_context=spawn)}
+    with pools.get(kind, partial(Dying, mp_context=spawn))(2) as pool:
+        assert results(pool, tmp_path / "other") == expected
+    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+
+
+def test_one_file_that_kills_its_worker_on_somebody_elses_executor() -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        found = outcomes(in_turn(worked, range(7), jobs=pool))
+    assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
+    assert isinstance(found[2], RunFailed) and "was killed, twice" in found[2].what
+
+
+def test_so_many_are_given_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "AHEAD", 3)
+    given: list[int] = []
+
+    class Noting(ThreadPoolExecutor):
+        def submit(self, work: Any, /, *arguments: Any, **more: Any) -> Future[Any]:
+            given.append(arguments[-1])
+            return super().submit(work, *arguments, **more)
+
+    with Noting(2) as pool, closing(in_turn(str, range(20), jobs=pool)) as tasks:
+        for number, task in enumerate(tasks):
+            assert task() == str(number) and max(given) == min(number + 2, 19)
+
+
+def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker on another machine stands in some folder of its own."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    saved({"a": torch.ones(3)}, tmp_path / "here" / "m.pt")
+    monkeypatch.chdir(tmp_path / "there")
+    is_done, report = workers._outcome_in(str(tmp_path / "here"), {}, ckptool.verify, "m.pt")
+    assert is_done and report.fine and os.getcwd() == str(tmp_path / "there")
+    is_done, error = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, "m.pt")
+    assert not is_done and "has no folder" in error.what and three_parts(error)
+    is_done, report = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, str(tmp_path / "here" / "m.pt"))
+    assert is_done and report.fine
+
+
+def test_a_cluster_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt")
+    assert main(["scan", str(tmp_path), "--jobs", "dask://127.0.0.1:1"]) == 2
+    told = capfd.readouterr().err
+    assert "pip install 'ckptool[cluster]'" in told or "no dask scheduler answers at 127.0.0.1:1" in told
 
 
 # Errors and ends -----------------------------------------------------------------------------------------------------
@@ -178,13 +258,18 @@ def test_a_folder_is_sent_as_the_way_to_it(tmp_path: Path) -> None:
     assert (got.path, got.shown, got.names, got.files) == (folder.path, folder.shown, folder.names, {})
 
 
-def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
+def outcomes(tasks: Iterable[Callable[[], object]]) -> list[object]:
     found: list[object] = []
-    for task in in_turn(worked, range(7), jobs=2):
+    for task in tasks:
         try:
-            found.append(task(None))
+            found.append(task())
         except Exception as error:  # noqa: BLE001
             found.append(error)
+    return found
+
+
+def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
+    found = outcomes(in_turn(worked, range(7), jobs=2))
     assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
     killed, missing, odd = (each for each in found if isinstance(each, Exception))
     assert isinstance(killed, RunFailed) and "was killed, twice" in killed.what and three_parts(killed)
@@ -196,7 +281,7 @@ def test_a_worker_is_ended_in_silence_wherever_it_is(capfd: pytest.CaptureFixtur
     """A file that fails ends the work on others: what is told of that must not depend on where they were."""
     for task in in_turn(throwing_away, range(2), jobs=2):
         with pytest.raises(RunFailed, match="the process that worked on it was killed, twice"):
-            task(None)
+            task()
     assert capfd.readouterr().err == ""
 
 

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from ckptool.cli.output import progress_bar
+from ckptool.checkpoint import progress
+from ckptool.cli.output import progress_line
 from ckptool.commands import VERBS as COMMANDS
 from fixtures.sparse import make_sparse
 from tests.support.processes import HANG, default_signals
@@ -30,13 +31,13 @@ def run_program(*words: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run([*program, *words], env=settings | environment, capture_output=True, check=False)
 
 
-def on_terminal(columns: int, *words: str, **environment: str) -> tuple[int, str]:
+def on_terminal(columns: int, *words: str, program: Sequence[str | Path] = (), **environment: str) -> tuple[int, str]:
     """What a terminal of so many columns shows, and the exit code."""
     import fcntl
     import struct
     import termios
 
-    program = programs() / "ckptool"
+    argv = [*map(str, program or [programs() / "ckptool"]), *words]
     child, fd = pty.fork()
     if not child:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -44,7 +45,7 @@ def on_terminal(columns: int, *words: str, **environment: str) -> tuple[int, str
         os.environ.pop("COLUMNS", None)
         os.environ.pop("NO_COLOR", None)
         os.environ.update({"TERM": "xterm-256color"} | environment)
-        os.execv(program, [str(program), *words])
+        os.execv(argv[0], argv)
     shown = b""
     while True:
         try:
@@ -225,22 +226,48 @@ def test_a_write_under_nohup_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0 and (tmp_path / "out.pt").exists()
 
 
-def test_progress_is_drawn_after_half_a_second_and_wiped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with progress_bar("x") as progress:
-        assert progress is None, "no terminal"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    now = [100.0]
-    monkeypatch.setattr("ckptool.cli.output.time.monotonic", lambda: now[0])
-    with progress_bar("copy a.pt") as progress:
-        assert progress is not None
-        progress(10, 100)
-        assert capsys.readouterr().err == ""
-        now[0] += 1
-        progress(50, 100)
-        assert "copy a.pt  50% " in capsys.readouterr().err
-    assert capsys.readouterr().err == "\r\x1b[K"
+# The program, with progress that does not wait for a second.
+AT_ONCE = "import sys; from ckptool import cli; from ckptool.cli import output; output.SHOWN_AFTER = 0.02; cli.main()"
+READING = {
+    "verify": "big.pt",
+    "verify all": "big.pt other.pt",
+    "verify on processors": "big.pt other.pt --jobs 2",
+    "verify with digests": "big.pt --digest --finite",
+    "inspect": "big.pt --stats",
+    "diff": "big.pt other.pt",
+    "scan": ". --full",
+    "report": "big.pt -o page.html",
+    "convert": "big.pt -o out.safetensors --verify",
+    "average": "big.pt other.pt -o out.pt",
+}
+DRAWN = re.compile(
+    r"(\w+)( [\w.]+)? +(\d+)% [█▏▎▍▌▋▊▉]* +([\d.]+ [kMG]?B of [\d.]+ [MG]B|\d of \d files)(, 0:\d\d:\d\d left)?"
+)
+
+
+@pytest.mark.long("reads some gigabytes of holes")
+def test_what_reads_values_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("big.pt", "other.pt"):
+        make_sparse(name, 400 << 20)
+    for line, words in READING.items():
+        code, shown = on_terminal(80, line.split()[0], *words.split(), program=[sys.executable, "-c", AT_ONCE])
+        *drawn, answer = shown.split("\r\x1b[K")
+        assert code == 0 and drawn and answer and "█" not in answer, (line, code, shown)
+        assert all(DRAWN.fullmatch(each) and len(each) < 80 for each in drawn if "%" in each), (line, drawn)
+        for path in tmp_path.glob("out.*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 200])
+def test_the_line_has_room(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "is_watched", True)
+    with progress.reading(4 << 30) as here, progress.reading(1 << 30) as inner:
+        here.advance(1 << 30)
+        here.step, inner.counted, here.began = 1 << 30, 1 << 29, here.began - 3
+        line = progress_line("verify a-checkpoint-with-a-long-name.safetensors", width)
+    assert len(line) < width and (("38% " in line and "0:00:05 left" in line) or width < 60), line
+    assert progress.passes == []
 
 
 def test_every_command_writes_what_its_function_writes(files: Path) -> None:

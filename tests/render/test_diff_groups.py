@@ -106,6 +106,42 @@ def test_what_a_number_does_not_say_is_said() -> None:
     assert "\n  bits only  " in told(differences({"w": entry([0.0])}, {"w": entry([-0.0])}))
 
 
+def training(epoch: int) -> dict[str, Any]:
+    """What a ResNet with an EMA and momentum saves."""
+    convolutions = [
+        f"layer{layer}.{block}.{kind}" for layer in range(1, 5) for block in range(2) for kind in ("1", "2")
+    ]
+    norms = ("weight", "bias", "running_mean", "running_var")
+    names = [f"{each[:-1]}conv{each[-1]}.weight" for each in convolutions] + ["fc.weight", "fc.bias", "conv1.weight"]
+    names += [f"{each[:-1]}bn{each[-1]}.{kind}" for each in convolutions for kind in norms]
+    weights = {name: entry([1.0 + epoch / (7 + place), 2.0]) for place, name in enumerate(names)}
+    steps = {f"{each[:-1]}bn{each[-1]}.num_batches_tracked": entry([epoch * 1000.0]) for each in convolutions}
+    state = {place: {"momentum_buffer": entry([1.0, epoch + place]), "step": entry([epoch])} for place in range(80)}
+    groups = [{"lr": 0.1 / epoch, "weight_decay": decay, "params": [0]} for decay in (0, 1e-4)]
+    average = {f"module.{name}": value for name, value in weights.items()}
+    scheduler = {"last_epoch": epoch, "_step_count": epoch + 1, "_last_lr": [0.1 / epoch] * 2}
+    return {
+        "optimizer": {"state": state, "param_groups": groups},
+        "scheduler": scheduler,
+        "args": {"seed": epoch},
+        "state_dict": {**weights, **steps},
+        "state_dict_ema": average,
+        "epoch": epoch,
+        "best_acc1": 70.123 + epoch,
+        "losses": [epoch / (3 + place) for place in range(50)],
+    }
+
+
+def test_two_epochs_of_a_usual_training_fit_a_screen() -> None:
+    style = Style(width=80)
+    text = style.page(told(differences(training(3), training(4)), style=style))
+    lines = text.rstrip("\n").split("\n")
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    words = ("epoch  ", "/lr  ", "num_batches_tracked", "parts", "state_dict  ", "fc.")
+    order = [text.index(word) for word in words]
+    assert order == sorted(order) and "3000 → 4000" in text
+
+
 def test_equal_texts_have_their_kinds(tmp_path: Path) -> None:
     for name, loss in (("a.pt", numpy.float64(2.5)), ("b.pt", 2.5)):
         torch.save({"loss": loss}, tmp_path / name)

@@ -27,14 +27,15 @@ REMARKS = frozenset(
 
 @dataclass
 class Trial:
-    """What became of a specimen. `failed`: commands that did not exit 0.  loads: stock torch takes what came out, and
-    the model that."""
+    """What became of a specimen. `failed`: commands that did not exit 0.  out: what came out.  loads: stock torch takes
+    that, and the model what is in it."""
 
     codes: set[str]
     blocks: bool
     all_clear: bool
     good: bool
     failed: list[str] = field(default_factory=list)
+    out: str = ""
     loads: bool = False
     ran: int = 0
 
@@ -104,6 +105,7 @@ def trial(specimen: lab.Specimen, folder: Path, against: bool) -> Trial:
             if not any(finding.fixes for finding in again.findings):
                 break
             out = _follow(again, made, out)
+    made.out = out
     made.loads = bool(specimen.model) and bool(out) and stock_loads(out, specimen.model)
     return made
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 
-def worked(item: int, progress: object) -> int:
+def worked(item: int) -> int:
     if item == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if item == 4:
@@ -31,7 +31,7 @@ class ThrownAway:
             pass
 
 
-def throwing_away(item: int, progress: object) -> int:
+def throwing_away(item: int) -> int:
     ThrownAway()
     time.sleep(1)
     return item

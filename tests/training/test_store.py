@@ -247,6 +247,20 @@ def test_lines_grow_and_are_cut_back(tmp_path: Path) -> None:
     assert [fact["loss"] for fact in lines.read()] == [0.5, "nan", 1.5]
 
 
+@pytest.mark.parametrize(
+    ("size", "left"),
+    [(24, [1, 1]), (36, [1, 1, 2]), (0, []), (None, [1, 1]), (-1, [1, 1]), ("24", [1, 1]), (99, [1, 1])],
+)
+def test_lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step(
+    tmp_path: Path, size: Any, left: list[int]
+) -> None:
+    lines = Lines(str(tmp_path / "metrics.jsonl"))
+    for step in (1, 1, 2):
+        lines.add({"step": step})
+    lines.cut_back(1, size)
+    assert [fact["step"] for fact in lines.read()] == left
+
+
 def test_a_torn_line_is_ended_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text('{"event": "start"}\n{"event": "sa')

@@ -1,29 +1,71 @@
-"""Many files written by one command: where each goes, all planned before the first is written, several at a time."""
+"""Many files given to one verb, by the program or in Python: the results in order, with the errors of those that failed
+among them; of a verb that writes, where each goes, all planned before the first is written."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.checkpoint.workers import Progress, in_turn
-from ckptool.cli.output import Answer, progress_bar, style_of
-from ckptool.errors import CkptoolError, Conflict, UsageError, form, printable
-from ckptool.render.lines import error_text
+from ckptool.checkpoint.workers import Jobs, in_turn
+from ckptool.commands import DIR, arg
+from ckptool.errors import CkptoolError, Conflict, UsageError, form
 
-Work = Callable[..., Answer]
+Result = TypeVar("Result")
+Work = Callable[..., Result]
 Given = Mapping[str, Any]  # what was typed
 Pair = tuple[str, str | None]  # a file and its output
 
 
-def write_many(verb: str, pairs: Sequence[Pair], given: Given, work: Work) -> Iterator[Answer]:
-    """The answers of `work(file, progress, out=…, …)` for all files. Each is planned before the first is written: where
-    one is refused, none is."""
+def each_file(work: Work[Result], files: Sequence[Any], jobs: Jobs = 1) -> Iterator[Result | Exception]:
+    """The results for all files. The error of one is its result: the others are looked at all the same."""
+    with closing(in_turn(work, files, jobs, _size_of)) as tasks:
+        for task in tasks:
+            result: Result | Exception
+            try:
+                result = task()
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+                result = error
+            yield result
+
+
+def _size_of(item: Any) -> int:
+    """Bytes of a file, or of one that is written anew; 1 of what is none."""
+    try:
+        return os.path.getsize(item[0] if isinstance(item, tuple) else item) or 1
+    except (OSError, TypeError):
+        return 1
+
+
+def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+    """What a verb gives for a list of files, in Python: the report of each, or its error.
+
+    options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`.
+    """
+    if arguments or options.get("out") is not None:
+        what = f"{function.__name__} was given several files and one output"
+        raise UsageError(what, "An output names a single file.", f"Into a folder: {arg(folder=DIR)}")
+    given = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
+    work: Work[Any] = partial(function, **given)
+    if "folder" not in options and not options.get("in_place"):
+        results = list(each_file(work, files, options.get("jobs", 1)))
+    else:
+        verb = function.__name__.replace("_", "-")
+        outs = in_folder(verb, files, options) if "folder" in options else [None] * len(files)
+        results = list(write_many(list(zip(files, outs, strict=True)), options, work))
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, CkptoolError):
+            raise result  # an option that there is not
+    return results
+
+
+def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Iterator[Result | CkptoolError]:
+    """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: where one is
+    refused, none is, or that one alone."""
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
     options = {"make_folder": "folder" in given}
     if not dry_run:
@@ -31,30 +73,26 @@ def write_many(verb: str, pairs: Sequence[Pair], given: Given, work: Work) -> It
         with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
             for pair, plan in zip(pairs, plans, strict=True):
                 try:
-                    plan(None)
+                    plan()
                 except CkptoolError as error:
                     if not given.get("skip_refused"):
                         raise _stopped(error, pair[0], 0, count) from error
-                    from ckptool.render.json import error_json
-
                     refused.add(pair)
-                    told = error.within(pair[0])
-                    yield Answer(error_json(told) if given["as_json"] else error_text(told, style_of(sys.stdout)), 1)
+                    yield error.within(pair[0])
         pairs = [pair for pair in pairs if pair not in refused]
     jobs = jobs if jobs == 1 or dry_run or _are_apart(pairs) else 1
-    with closing(in_turn(partial(_one, work, options), pairs, jobs)) as tasks:
-        for number, ((file, _), task) in enumerate(zip(pairs, tasks, strict=True)):
-            with progress_bar(f"{verb} {printable(os.path.basename(file))}") as progress:
-                try:
-                    answer = task(progress)
-                except CkptoolError as error:
-                    raise _stopped(error, file, number, count, jobs) from error
-            yield answer
+    with closing(in_turn(partial(_one, work, options), pairs, jobs, _size_of)) as tasks:
+        for number, (pair, task) in enumerate(zip(pairs, tasks, strict=True)):
+            try:
+                result = task()
+            except CkptoolError as error:
+                raise _stopped(error, pair[0], number, count, jobs) from error
+            yield result
 
 
-def _one(work: Work, options: Given, pair: Pair, progress: Progress | None) -> Answer:
+def _one(work: Work[Result], options: Given, pair: Pair) -> Result:
     file, out = pair
-    return work(file, progress, out=out, **options)
+    return work(file, out=out, **options)
 
 
 def _are_apart(pairs: Sequence[Pair]) -> bool:
@@ -74,12 +112,12 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
     return written.isdisjoint(around) and all(above(out).isdisjoint(read) for out in (*written, *read))
 
 
-def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: int = 1) -> CkptoolError:
+def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
     told = error.within(file)
     done = "None of the files was written; to write the others: --skip-refused."
-    if number or jobs > 1:
-        others = "of the others, some may be done, too." if jobs > 1 else "the others were left as they are."
+    if number or jobs != 1:
+        others = "of the others, some may be done, too." if jobs != 1 else "the others were left as they are."
         done = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
     told.why = " ".join(part for part in (told.why, done) if part)
     return told
@@ -92,8 +130,8 @@ def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
 
     folder, container = given["folder"], given.get("container")
     if verb == "convert" and container is None:
-        what = "convert -d needs to know what to convert to"
-        raise UsageError(what, "A folder has no suffix to choose by.", "For example: --to safetensors")
+        what = f"convert {arg('folder')} needs to know what to convert to"
+        raise UsageError(what, "A folder has no suffix to choose by.", f"For example: {arg(container='safetensors')}")
     taken: dict[str, str] = {}
     for file in files:
         name = os.path.basename(absolute(split(file)[0]))
