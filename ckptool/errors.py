@@ -125,8 +125,8 @@ class NoMatch(CkptoolError, code="no-match", exit_code=1):
     """A rule, pattern or prefix that the user named matches nothing."""
 
 
-class FileProblem(CkptoolError, code="io"):
-    """The operating system refused: missing, a folder, no permission, a read error."""
+class FileProblem(CkptoolError, OSError, code="io"):
+    """The operating system refused: missing, a folder, no permission, a read error. An `OSError`, too."""
 
     errno: int | None = None
     filename: str | None = None
@@ -167,6 +167,10 @@ class DiskFull(FileProblem, code="disk-full"):
 
 class NotACheckpoint(CkptoolError, code="not-a-checkpoint"):
     """The bytes are something else than a checkpoint."""
+
+
+class NoCheckpointInside(NotACheckpoint, IsADirectoryError):
+    """It is a folder, and no checkpoint. An `IsADirectoryError`, too."""
 
 
 class Unsupported(CkptoolError, code="unsupported"):

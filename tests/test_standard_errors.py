@@ -20,6 +20,10 @@ from ckptool.errors import CkptoolError, FileProblem
 from tests.support.files import saved
 
 STANDARD = {
+    "FileProblem": OSError,
+    "DiskFull": OSError,
+    "FileChanged": OSError,
+    "NoCheckpointInside": IsADirectoryError,
     "FileMissing": FileNotFoundError,
     "NoPermission": PermissionError,
     "IsAFolder": IsADirectoryError,
@@ -63,6 +67,8 @@ def test_functions_raise_what_open_raises(tmp_path: Path) -> None:
         assert (raised.value.errno, raised.value.filename) == (errno.ENOENT, str(missing)), name
     with pytest.raises(FileNotFoundError):
         ckptool.diff(there, missing)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        ckptool.load(tmp_path)
     with pytest.raises(NotADirectoryError):
         ckptool.inspect(there / "below.pt")
     (tmp_path / "link.pt").symlink_to(missing)

@@ -177,8 +177,8 @@ JOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda _: ({**load("out.pt"), "optimizer": last("optimizer")}, load("epoch4.pt")),
     ),
     "why does it not load?": (
-        "ckptool doctor parallel.pt > why; eval $(sed -n 's/^  1. //p' why); cat why",
-        lambda said: (load("parallel.fixed.pt"), weights()) if "Missing key(s)" in said else False,
+        "ckptool doctor parallel.pt; ckptool doctor parallel.pt --fix -o out.pt",
+        lambda said: (load("out.pt"), weights()) if "Missing key(s)" in said else False,
     ),
     "merge my LoRA": ("ckptool lora merge weights.pt lora -o out.pt", lambda _: (load("out.pt"), merged())),
     "shards into one file, and back": (

@@ -532,9 +532,9 @@ def _waste_notes(rows: Sequence[TensorRow]) -> Iterator[Note]:
             totals[row.storage] = entry.storage.nbytes
     wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
     if sum(wasted) >= WASTE_WORTH_A_NOTE:
-        where = f"{sum(wasted):,} bytes in {counted(len(wasted), 'storage')}"
+        where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
-        yield Note("wasted-storage", f"{where} are used by no tensor (slices saved with all of it)", fix)
+        yield Note("wasted-storage", f"{where} are used by no tensor: slices, saved without .clone()", fix)
 
 
 def _optimizer_notes(roots: Sequence[StateDict]) -> Iterator[Note]:

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint.files import Folder, Input, Readable, Source
 from ckptool.checkpoint.paths import parted
 from ckptool.commands import command, other_program
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, listed, quoted
+from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed, quoted
 from ckptool.formats.folder import names_in
 
 _READS = "ckptool reads what torch.save and safetensors write."
@@ -83,7 +83,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         ls, scan = other_program("ls", source.path), command("scan", source.path)
         fix = f"Name the file: {ls}; or see what is there: {scan}"
-        return NotACheckpoint(f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix)
+        return NoCheckpointInside(
+            f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix
+        )
     return _text(head, source) or _other_file(head, source) or _nothing_known(head, source)
 
 

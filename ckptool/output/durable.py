@@ -155,7 +155,7 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
     name = os.fspath(target)
     words = _FULL.get(error.errno or 0)
     if words:
-        return DiskFull(f"cannot write {name}: {words}", UNTOUCHED.format(name), _ROOM)
+        return DiskFull(f"cannot write {name}: {words}", UNTOUCHED.format(name), _ROOM).about(error.errno, name)
     problem = file_problem(error, target, "write")
     problem.why = " ".join(part for part in (problem.why, printable(UNTOUCHED.format(name))) if part)
     return problem
@@ -184,7 +184,7 @@ def check_space(needed: int, target: str) -> None:
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # special file systems count no blocks at all
         what = f"cannot write {target}: it needs {needed:,} bytes, {free:,} are free"
-        raise DiskFull(what, f"Nothing was written, and {target} is as it was.", _ROOM)
+        raise DiskFull(what, f"Nothing was written, and {target} is as it was.", _ROOM).about(errno.ENOSPC, target)
 
 
 # Temporary files -----------------------------------------------------------------------------------------------------

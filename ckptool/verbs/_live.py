@@ -29,7 +29,7 @@ except Unsupported as error:
 
 
 def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a model's state dict as any machine can load it: unwrapped, tagged `cpu`, without wrappers' prefixes.
+    """Writes a model's state dict as any machine can load it: unwrapped, on the CPU, without wrappers' prefixes.
 
     The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
     weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises

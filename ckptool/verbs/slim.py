@@ -26,7 +26,7 @@ def slim(
     at: ChangedAt = None,
     **options: Unpack[SavePart],
 ) -> Written | Any:
-    """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor shows.
+    """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses.
 
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """

@@ -92,7 +92,7 @@ def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path)
 def test_wasted_bytes_are_those_behind_no_tensor(tmp_path: Path) -> None:
     big = torch.zeros(100_000)
     wasted = notes(listed({"a": big[10:12], "b": torch.ones(3)}, tmp_path))["wasted-storage"]
-    assert "399,992 bytes in 1 storage" in wasted.message
+    assert "400 kB in 1 storage" in wasted.message
     assert "wasted-storage" not in notes(listed({"a": big[:50_000], "b": big[50_000:]}, tmp_path))
     assert "wasted-storage" not in notes(listed({"a": big[10:], "all": big}, tmp_path))
     assert "wasted-storage" not in notes(listed({"a": torch.ones(1, 4).expand(100_000, 4)}, tmp_path))
