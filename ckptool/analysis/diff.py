@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -416,7 +415,7 @@ def diff_of_parts(
     """The differences, and the parts of the two that were compared, which keep their files open."""
     a, b = open_file(left), open_file(right)
     one, other = a.checkpoint.source, b.checkpoint.source
-    same_folder = isinstance(one, Folder) and isinstance(other, Folder) and os.path.samefile(one.path, other.path)
+    same_folder = isinstance(one, Folder) and isinstance(other, Folder) and one.is_at(other.path)
     if same_folder or (isinstance(one, Source) and isinstance(other, Source) and one.is_same(other)):
         b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
     remarks: list[str] = []

@@ -18,12 +18,22 @@ from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
 from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, folder_at, open_input
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Jobs, in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import (
+    CkptoolError,
+    Corrupt,
+    NotACheckpoint,
+    Unsupported,
+    UsageError,
+    counted,
+    listed,
+    named_urls,
+    printable,
+)
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
 from ckptool.formats import marks, members, sharded
 from ckptool.formats.files_beside import all_uses, is_pickled
@@ -243,7 +253,7 @@ class Scan(Report):
 
 def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
-    name = os.fspath(path)
+    name = named_urls(os.fspath(path))
     if not folder_at(name):
         with counting_whole():
             row = _row(full, name)
@@ -296,11 +306,10 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
     while stack:
         here = stack.pop()
         try:
-            with os.scandir(here) as entries:
-                inside = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
+            inside = _entries(here)
+        except (OSError, CkptoolError) as error:
             if here == folder:
-                raise file_problem(error, here, "read") from error
+                raise file_problem(error, here, "read") if isinstance(error, OSError) else error from error
             continue
         count += len(inside)
         if count > MAX_FILES:
@@ -308,21 +317,31 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         own, claimed = _checkpoints_of(here, is_top=here == folder)
         yield from ((path, True) for path in own)
         below: list[str] = []
-        for entry in inside:
-            if entry.name in claimed:
+        for name, is_folder, is_file in inside:
+            place = os.path.join(here, name)
+            if name in claimed:
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                if not entry.name.startswith(".") or _is_checkpoint(entry.path):
-                    below.append(entry.path)
-            elif entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path):
-                suffix = os.path.splitext(entry.name)[1].lower()
-                by_name = suffix in SUFFIXES and entry.name not in _BESIDE and not entry.name.startswith(".")
+            if is_folder:
+                if not name.startswith(".") or _is_checkpoint(place):
+                    below.append(place)
+            elif is_file:
+                suffix = os.path.splitext(name)[1].lower()
+                by_name = suffix in SUFFIXES and name not in _BESIDE and not name.startswith(".")
                 is_named: bool | None = by_name or None
                 with suppress(CkptoolError):
-                    if not by_name and is_pickled(Source(entry.path)):
-                        is_named = entry.name.endswith(ARCHIVES)
-                yield entry.path, is_named
+                    if not by_name and is_pickled(Source(place)):
+                        is_named = name.endswith(ARCHIVES)
+                yield place, is_named
         stack.extend(reversed(below))
+
+
+def _entries(folder: str) -> list[tuple[str, bool, bool]]:
+    """The names in a folder, sorted, and whether each is of a folder or a file. Links are not followed to folders."""
+    if is_url(folder):
+        kinds = ((name, folder_at(os.path.join(folder, name))) for name in Folder(folder).names)
+        return [(name, is_folder, not is_folder) for name, is_folder in kinds]
+    with os.scandir(folder) as entries:
+        return sorted((entry.name, entry.is_dir(follow_symlinks=False), entry.is_file()) for entry in entries)
 
 
 def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
@@ -419,6 +438,10 @@ def _damaged(path: str, error: CkptoolError) -> ScannedFile:
 
 def _size_of(path: str) -> tuple[int, float]:
     """Bytes, and when it was changed, in seconds since 1970."""
+    if is_url(path):
+        with suppress(CkptoolError):
+            source = open_input(path)
+            return source.size, source.modified if isinstance(source, Source) else 0.0
     try:
         status = os.stat(path)
         if not folder_at(path):

@@ -16,7 +16,18 @@ from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.analysis.fixes import Chain, runnable
 from ckptool.analysis.inspect import use_notes
-from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    Data,
+    FileRange,
+    Note,
+    PartKind,
+    PartOf,
+    Storage,
+    TensorEntry,
+)
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
@@ -33,7 +44,7 @@ from ckptool.formats.checksums import Progress, checksums
 from ckptool.formats.opening import counting_whole, part_of
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
-from ckptool.formats.zip.record import LOCAL
+from ckptool.formats.zip.record import LOCAL, Record
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
@@ -390,6 +401,8 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
     Of a record's own header torch takes the signature and the lengths that lead to the data, and believes the directory
     for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`).
     """
+    if checkpoint.source is not None and checkpoint.source.far:
+        return None  # every header would be a request
     archive, wrong = archive_of(checkpoint), list[tuple[CkptoolError, bool]]()
     for record in archive.by_offset() if archive is not None else ():
         try:
@@ -428,14 +441,21 @@ def check_archive(archive: Archive, tree: Any, progress: Progress | None = None)
     """Every record of a zip: its own header and descriptor against the directory, its data against its checksum."""
     records, file, start = archive.by_offset(), archive.source.file, archive.source.start
     unconfirmed: dict[int, CkptoolError] = {}
-    for record in records:
+
+    def confirm(record: Record) -> None:
         try:
             record.confirm()
         except CkptoolError as error:
             unconfirmed[id(record)] = error
-    # Data is where the directory has it: headers are looked at separately.
-    stretches = [each.data if each.method else FileRange(file, start + each.data_at, each.stored) for each in records]
+
+    def stretch_of(record: Record) -> Data:
+        """Data is where the directory has it, whatever its header says."""
+        return FileRange(file, start + record.data_at, record.stored, partial(confirm, record))
+
+    stretches = [record.data if record.method else stretch_of(record) for record in records]
     sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
+    for record in records:
+        confirm(record)
     whole = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
     owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
     by_data = {id(record.data): id(record) for record in records if record.is_used}

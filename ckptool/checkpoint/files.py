@@ -13,9 +13,9 @@ import errno
 import json
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from threading import RLock
 from typing import Any
@@ -207,6 +207,11 @@ class Source:
     @property
     def file(self) -> Source:
         return self
+
+    @property
+    def modified(self) -> float:
+        """When it was changed, in seconds since 1970; 0 where nobody says."""
+        return os.fstat(self.descriptor()).st_mtime
 
     def part(self, offset: int, length: int) -> Part:
         """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
@@ -499,7 +504,17 @@ class Folder:
 Input = Source | Folder
 
 
-opened: Any = deque(maxlen=0)  # what is elsewhere, for as long as a command runs; the program makes a list of it
+opened: ContextVar[dict[str, Any] | None] = ContextVar("opened", default=None)  # by their URLs, see `while_open`
+
+
+@contextmanager
+def while_open() -> Iterator[None]:
+    """What is elsewhere is asked for once inside of this, however often it is opened."""
+    before = opened.set({} if opened.get() is None else opened.get())
+    try:
+        yield
+    finally:
+        opened.reset(before)
 
 
 def folder_at(path: str | os.PathLike[str]) -> bool:
@@ -513,7 +528,8 @@ def folder_at(path: str | os.PathLike[str]) -> bool:
 
 def open_input(path: str | os.PathLike[str]) -> Input:
     """The file or folder at `path`. Raises what `Source` and `Folder` raise."""
-    return Folder(path) if folder_at(path) else Source(path)
+    with while_open():
+        return Folder(path) if folder_at(path) else Source(path)
 
 
 @contextmanager

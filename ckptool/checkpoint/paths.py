@@ -112,6 +112,8 @@ def absolute(path: str | os.PathLike[str]) -> str:
     """The path from the root on. Raises `FileProblem` for a name that no file can have, and for a relative one where
     the working directory was removed.
     """
+    if is_url(path):
+        return os.fspath(path)
     if "\0" in os.fspath(path):
         raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "No file can have such a name.")
     try:

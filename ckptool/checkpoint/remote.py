@@ -1,8 +1,8 @@
 """Files and folders that are elsewhere, behind URLs: read by ranges, through fsspec.
 
 Of an object is asked for what its tables need: its first 128 KB, with which its size and tag come, its last, and what
-a reader says that it will want (`expect`). Values that are read front to back are asked for ahead, 16 ranges at once.
-Every answer has to be of the object that the first one was of. Only so much is kept, of all objects together.
+a reader says that it will want (`expect`). Values that are read front to back are asked for ahead, several ranges at
+once. Every answer has to be of the object that the first one was of. Only so much is kept, of all objects together.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import re
 import threading
 import time
 from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context, copy_context
+from email.utils import parsedate_to_datetime
 from errno import EACCES, ENOENT
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Descriptor, Folder, Source, file_changed, is_a_folder
@@ -41,23 +42,22 @@ from ckptool.errors import (
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
-NEAR = 64 << 10  # bytes that it costs less to read through than to ask again
+NEAR = 4 << 10  # bytes that may lie between two reads of one that goes front to back
 PART, AT_ONCE = 512 << 10, 16  # bytes of a range of values, and the ranges that are asked for at once
-KEPT, MOST_KEPT = 2 * AT_ONCE * PART, 1_024  # bytes and pieces of all objects that are kept, or on their way
+WINDOW = PART * AT_ONCE // 2  # bytes that one reader is read ahead of
+KEPT, MOST_KEPT = 2 * PART * AT_ONCE, 1_024  # bytes and pieces of all objects that are kept, or on their way
 TABLE = 64 << 20  # bytes that are asked for as one range
 TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doubled before the third
-PROBED = 5  # seconds that an object is kept which was looked at to learn whether it is one
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs",
-             "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "sftp": "paramiko", "ssh": "paramiko"}  # fmt: skip
 
 
 class Served(NamedTuple):
-    """The bytes of a range, the size of the object that they are of, and what tells it from another of the same name
-    (its ETag, or when it was changed)."""
+    """The bytes of a range, the size of the object that they are of, what tells it from another of the same name (its
+    ETag, or when it was changed), and when it was changed."""
 
     data: bytes | bytearray
     size: int
     tag: str
+    when: Any
 
 
 Ask = Callable[[int, int], Served]
@@ -77,25 +77,24 @@ class _IsFolder(Exception):
 
 def file_system(url: str) -> tuple[Any, str]:
     """The file system of fsspec for a URL, and the object's path in it. Raises `MissingExtra`, `UsageError`."""
-    scheme = url.partition(":")[0].lower()
     try:
         from fsspec.core import url_to_fs
 
         fs, path = url_to_fs(given_url(url))
     except ImportError as error:
-        package = "'ckptool[remote]'" if error.name in ("fsspec", "aiohttp") else _PACKAGES.get(scheme, "")
-        what = f"{scheme}:// needs a package that is not installed"
-        raise MissingExtra(what, without_secrets(str(error)), f"pip install {package or _OF_WEB}") from error
+        found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
+        what = f"{url.partition(':')[0]}:// needs a package that is not installed"
+        raise MissingExtra(what, str(error), f"pip install {found[1] if found else _EXTRA}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
         raise UsageError(f"cannot use {url}", without_secrets(str(error))) from error
     return fs, path
 
 
-_OF_WEB = "'ckptool[remote]'"
+_EXTRA = "'ckptool[remote]'"
 
 
-def _protocols(fs: Any) -> set[str]:
-    return {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
+def _is_kind(fs: Any, *kinds: str) -> bool:
+    return not {fs.protocol, *fs.protocol}.isdisjoint(kinds)
 
 
 def asking(url: str) -> tuple[Ask, bool]:
@@ -103,39 +102,35 @@ def asking(url: str) -> tuple[Ask, bool]:
     from fsspec.asyn import sync
 
     fs, path = file_system(url)
-    kinds = _protocols(fs)
-    if kinds & {"http", "https"}:
-        return lambda start, stop: sync(fs.loop, _get, fs, path, url, {}, start, stop), True
-    if "s3" in kinds:
-        return lambda start, stop: _asked(url, sync, fs.loop, _get_object, fs, path, start, stop), True
-    known: list[Any] = []  # what was said of it before the first range
+    if _is_kind(fs, "http", "https"):
+        return partial(sync, fs.loop, _get, fs, path, url, {}), True
+    if _is_kind(fs, "s3"):
+        return partial(_asked, url, sync, fs.loop, _get_object, fs, path), True
+    known: dict[str, Any] = {}  # what was said of it before the first range
 
-    def of_hub(start: int, stop: int) -> Served:
-        if not known:
+    def ask(start: int, stop: int) -> Served:
+        if not known or stop <= start:
+            fs.invalidate_cache()
+            known.update(_asked(url, fs.info, path))
+        if known["type"] == "directory":
+            raise _IsFolder
+        if _is_kind(fs, "hf"):
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
-            if _asked(url, fs.info, path)["type"] == "directory":
-                raise _IsFolder
-            known[:] = filesystem("https"), fs.url(path), build_hf_headers(token=fs.token)
-        web, page, headers = known
-        answer: Served = sync(web.loop, _get, web, page, url, headers, start, stop)
-        return answer
-
-    def of_any(start: int, stop: int) -> Served:
-        if not known or stop <= start:
-            fs.invalidate_cache()
-            known[:] = [_asked(url, fs.info, path)]
-        if known[0]["type"] == "directory":
-            raise _IsFolder
-        size: int = known[0]["size"]
+            web, headers = filesystem("https"), build_hf_headers(token=fs.token)
+            known.setdefault("url", fs.url(path))
+            answer: Served = sync(web.loop, _get, web, known["url"], url, headers, start, stop)
+            return answer
+        size: int = known["size"]
         data = _asked(url, fs.cat_file, path, start=start, end=min(stop, size)) if start < min(stop, size) else b""
-        return Served(data, size, next((str(known[0][tag]) for tag in _TAGS if known[0].get(tag)), ""))
+        facts = [known[name] for name in _FACTS if known.get(name)] or [""]
+        return Served(data, size, str(facts[0]), facts[-1])
 
-    return (of_hub, True) if "hf" in kinds else (of_any, False)
+    return ask, _is_kind(fs, "hf")
 
 
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified")
+_FACTS = "ETag etag generation md5Hash created mtime LastModified last_modified updated modified".split()
 
 
 def _asked(url: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -166,16 +161,17 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
         if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
             raise
         head = await fs._call_s3("head_object", **asked)  # there are no bytes there: it is empty, or was cut
-        return Served(b"", head["ContentLength"], head["ETag"])
+        return Served(b"", head["ContentLength"], head["ETag"], 0)
     async with found["Body"] as body:
-        return Served(await body.read(), int(found["ContentRange"].rpartition("/")[2]), found["ETag"])
+        size = int(found["ContentRange"].rpartition("/")[2])
+        return Served(await body.read(), size, found["ETag"], found["LastModified"])
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
     """A range of what a web server has. Raises `FileProblem`, `Unsupported` where it gives no ranges, `_Again`."""
     from asyncio import TimeoutError as SlowError
 
-    from aiohttp import ClientError, ClientTimeout
+    from aiohttp import ClientError, ClientPayloadError, ClientTimeout
 
     session, options = await fs.set_session(), {**fs.kwargs}
     asked = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
@@ -185,9 +181,10 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
         async with session.get(fs.encode_url(path), headers=asked, **options) as answer:
             status, given = answer.status, answer.headers
             place, _, size = given.get("Content-Range", "").rpartition("/")
-            tag = given.get("ETag", "").removeprefix("W/") or given.get("Last-Modified", "")
+            when = given.get("Last-Modified", "")
+            tag = given.get("ETag", "").removeprefix("W/") or when
             if status == 416 and size.isdigit():
-                return Served(b"", int(size), tag)
+                return Served(b"", int(size), tag, when)
             if status in (200, 206):
                 whole = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
@@ -201,7 +198,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     data += chunk
                     if len(data) > stop - start:
                         raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and gives more.")
-                return Served(data, int(size) if whole is None else whole, tag)
+                return Served(data, int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
             said = given.get("X-Error-Message") or f"{status} {answer.reason}"
@@ -210,15 +207,15 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (408, 425, 429) or status >= 500:
                 raise _Again(f"the server says {said}")
             raise FileProblem(f"cannot read {url}: the server says {said}")
+    except ClientPayloadError as error:
+        raise _Again("its answer was cut short") from error
     except (ClientError, SlowError) as error:
-        why = without_secrets(str(error)) or f"nothing came for {PATIENCE} seconds"
-        raise _Again(f"{type(error).__name__}: {why}") from error
+        raise _Again(without_secrets(str(error)) or f"nothing came for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, said: str) -> CkptoolError:
-    kind, _ = KINDS[EACCES]
     why = "It needs a token or a key that may read it, or a signed URL whose time is not over."
-    return kind(f"cannot read {url}: not allowed ({said})", why).about(EACCES, url)
+    return KINDS[EACCES][0](f"cannot read {url}: not allowed ({said})", why).about(EACCES, url)
 
 
 def _no_ranges(url: str, why: str) -> CkptoolError:
@@ -255,37 +252,26 @@ class _Piece(NamedTuple):
     once: bool
 
 
-class _Reader:
-    """Somebody who reads front to back. next: where it goes on.  read: the bytes in one go, so far.  ahead: how many
-    may be read ahead.  front: the end of what was asked for."""
-
-    __slots__ = ("ahead", "front", "next", "read")
-
-    def __init__(self) -> None:
-        self.next, self.read, self.ahead, self.front = -1, 0, 0, 0
-
-
 _lock = threading.RLock()
 _kept: dict[int, tuple[ref[RemoteObject], _Piece]] = {}  # of all objects, the least recently used first
-_busy: deque[int] = deque(maxlen=32)  # the ids of those who read values lately
 
 
 class RemoteObject:
     """What is behind a URL: its size and tag, and the pieces of it that are kept. Shared by all who have it open."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.size, self.tag = url, -1, ""
+        self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.ask, self.is_told = asking(url)
         self.pieces: list[_Piece] = []  # by their places
-        self.readers: list[_Reader] = []  # the last used is the last
+        self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         first: Future[bytes | bytearray] = Future()
         first.set_result(self.fetch(0, END))
         if self.size:
             self._keep(_Piece(0, len(first.result()), first, False))
 
-    def __del__(self) -> None:
+    def __del__(self, kept: dict[int, Any] = _kept) -> None:
         for piece in getattr(self, "pieces", ()):
-            _kept.pop(id(piece), None)
+            kept.pop(id(piece), None)
 
     def fetch(self, start: int, stop: int) -> bytes | bytearray:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
@@ -294,6 +280,9 @@ class RemoteObject:
             answer = self.ask(start, stop)
             if self.size < 0:
                 self.size, self.tag = answer.size, answer.tag
+                with suppress(ValueError, TypeError, AttributeError):
+                    when = parsedate_to_datetime(answer.when) if isinstance(answer.when, str) else answer.when
+                    self.modified = float(when) if isinstance(when, (int, float)) else when.timestamp()
             if (answer.size, answer.tag) != (self.size, self.tag):
                 raise file_changed(self.url)
             wanted = max(0, min(stop, self.size) - start)
@@ -312,8 +301,9 @@ class RemoteObject:
         """Asks for tables that will be read soon, near ones as one range, and does not wait for them."""
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(ranges):
-            if joined and start - joined[-1][1] <= NEAR:
-                joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+            begin, end = joined[-1] if joined else (start, start)
+            if joined and (start - end <= NEAR or (start - end <= STEP and stop - begin <= END)):
+                joined[-1] = begin, max(stop, end)
             else:
                 joined.append((start, stop))
         with _lock:
@@ -323,11 +313,17 @@ class RemoteObject:
 
     def read_into(self, offset: int, buffer: memoryview, *, table: bool = False) -> None:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
-        at, end = offset, offset + len(buffer)
-        reader = self._reader_of(at, end)
+        at, end, ahead = offset, offset + len(buffer), 0
+        if not table or len(buffer) > STEP:  # else it is a header between values
+            with _lock:
+                begin, before = self.readers.pop(threading.get_ident(), (0, -1))
+                if 0 <= at - before <= NEAR:  # as much as it has read already, but not what another has read
+                    others = (start for start, _ in self.readers.values() if start >= end)
+                    ahead = min(max(at - begin, END), WINDOW, min(others, default=self.size) - at)
+                self.readers[threading.get_ident()] = begin if ahead else at, end
         while at < end:
             with _lock:
-                self._look_ahead(reader, at, end, table and len(buffer) <= TABLE)
+                self._ask_ahead(at, end, ahead, table)
                 piece = self._at(at)[0]
             assert piece is not None
             try:
@@ -340,43 +336,22 @@ class RemoteObject:
             if piece.once and at == piece.stop:
                 self._drop(piece)
 
-    def _reader_of(self, at: int, end: int) -> _Reader:
-        """The reader who goes on at a place, else a new one."""
-        with _lock:
-            reader = next((each for each in self.readers if 0 <= at - each.next <= NEAR), None)
-            if reader is None:
-                reader = _Reader()
-            else:
-                self.readers.remove(reader)
-                reader.ahead = reader.read
-            reader.next, reader.read = end, reader.read + end - at
-            self.readers = [*self.readers[-3:], reader]
-            return reader
-
     # Under the lock --------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, reader: _Reader, at: int, end: int, table: bool) -> None:
-        """Asks for what is missing from `at`, and for what its reader will probably want next."""
-        if reader.read > PART:
-            _busy.append(id(reader))
-        window = AT_ONCE * PART // max(1, len(set(_busy)))
-        ahead = min(max(reader.ahead, END), window) if reader.ahead else 0
+    def _ask_ahead(self, at: int, end: int, ahead: int, table: bool) -> None:
+        """Asks for what is missing from `at`, and for what will probably be read next."""
         piece, after = self._at(at)
-        if piece is not None:
-            enough = min(self.size, at + window // 2, end + ahead // 2)
-            if reader.read <= PART or reader.front >= enough:
-                return
-        start, stop = at, min(self.size, end + ahead, max(at + window, end if table else 0))
-        if not ahead and end - at < PART:
-            stop = min(self.size, max(end, at + STEP))
-            start = max(0, at - BEFORE) if stop <= self.size - END else max(0, min(at - BEFORE, self.size - END))
-            stop = stop if stop <= self.size - END else self.size
-            number = bisect_right(self.pieces, at, key=lambda each: each.start)
-            start = max(start, self.pieces[number - 1].stop if number else 0)
-        if piece is None and reader.read <= PART:  # what follows is there already
+        most = TABLE if table and ahead <= PART else PART
+        start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if most == PART else TABLE))
+        if piece is not None and (stop - at <= PART or self._at((at + stop) // 2)[0] is not None):
+            return
+        if not ahead and end - at < PART:  # somewhere else: with what is around it
+            start, stop = max(0, at - BEFORE), max(end, at + STEP)
+            if stop > self.size - END:
+                start, stop = max(0, min(start, self.size - END)), self.size
+        if most == TABLE:  # what follows may be there
             stop = min(stop, max(end, after))
-        self._ask_for(start, stop, TABLE if table and ahead <= PART else PART)
-        reader.front = max(reader.front, stop)
+        self._ask_for(start, stop, most)
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
         """The piece with the byte `at`, or None, and then where the next one begins."""
@@ -424,59 +399,60 @@ class _Listing(dict[str, bool]):
     is_known = True
 
 
-_objects: WeakValueDictionary[str, RemoteObject] = WeakValueDictionary()
-_listings: WeakValueDictionary[str, _Listing] = WeakValueDictionary()
-_probed: dict[str, tuple[float, RemoteObject]] = {}
+def _known(url: str, ask: Callable[[str], Result]) -> Result:
+    """What is known of a URL, or what is answered now."""
+    held = {} if (there := files.opened.get()) is None else there
+    if url not in held:
+        held[url] = ask(url)
+    found: Result = held[url]
+    return found
 
 
 def _object(url: str) -> RemoteObject:
-    """The object at a URL, asked for once while somebody has it open, or until the command ends."""
-    found = _objects.get(url)
-    if found is None:
-        found = _objects[url] = RemoteObject(url)
-        files.opened.append(found)
-    return found
+    return _known(url, RemoteObject)
 
 
-def _listing(url: str) -> _Listing:
-    """The names in a folder. Raises `FileProblem` where it cannot be listed, `LimitExceeded`."""
-    if (found := _listings.get(url)) is not None:
-        return found
+def _listing(folder: str) -> _Listing:
+    """The names in a folder, whose URL ends in a slash. Raises `FileProblem` where it cannot be listed,
+    `LimitExceeded`."""
+    url = folder.rstrip("/")
     fs, path = file_system(url)
-    is_web = bool(_protocols(fs) & {"http", "https"})
-    path = path.rstrip("/") + "/" * is_web
-
-    def rows() -> list[dict[str, Any]]:
-        fs.invalidate_cache()
-        return list(_asked(url, fs.ls, path, detail=True))
-
+    path = path.rstrip("/") + "/" * is_web(url)
+    fs.invalidate_cache()
     found = _Listing()
-    for row in _tried(url, rows):
-        name: str = row["name"].removeprefix(path) if is_web else row["name"].rstrip("/").rpartition("/")[2]
+    for row in _tried(url, partial(_asked, url, fs.ls, path, detail=True)):
+        name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
         if re.fullmatch(r"[^/?#]+/?", name) and row["name"].strip("/") != path.strip("/"):  # not what sorts a page
-            found[unquote(name.rstrip("/")) if is_web else name] = row["type"] == "directory"
+            found[unquote(name.rstrip("/")) if is_web(url) else name] = row["type"] == "directory"
     if len(found) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
-    _listings[url] = found
-    files.opened.append(found)
     return found
+
+
+def forget(url: str) -> None:
+    """Drops what is known of a URL, and of the folder that it is in: something was written there."""
+    name = named_urls(url).rstrip("/")
+    for place in (name, f"{name.rpartition('/')[0]}/"):
+        (files.opened.get() or {}).pop(place, None)
 
 
 def folder_at(url: str) -> bool:
     """True for a URL that ends in a slash, and for one at which no object is, but others below it."""
     name = named_urls(url)
     above, _, last = name.rpartition("/")
-    if not last or last in (known := _listings.get(above, _Listing())):
-        return not last or known[last]
+    if not last:
+        return True
+    known: _Listing | None = (files.opened.get() or {}).get(f"{above}/")
+    if known is not None and known.is_known:
+        return known.get(last, False)
     try:
-        _probed[name] = time.monotonic(), _object(name)
-        return False
+        _object(name)
     except _IsFolder:
         return True
     except FileMissing:
         with suppress(CkptoolError):
-            return not is_web(name) and bool(_listing(name))
-        return False
+            return not is_web(name) and bool(_known(f"{name}/", _listing))
+    return False
 
 
 def is_web(url: str) -> bool:
@@ -492,15 +468,16 @@ class RemoteSource(Source):
 
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
         self._descriptor, self.path = None, named_urls(os.fspath(path))
-        for name, (since, _) in [*_probed.items()]:
-            if time.monotonic() - since > PROBED:
-                _probed.pop(name, None)
         try:
-            _, self._object = _probed.pop(self.path, None) or (0, _object(self.path))
+            self._object = _object(self.path)
         except _IsFolder:
             raise is_a_folder(self) from None
         self.size = self._object.size
         self._identity = self.path, self._object.tag, self.size
+
+    @property
+    def modified(self) -> float:
+        return self._object.modified
 
     def descriptor(self) -> Descriptor:
         raise AssertionError(f"{self} has no descriptor")
@@ -546,7 +523,7 @@ class RemoteFolder(Folder):
         self.shown = named_urls(os.fspath(shown)) or self.path
         self._files = {}
         try:
-            self._listing = _listing(self.path)
+            self._listing = _known(f"{self.path}/", _listing)
         except FileProblem:
             if not shown:
                 raise
@@ -559,18 +536,16 @@ class RemoteFolder(Folder):
         return super().missing(names) if self._listing.is_known else []
 
     def each(self, names: Sequence[str]) -> Iterator[Source]:
-        def begin(name: str) -> RemoteObject | None:
+        def begin(context: Context, url: str) -> None:
             with suppress(CkptoolError, _IsFolder):  # who opens it is told
-                found = _object(os.path.join(self.path, name))
-                found.expect([(found.size - END, found.size)])  # every reader looks for a zip's end there
-                return found
-            return None
+                found = context.run(_object, url)
+                found.expect([(max(0, found.size - END), found.size)])  # where every reader looks for a zip's end
 
         for at in range(0, len(names), AT_ONCE):
-            some = names[at : at + AT_ONCE]
-            held = [*_pool(os.getpid()).map(begin, some)]
-            yield from map(self.open, some)
-            del held
+            urls = [os.path.join(self.path, name) for name in names[at : at + AT_ONCE]]
+            if files.opened.get() is not None:
+                list(_pool(os.getpid()).map(begin, [copy_context() for _ in urls], urls))
+            yield from map(self.open, names[at : at + AT_ONCE])
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         name = named_urls(os.fspath(path)).rstrip("/")

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import sys
-from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
-from ckptool.checkpoint import files
+from ckptool.checkpoint.files import while_open
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
@@ -58,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forms = re.findall(r"^--(?:format[=\n])?(json|markdown)$", "\n".join(words), re.MULTILINE)  # parsed or not
     FORM.set(forms[-1] if forms else "text")
     reserve: list[bytes] = []
-    words, files.opened = [*map(named_urls, words)], []
     try:
         reserve.append(bytes(RESERVE))
-        code = _run(words, done)
+        with while_open():
+            code = _run([*map(named_urls, words)], done)
     except KeyboardInterrupt:
         _interrupts.append(signal.SIGINT)
     except SystemExit as stop:
@@ -78,7 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _interrupts.clear()
         tell("interrupted\n")
         code = INTERRUPTED
-    files.opened = deque(maxlen=0)
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code

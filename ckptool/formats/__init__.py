@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged, while_open
 from ckptool.checkpoint.graph import no_collection
 from ckptool.commands import arg
 from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
@@ -146,7 +146,7 @@ def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
     from ckptool.formats.parts import with_part
 
-    with unchanged(source):
+    with while_open(), unchanged(source):
         found = with_part(read_alone(source), source)
     if isinstance(source, Folder) and not source.far and (links := _led_elsewhere(source)):
         what = counted(len(links), "file is a link that leads", "files are links that lead")

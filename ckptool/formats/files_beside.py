@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.files import Folder, Source, folder_at
+from ckptool.checkpoint.files import Folder, Source, folder_at, while_open
 from ckptool.errors import CkptoolError, NotACheckpoint
 from ckptool.formats import FORMATS, HEAD, read_alone
 from ckptool.formats.parts import FOLDER
@@ -38,13 +38,15 @@ def unjudged(checkpoint: Checkpoint) -> list[str]:
     return _judged(checkpoint)[1]
 
 
+@while_open()
 def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
     folder: str = checkpoint.kept.get(FOLDER, "")
     uses, failed = list[tuple[NameUse, str]](), list[str]()
+    known = checkpoint.source.files if isinstance(checkpoint.source, Folder) and checkpoint.source.far else {}
     if "beside" not in checkpoint.kept:
         for name in _names(folder) if folder else ():
             try:
-                source = Source(os.path.join(folder, name))
+                source = known.get(name) or Source(os.path.join(folder, name))
                 source.share_descriptors()  # there may be thousands of them
                 found = list(uses_of(read_alone(source))) if is_pickled(source) else []
             except NotACheckpoint:

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorE
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import absolute
+from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
 from ckptool.formats.folder import names_in
@@ -135,6 +135,9 @@ def _places(part: Checkpoint) -> Iterator[str]:
         return
     path = absolute(part.source.path)
     folder = path if isinstance(part.source, Folder) else os.path.dirname(path)
+    if part.source.far:
+        yield folder
+        return
     above = [os.path.dirname(folder)] if _TAG.fullmatch(os.path.basename(folder)) else []
     member = part.base[0] if part.base and type(part.base[0]) is str else ""
     below = [member] if member and member in names_in(folder) else []
@@ -171,13 +174,13 @@ def _json(place: str, name: str) -> dict[str, Any]:
 def _companion(place: str, name: str) -> FileRange | str:
     """A file beside weights, or the reason why it is not carried along."""
     path = os.path.join(place, name)
-    if not os.path.isfile(path):
+    if not (os.path.isfile(path) or is_url(place)):
         return "not a file"
     # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
     folder, real = os.path.realpath(place), os.path.realpath(path)
     snapshots = os.path.dirname(folder)
     blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
-    if os.path.dirname(real) not in (folder, blobs):
+    if os.path.dirname(real) not in (folder, blobs) and not is_url(place):
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, open_input
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, while_open
 from ckptool.checkpoint.paths import may_exist
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
@@ -87,8 +87,8 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         from ckptool.formats.in_memory import checkpoint_in_memory
 
         return Opened(checkpoint_in_memory(file), at, "")
-    source, place = open_source(file)
-    with counting_whole():
+    with while_open(), counting_whole():
+        source, place = open_source(file)
         checkpoint = formats.read_source(source)
     if isinstance(file, (str, os.PathLike)):
         return Opened(checkpoint, at if at is not None else place, source.path)

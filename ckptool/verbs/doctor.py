@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import FILE, OUT, arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, UsageError
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats.opening import CheckpointLike, open_file, shown
 from ckptool.verbs._options import AGAINST, Out, standard_input
 from ckptool.verbs._save import SaveInPlace, Unpack, Written, change_of
 
@@ -56,7 +56,7 @@ def doctor(
     from ckptool.verbs._diagnosis import of_opened, of_unopened
     from ckptool.verbs._target import find_target
 
-    path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
+    path = shown(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
         devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):

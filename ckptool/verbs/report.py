@@ -21,7 +21,7 @@ from ckptool.checkpoint.progress import over
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, split
+from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
 from ckptool.training.history import RunHistory, history_of
@@ -183,7 +183,7 @@ def _opened(file: CheckpointLike) -> Opened | FileReport:
     except CkptoolError as problem:
         from ckptool.verbs._diagnosis import of_unopened
 
-        path = os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
+        path = shown(file) if isinstance(file, (str, os.PathLike)) else ""
         return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
     _ = opened.taken  # nothing may be at the address
     return opened

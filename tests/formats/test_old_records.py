@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 
+import ckptool
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
 from tests.support.files import written
+from tests.support.same import assert_same_tree
 
 FILES = Path(__file__).parents[2] / "fixtures" / "0.1.0"
 WHOLE = FILES / "whole.safetensors"
+
+
+@pytest.mark.parametrize("name", ["whole", "twins"])
+def test_whole_trees_of_0_1_0(name: str, tmp_path: Path) -> None:
+    old = FILES / f"{name}.safetensors"
+    assert_same_tree(read(FILES / f"{name}.pt"), read(old))
+    ckptool.convert(old, tmp_path / "new.safetensors", all=True, verify=True)
+    assert "ckptool.tree/1" not in (tmp_path / "new.safetensors").read_bytes().decode("latin-1")
+    assert_same_tree(read(old), read(tmp_path / "new.safetensors"))
 
 
 # The record under attack ----------------------------------------------------------------------------------------------

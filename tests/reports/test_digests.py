@@ -19,7 +19,7 @@ from ckptool.analysis.digests import (
     table,
     tensor_digest,
 )
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import Composite, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
 from ckptool.formats import read
@@ -104,6 +104,18 @@ def test_composites(name: str, tmp_path: Path) -> None:
     value = TRAPS[name]()
     first, again = root_digests(opened(value, tmp_path).tree), root_digests(opened(TRAPS[name](), tmp_path).tree)
     assert first == again and first.root == again.root and first.tensors
+
+
+def test_a_composite_of_other_parts_has_another_digest(tmp_path: Path) -> None:
+    def quantized(scale: float, zero: int, last: float) -> Any:
+        tree = opened(
+            {"q": torch.quantize_per_tensor(torch.tensor([0.0, last]), scale, zero, torch.qint8)}, tmp_path
+        ).tree
+        assert isinstance(tree["q"], Composite)
+        return tensor_digest(tree["q"])
+
+    digests = [quantized(0.5, 0, 1.0), quantized(0.25, 0, 1.0), quantized(0.5, 1, 1.0), quantized(0.5, 0, 2.0)]
+    assert len(set(digests)) == 4 and quantized(0.5, 0, 1.0) == digests[0]
 
 
 # Containers -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.analysis.quantization import quantized_in
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Ambiguous, CkptoolError, Unsupported, UsageError
+from ckptool.transforms.dequantize import weight_of
 from fixtures.surgery.make_quantized import Case
 from tests.support.errors import three_parts
 from tests.support.looped import looped
@@ -40,6 +43,17 @@ def dequantized(case: Case, folder: Path, **options: Any) -> dict[str, torch.Ten
 @looped("case", CASES, ids=[f"{n} {case.name}" for n, case in enumerate(CASES)])
 def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
+
+
+def test_any_order_of_blocks(tmp_path: Path) -> None:
+    for case in CASES:
+        checkpoint = ckptool.open(write_case(tmp_path, case))
+        for weight in quantized_in(checkpoint, checkpoint.tree).weights:
+            entry = weight_of(weight, by_name("bf16"))
+            whole = entry.bytes()
+            assert whole == bytes(case.expected[weight.name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            for start in (len(whole) // 2 | 1, 3, 0):
+                assert entry.row_major().read(start, 401) == whole[start : start + 401]
 
 
 def test_every_set_of_weights_and_its_ties(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_several_values_keys_that_are_numbers_and_settings_of_a_namespace(tmp_pa
     assert made["optimizer"]["state"] == {0: {}}
     tree = edited(TRAPS["20-namespace"](), tmp_path, set={"args/lr": 0.5})
     assert tree["args"].attributes["lr"] == 0.5
+
+
+@pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])
+def test_no_plain_value_takes_the_place_of_tensors(place: str) -> None:
+    with pytest.raises(UsageError, match="would become a plain value") as caught:
+        ckptool.edit(TRAINING, set={place: 3})
+    assert re.search(f"drop[ =]'?{place}", caught.value.fix)
+    assert ("tensor" in caught.value.fix) == (place == "model/enc.a")
 
 
 @looped(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import ckptool
+from ckptool.analysis.targets import Target
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, OutputExists, Unsupported
 from ckptool.verbs._target import find_target
-from fixtures.make import TiedLanguageModel
+from fixtures.make import TiedLanguageModel, make
 from tests.support.errors import three_parts
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -26,6 +27,25 @@ GOOD: dict[str, Any] = {
     ],
     "ties": [["a.weight", "b.weight"]],
 }
+
+
+def facts(target: Target) -> list[tuple[Any, ...]]:
+    return [(e.name, e.dtype, e.shape, e.kind, e.tied_to) for e in target.tensors.values()]
+
+
+def test_a_spec_says_the_same_as_what_it_is_of(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from fixtures.make import TiedLanguageModel, mlp\n")
+    for name in (f"{tmp_path}/model.py:TiedLanguageModel", f"{tmp_path}/model.py:mlp", make("training.pt", tmp_path)):
+        made = ckptool.spec(name, tmp_path / "spec.json", overwrite=True)
+        again = find_target(tmp_path / "spec.json")
+        assert (
+            facts(again) == facts(made.target) == facts(find_target(name))
+            and again.kinds_known == made.target.kinds_known
+        )
+        assert again.values is None and again.kind == "spec"
+        first = (tmp_path / "spec.json").read_bytes()
+        ckptool.spec(tmp_path / "spec.json", tmp_path / "copy.json", overwrite=True)
+        assert (tmp_path / "copy.json").read_bytes() == first
 
 
 def test_what_is_written(tmp_path: Path) -> None:

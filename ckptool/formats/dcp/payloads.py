@@ -7,15 +7,17 @@ where that does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, FileRange, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Computed, FileRange, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part
 from ckptool.errors import Corrupt
 from ckptool.formats import safetensors, torch_zip
-from ckptool.formats.boxes import Box
+from ckptool.formats.boxes import Box, Stored
 from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.dcp.templates import Templates
@@ -65,11 +67,25 @@ class Payloads:
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if key not in known:
-                    known[key] = self.chunk(name, chunk, dtype)
+                    known[key] = self.later(name, chunk, dtype) if self.folder.far else self.chunk(name, chunk, dtype)
                 found[name][number] = known[key]
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
         return found
+
+    def later(self, name: str, chunk: Chunk, dtype: DType) -> TensorEntry:
+        """A chunk as the table describes it. Its zip is on another machine, and opened when its values are wanted."""
+        own = _Elsewhere(self, name, replace(chunk), dtype)
+        data = Computed(prod(chunk.sizes) * dtype.itemsize, own.read, own, checks=True)
+        return TensorEntry(Storage(data), dtype, chunk.sizes, row_major_strides(chunk.sizes))
+
+    def expect(self, places: Iterable[Place]) -> None:
+        """Says which objects will be read soon."""
+        by_file: dict[str, list[tuple[int, int]]] = {}
+        for place in places:
+            by_file.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        for file, source in zip(by_file, self.folder.each([*by_file]), strict=True):
+            source.expect(by_file[file])
 
     def chunk(self, name: str, chunk: Chunk, dtype: DType) -> Any:
         """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
@@ -121,6 +137,34 @@ class Payloads:
             what = f"{file} has no chunk of {name} at {begin} in its safetensors"
             raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
         return entry
+
+
+@dataclass(slots=True, eq=False)
+class _Elsewhere:
+    """The values of a chunk, and the storage that they are in, once they are asked for."""
+
+    payloads: Payloads
+    name: str
+    chunk: Chunk
+    dtype: DType
+    _entry: TensorEntry | None = None
+
+    def entry(self) -> TensorEntry:
+        if self._entry is None:
+            found = self.payloads.chunk(self.name, self.chunk, self.dtype)
+            found = found.entry if isinstance(found, Stored) else found
+            if not isinstance(found, TensorEntry) or (found.shape, found.dtype) != (self.chunk.sizes, self.dtype):
+                what = f"{self.payloads.folder}: {self.name} should be {self.dtype}{list(self.chunk.sizes)}"
+                raise Corrupt(f"{what}, its file has {found!r:.100}", "They are of two checkpoints, or damaged.")
+            self._entry = found
+        return self._entry
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self.entry().row_major()
+        return data.read(offset, max(0, min(length, data.length - offset)))
+
+    def __iter__(self) -> Iterator[Storage]:
+        yield self.entry().storage
 
 
 def _settled(value: Any) -> Any:

@@ -53,6 +53,7 @@ _OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ",
 _NEEDED, ZIP64_VERSION = 63, 45  # versions of the format: the last one; the first with 64 bits
 _HAS_DESCRIPTOR, _UTF8 = 0x0008, 0x0800  # flags
 _UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
+_OF_TENSORS = r"/(?:data|constants)/"  # in the names of records
 _FOLDER, LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
 # What a program that unpacked the archive might follow out of its folder, or take for a folder.
 LEADS_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
@@ -86,7 +87,8 @@ class Archive:
         """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
         begin, window = self._window
         if not begin <= at <= at + length <= begin + len(window):
-            window = self.source.read(at, max(length, min(_WINDOW, self.source.size - at)))
+            more = 0 if self.source.file.far else min(_WINDOW, self.source.size - at)
+            window = self.source.read(at, max(length, more))
             begin, self._window = at, (at, window)
         return window[at - begin : at - begin + length]
 
@@ -366,8 +368,10 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
     """Computes where each record's data is; refuses records that overlap, and bytes that belong to none."""
     records, begins = archive.by_offset(), 0
     ends = [*(record.header for record in records[1:]), archive.directory]
-    archive.source.expect((r.header, end) for r, end in zip(records, ends, strict=False) if "/data/" not in r.name)
     pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
+    if pickles:  # all that is no tensor is read
+        few = (place for place in zip(records, ends, strict=False) if not re.search(_OF_TENSORS, place[0].name))
+        archive.source.expect((record.header, end) for record, end in few)
     before = pickles[0].header - END.size if len(pickles) == 1 else -1
     if 0 <= before < archive.directory - END.size and archive.source.read(before, 4) == b"PK\x05\x06":
         records = _place_as_before(archive, pickles[0], records, depth)

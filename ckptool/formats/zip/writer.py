@@ -94,7 +94,8 @@ class ZipLayout:
             return
         source, length = record.archive.source, record.end - record.header
         file, begin, before = source.file, source.start + record.header, self._parts[-1] if self._parts else None
-        if isinstance(before, FileRange) and before.file is file and before.offset + before.length == begin:
+        follows = isinstance(before, FileRange) and before.file is file and before.offset + before.length == begin
+        if isinstance(before, FileRange) and follows and not file.far:
             self._together.append(record)  # thousands of small records are one range
             before.length += length
         else:

@@ -1,0 +1,231 @@
+"""Checkpoints behind URLs: what is asked for, how often, and what servers do wrong. The judge is the local file."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.checkpoint import remote
+from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, NoPermission, Unsupported
+from fixtures.sparse import make_sparse
+from tests.support.cli import Run
+from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
+from tests.support.range_server import RangeServer
+from tests.support.same import assert_same_objects, assert_same_tree
+
+VERBS = ("inspect {}", "show {}", "doctor {}", "scan {}", "spec {}", "diff {} {}", "warm-start {} --against {}")
+# The most requests for a file, and for all of it.
+MOST = {"model.pt": 4, "script.pt": 4, "m.safetensors": 3, "hub": 2 + 3 * SHARDS, "dcp": 2, "zero": 6}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_elsewhere(tmp_path_factory.mktemp("elsewhere"))
+
+
+def ranges(server: RangeServer) -> list[int]:
+    found = (re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "") for *_, asked in server.log)
+    return [int(each[2]) - int(each[1]) + 1 for each in found if each]
+
+
+@pytest.mark.parametrize("name", FILES + FOLDERS)
+def test_tables_are_read_in_few_requests_and_say_what_the_local_file_says(files: Path, name: str, run: Run) -> None:
+    for verb in VERBS:
+        with RangeServer(files) as server:
+            place = server.url + name + "/" * (files / name).is_dir()
+            ran = run(*verb.replace("{}", place).split(), "--json")
+        local = run(*verb.replace("{}", str(files / name)).split(), "--json")
+        found, expected = plain(ran.out.replace(f'{name}/"', f'{name}"'), server.url), plain(local.out, f"{files}/")
+        for each in (found, expected):
+            different(each, name)
+        assert (ran.code, found) == (local.code, expected), verb
+        top = name.partition("/")[0]
+        most = MOST.get(top, TENSORS + 4) + verb.startswith("warm-start")  # which looks for a configuration
+        assert sum(server.requests.values()) <= most, (verb, server.requests)
+        assert all(number <= 3 for file, number in server.requests.items() if top == "hub"), server.requests
+        assert max(ranges(server)) <= (128 << 10) + 300 * TENSORS, verb
+        if top not in ("hub", "zero"):
+            assert sum(server.sent.values()) < 0.6 * (files / name).stat().st_size or top == "dcp", verb
+
+
+def different(answer: Any, name: str) -> None:
+    """Takes out what may differ: where fixed files go, when folders were changed, what of a DCP folder is opened."""
+    for each in answer if isinstance(answer, list) else answer.values() if isinstance(answer, dict) else ():
+        different(each, name)
+    for key in ("fix", "fixes", *(("modified",) if "." not in name else ()), *(("bytes",) if name == "dcp" else ())):
+        if isinstance(answer, dict):
+            answer.pop(key, None)
+
+
+def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
+    many = {f"block.{number}.some.longer.name.weight": torch.zeros(64) for number in range(3_000)}
+    torch.save(many, tmp_path / "many.pt")
+    save_file(many, tmp_path / "many.safetensors")
+    make_sparse(tmp_path / "100GB.pt", 100 << 30)
+    for name, most in (("many.pt", 4), ("many.safetensors", 3), ("100GB.pt", 4)):
+        with RangeServer(tmp_path) as server:
+            found = ckptool.inspect(server.url + name)
+        assert len(found.tensors) in (3_000, 50)
+        assert server.requests[name] <= most and max(ranges(server)) <= (128 << 10) + 300 * len(found.tensors), name
+
+
+def test_a_listing_is_not_needed_for_an_index(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise FileProblem("no listing")
+
+    monkeypatch.setattr(remote, "_listing", refused)
+    with RangeServer(files) as server:
+        found = ckptool.inspect(f"{server.url}hub/model.safetensors.index.json")
+        assert len(found.tensors) == 10 * SHARDS
+        with pytest.raises(FileProblem):
+            ckptool.inspect(f"{server.url}hub/")
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """32 MB in 64 tensors."""
+    folder = tmp_path_factory.mktemp("large")
+    model = layered(64, 500)
+    torch.save(model, folder / "model.pt")
+    save_file(model, folder / "m.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.pt", "m.safetensors"])
+def test_values_come_once_in_long_ranges_at_once(large: Path, name: str, tmp_path: Path) -> None:
+    local, size = ckptool.open(large / name), (large / name).stat().st_size
+    works: list[Callable[[str], Any]] = [
+        lambda url: ckptool.inspect(url, stats=True),
+        lambda url: ckptool.convert(url, tmp_path / "out.pt", overwrite=True),
+        lambda url: assert_same_objects(ckptool.load(url, map_location="cpu"), ckptool.load(large / name)),
+        lambda url: ckptool.diff(url, large / "m.safetensors").same or pytest.fail("differs"),
+        lambda url: ckptool.verify(url).fine or pytest.fail("damaged"),
+    ]
+    for work in works:
+        with RangeServer(large) as server:
+            work(server.url + name)
+        assert max(ranges(server)) <= remote.PART + remote.END and server.most_at_once <= remote.AT_ONCE
+        assert sum(server.sent.values()) < 1.1 * size and server.requests[name] < 60 + size // remote.PART
+    ckptool.convert(large / name, tmp_path / "local.pt")
+    assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "local.pt").read_bytes()
+    with RangeServer(large) as server:
+        part = ckptool.open(f"{server.url}{name}#layers.7.0")
+        assert (part.tree.numpy() == local["layers.7.0"].numpy()).all()
+        assert (part.tree[3:5, ::7] == local["layers.7.0"][3:5, ::7]).all()
+        assert sum(server.sent.values()) < 3 << 20
+        assert ckptool.load(f"{server.url}{name}#layers.7.1", map_location="cpu").shape == (500,)
+
+
+def test_other_file_systems_are_read_too(files: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(files), "/there", recursive=True)
+    for url in ("memory://there/", f"file://{files}/"):
+        for name in ("model.pt", "m.safetensors", "hub", "dcp", "zero"):
+            assert_same_tree(ckptool.open(f"{url}{name}").tree, ckptool.open(files / name).tree)
+    opened = ckptool.open("memory://there/model.pt")["state_dict"]
+    time.sleep(0.01)
+    memory.pipe("/there/model.pt", (files / "model.pt").read_bytes())
+    with pytest.raises(FileChanged):
+        opened["layers.3.0"].numpy()
+
+
+# What servers do wrong ------------------------------------------------------------------------------------------------
+
+ALWAYS = itertools.repeat
+FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
+    "busy twice": (["busy", "busy"], None, ""),
+    "cut twice": (["", "cut", "cut"], None, ""),
+    "busy": (ALWAYS("busy"), FileProblem, "503 Service Unavailable"),
+    "cut": (ALWAYS("cut"), FileProblem, "cut short"),
+    "slow": (ALWAYS("wait"), FileProblem, "imeout"),
+    "without ranges": (ALWAYS("ignore"), Unsupported, "does not serve parts"),
+    "without ranges later": (["", "ignore"], Unsupported, "does not serve parts"),
+    "changed": (["", "change"], FileChanged, "changed while"),
+    "denied": (["deny"], NoPermission, "403"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_server_does_wrong_is_said_or_tried_again(
+    files: Path, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.pt").write_bytes((files / "model.pt").read_bytes())
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    monkeypatch.setattr(remote, "PATIENCE", 0.2)
+    faults, kind, text = FAULTS[fault]
+    with RangeServer(tmp_path, faults, patience=0.5) as server:
+        if kind is None:
+            assert len(ckptool.inspect(f"{server.url}model.pt").tensors) == TENSORS
+        else:
+            with pytest.raises(kind, match=text):
+                ckptool.inspect(f"{server.url}model.pt")
+        assert server.requests["model.pt"] <= 4
+
+
+def test_what_is_not_there_is_not_found(files: Path) -> None:
+    with RangeServer(files) as server:
+        for name in ("none.pt", "hub/none.safetensors", "none/"):
+            with pytest.raises(FileMissing) as caught:
+                ckptool.open(server.url + name)
+            assert isinstance(caught.value, FileNotFoundError) and name.strip("/") in str(caught.value)
+        with pytest.raises(CkptoolError, match="in place"):
+            ckptool.strip_module(f"{server.url}model.pt", in_place=True)
+
+
+def test_a_file_that_changes_between_opening_and_reading(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes((files / "model.pt").read_bytes())
+    with RangeServer(tmp_path) as server:
+        opened = ckptool.open(f"{server.url}model.pt")["state_dict"]
+        torch.save(layered(), tmp_path / "model.pt")
+        with pytest.raises(FileChanged):
+            opened["layers.6.0"].numpy()
+        assert "layers.6.0" in ckptool.open(f"{server.url}model.pt").tree  # opened anew, it is what it is now
+
+
+# Secrets --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    torch.save(layered(), "dp.pt")
+    yield files
+
+
+@pytest.mark.parametrize("name", ["model.pt", "none.pt", "hub/"])
+def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run) -> None:
+    with RangeServer(at) as server:
+        url = f"{server.url.replace('://', '://me:geheim@')}{name}?X-Amz-Signature=s3cret/x&other=1"
+        for command in (*READS, "report {0} -o r.html -f", "strip-module {0} --in-place", "strip-module dp.pt -o {0}"):
+            for form in ([], ["--json"]):
+                ran = run(*shlex.split(command.replace("{0}", f"'{url}'")), *form)
+                text = ran.out + ran.err
+                assert "bug" not in text and "geheim" not in text and "s3cret" not in text, (command, ran)
+        assert any("s3cret" in path for _, path, _ in server.log)  # the server got it
+        for function in (ckptool.inspect, ckptool.scan, ckptool.verify, ckptool.doctor):
+            try:
+                answer = repr(function(url).to_dict())
+            except CkptoolError as error:
+                answer = repr(error)
+            assert "geheim" not in answer and "s3cret" not in answer, function
+
+
+def test_two_urls_that_differ_in_their_query_are_two(files: Path) -> None:
+    with RangeServer(files) as server:
+        report = ckptool.diff(f"{server.url}model.pt?id=1", f"{server.url}model.pt?id=2")
+        assert report.left != report.right and report.same
+        assert {path.partition("?")[2] for _, path, _ in server.log} == {"id=1", "id=2"}
