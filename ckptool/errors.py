@@ -316,7 +316,7 @@ def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str
 
 def without_secrets(text: str) -> str:
     """A text in which the URLs that were given with secrets stand by their names."""
-    for name, url in _GIVEN.items():
+    for name, url in [*_GIVEN.items()]:
         text = text.replace(url, name)
     return text
 

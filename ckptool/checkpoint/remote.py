@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from weakref import ref
 
 from ckptool.checkpoint import files
-from ckptool.checkpoint.files import MAX_FILES, Descriptor, Folder, Source, file_changed, is_a_folder
+from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
 from ckptool.checkpoint.paths import KINDS, file_problem
 from ckptool.commands import other_program
 from ckptool.errors import (
@@ -461,7 +461,7 @@ def is_web(url: str) -> bool:
 
 
 class RemoteSource(Source):
-    """A file that is read by ranges."""
+    """A file that is read by ranges. It has no descriptor."""
 
     __slots__ = ("_object",)
     far = True
@@ -478,15 +478,6 @@ class RemoteSource(Source):
     @property
     def modified(self) -> float:
         return self._object.modified
-
-    def descriptor(self) -> Descriptor:
-        raise AssertionError(f"{self} has no descriptor")
-
-    def share_descriptors(self) -> None:
-        """It has none."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._object.expect(ranges)
@@ -507,9 +498,6 @@ class RemoteSource(Source):
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         return named_urls(os.fspath(path)) == self.path
-
-    def is_of(self, status: os.stat_result) -> bool:
-        return False
 
 
 class RemoteFolder(Folder):

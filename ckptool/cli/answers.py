@@ -58,7 +58,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
     work = partial(_answer, verb, function, given, "" if files is None else first, style)
-    is_output = writes(function)
+    is_output = writes(function) or (files is not None and any(map(given.get, ("out", "folder", "in_place"))))
     separate = declared.blank_between and not given.get("quiet") and not is_output
     if files is None or len(files) == 1:
         file = files[0] if files else given.get(first)
