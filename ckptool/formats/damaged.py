@@ -169,7 +169,7 @@ def with_whole_count(error: Truncated) -> Truncated:
             storages = counted(len(walk.sizes), "storage")
             why = f"{error.why} {len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
             save = command("recover", source.path, out=OUT)
-            return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
+            return Truncated(error.what, why, f"Copy or download it again, or save what is whole: {save}")
     return error
 
 

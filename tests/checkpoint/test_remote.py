@@ -152,8 +152,8 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "busy": (ALWAYS("busy"), FileProblem, "503 Service Unavailable"),
     "cut": (ALWAYS("cut"), FileProblem, "cut short"),
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
-    "without ranges": (ALWAYS("ignore"), Unsupported, "does not serve parts"),
-    "without ranges later": (["", "ignore"], Unsupported, "does not serve parts"),
+    "without ranges": (ALWAYS("ignore"), Unsupported, "does not support range requests"),
+    "without ranges later": (["", "ignore"], Unsupported, "does not support range requests"),
     "changed": (["", "change"], FileChanged, "changed while"),
     "denied": (["deny"], NoPermission, "403"),
 }
