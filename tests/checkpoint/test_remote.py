@@ -216,6 +216,8 @@ def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run)
                 text = ran.out + ran.err
                 assert "bug" not in text and "geheim" not in text and "s3cret" not in text, (command, ran)
         assert any("s3cret" in path for _, path, _ in server.log)  # the server got it
+        run("edit", "dp.pt", "--set", f"url={url}", "-o", "edited.pt")
+        assert ckptool.open("edited.pt")["url"] == url  # what is no file stays as it is
         for function in (ckptool.inspect, ckptool.scan, ckptool.verify, ckptool.doctor):
             try:
                 answer = repr(function(url).to_dict())
