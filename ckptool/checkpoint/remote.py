@@ -107,9 +107,9 @@ def _is_kind(fs: Any, *kinds: str) -> bool:
 
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
+    fs, path = file_system(url)
     from fsspec.asyn import sync
 
-    fs, path = file_system(url)
     if _is_kind(fs, "http", "https"):
         return partial(sync, fs.loop, _get, fs, path, url, {}), True
     if _is_kind(fs, "s3"):
