@@ -354,7 +354,7 @@ class RemoteObject:
         piece, after = self._at(at)
         most = TABLE if table and ahead <= PART else PART
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if most == PART else TABLE))
-        if piece is not None and (stop - at <= PART or self._at((at + stop) // 2)[0] is not None):
+        if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
         if not ahead and end - at < PART:  # somewhere else: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
@@ -362,7 +362,15 @@ class RemoteObject:
                 start, stop = max(0, min(start, self.size - END)), self.size
         if most == TABLE:  # what follows may be there
             stop = min(stop, max(end, after))
+        if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
+            stop = max(end, stop - (stop - self._missing(start)) % PART)
         self._ask_for(start, stop, most)
+
+    def _missing(self, at: int) -> int:
+        """The first byte from a place that was not asked for."""
+        while (piece := self._at(at)[0]) is not None and at < self.size:
+            at = piece.stop
+        return at
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
         """The piece with the byte `at`, or None, and then where the next one begins."""
