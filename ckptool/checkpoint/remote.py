@@ -393,15 +393,17 @@ class RemoteObject:
 
     def _keep(self, piece: _Piece) -> None:
         insort(self.pieces, piece, key=lambda each: each.start)
-        _kept[id(piece)] = ref(self), piece
-        total = sum(each.stop - each.start for _, each in _kept.values())
-        for owner, oldest in [*_kept.values()][:-1]:
-            if total <= KEPT and len(_kept) <= MOST_KEPT:
-                break
-            total -= oldest.stop - oldest.start
-            if (other := owner()) is not None:
-                other._drop(oldest)
-            _kept.pop(id(oldest), None)
+        with _lock:
+            _kept[id(piece)] = ref(self), piece
+            kept = [*_kept.values()]  # whoever ends meanwhile drops its own
+            total, count = sum(each.stop - each.start for _, each in kept), len(kept)
+            for owner, oldest in kept[:-1]:
+                if total <= KEPT and count <= MOST_KEPT:
+                    break
+                total, count = total - (oldest.stop - oldest.start), count - 1
+                if (other := owner()) is not None:
+                    other._drop(oldest)
+                _kept.pop(id(oldest), None)
 
     def _drop(self, piece: _Piece) -> None:
         with _lock:
