@@ -58,7 +58,9 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
     work = partial(_answer, verb, function, given, "" if files is None else first, style)
-    is_output = writes(function)
+    is_output = writes(function) and given.get("fix", True)
+    if given.get("fix") is False and "folder" in given:
+        raise UsageError(f"{verb} was given -d without --fix", "It only looks.", "To write: --fix -d DIR")
     separate = declared.blank_between and not given.get("quiet") and not is_output
     if files is None or len(files) == 1:
         file = files[0] if files else given.get(first)

@@ -62,10 +62,10 @@ def _program(
 
 
 def writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds."""
+    """True for a verb that writes its output whatever it finds; of `doctor`, where it is told to fix."""
     whole = signature_of(function)
-    kinds = (each for each in get_args(whole.return_annotation) if isinstance(each, type) and issubclass(each, Report))
-    return "out" in whole.parameters and {getattr(each, "is_written", False) for each in kinds} == {True}
+    kinds = get_args(whole.return_annotation)
+    return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
 
 
 # With typer, which the help does not need -----------------------------------------------------------------------------
