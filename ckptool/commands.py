@@ -465,5 +465,8 @@ def input_of(source: Any, address: str = "") -> str:
 
 
 def other_program(program: str, *files: str, into: str = "") -> Command:
-    """A command of another program, with its own options, for these files; `into`: the file that its output goes to."""
+    """A command of another program, with its own options, for these files; `into`: the file that its output goes to.
+    What lists a folder that is elsewhere is our own."""
+    if program == "ls" and "://" in files[0]:
+        return command("scan", *files)
     return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))

@@ -139,15 +139,10 @@ class Diff(Report):
         left, right = ({bare(path) for path, node in only if is_tensor(node)} for _, only in self._only())
         return bool(left) and left == right and "prefix" not in self.ignored
 
-    def differences(
-        self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int | None = ROWS
-    ) -> Told:
-        """Every difference: entries, a line for each part, then by kinds.  sides: what the two are called.
-
-        all: each name, instead of groups.  room: rows for each kind; None for as many as there are.
-        """
-        room = None if all else room
-        limits: dict[str, Any] = {"limit": room, "more": f"  … {{}} more ({arg(all=True)})"}
+    def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int = ROWS) -> Told:
+        """Every difference, by kinds.  sides: what the two are called.  all: names, not groups.  room: rows a kind."""
+        room = 0 if all else room
+        limits: dict[str, Any] = {"limit": room or None, "more": f"  … {{}} more ({arg(all=True)})"}
 
         def block(title: str, rows: Sequence[tuple[str, str]], *, by_end: bool = False) -> Table:
             cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows, by_end)
@@ -168,20 +163,23 @@ class Diff(Report):
             yield from (block("values", [(name, "") for name, _ in values]), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
         yield from (Table(tied, title="ties", **limits), "")
-        others = self.order_differs if order else ()
-        yield Table([(f"{name or WHOLE}: the same keys in another order",) for name in others], title="order", **limits)
+        others = [(f"{name or WHOLE}: the same keys in another order",) for name in self.order_differs if order]
+        yield Table(others, title="order", **limits)
 
-    def _values(self, rows: Sequence[tuple[str, Difference]], room: int | None, all: bool) -> Told:
+    def _values(self, rows: Sequence[tuple[str, Difference]], room: int, all: bool) -> Told:
         """A row for each tensor, or for each group of tensors."""
-        title = f"values ({len(rows):,})"
         if all:
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
             cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
-            yield Table(cells, title=title, heads=heads, right=range(1, 6))
+            yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(1, 6))
             yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
         else:
             groups, left = group_rows(rows, room)
-            yield Table(groups, title=title, heads=("change", "max |a-b|", "elements", ""), right=range(3), hang=NAMES)
+            heads = ("", "change", "max |a-b|", "elements")
+            if room:  # names of any length have room at the end of a line
+                groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
+            numbers = range(not room, 4 - bool(room))
+            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=numbers, hang=NAMES)
             yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
@@ -284,12 +282,12 @@ def _cells(values: ValueDifference | None) -> tuple[str, ...]:
     return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), cosine, at
 
 
-def group_rows(rows: Iterable[tuple[str, Difference]], room: int | None) -> tuple[list[tuple[str, ...]], int]:
+def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:
     """Groups of tensors, those of a part together and the largest change first, and how many there is no room for."""
     parts, cells, left = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
     for name, change in rows:
         parts.setdefault(place(change.path)[0], []).append((name, change))
-    most = room and max(2 * room // len(parts) ** 2, 3)
+    most = max(2 * room // len(parts) ** 2, 3) if room else None
     for inside in parts.values():
         groups = list[tuple[str, Values]]()
         for name, alike in folded(inside):
@@ -299,7 +297,7 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int | None) -> tupl
         for name, values in groups[:most]:
             top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
             moved = sum(each.changed for each in values) / max(sum(each.total for each in values), 1)
-            cells.append((change_text(values), number(top), _percent(moved), name or WHOLE))
+            cells.append((name or WHOLE, change_text(values), number(top), _percent(moved)))
     return cells, left
 
 
@@ -396,7 +394,7 @@ def diff(
         only=tuple(only),
         elements=comparer.elements,
         changed_elements=sum(changed.values()) if statistics else None,
-        parts=tuple(comparer.parts.values()),
+        parts=tuple(comparer.parts()),
     )
 
 

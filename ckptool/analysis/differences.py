@@ -134,24 +134,15 @@ class Tie(NamedTuple):
 class PartChange(NamedTuple):
     """An entry at the top with the tensors in it that were compared; '' is a file that is one set of tensors.
 
-    layers: how much each tensor changed, by the beginnings of their names: None not at all, 0 by no number of floats.
     largest_change: mean |a-b| / max(|a|, |b|) of the tensor that changed most.
+    layers: that of each, by the beginnings of their names: None for what did not change, 0 for what is no float.
     """
 
     name: str
+    tensors: int
+    changed: int
+    largest_change: float
     layers: Annotated[dict[str, list[float | None]], LIVE]
-
-    @property
-    def tensors(self) -> int:
-        return sum(map(len, self.layers.values()))
-
-    @property
-    def changed(self) -> int:
-        return self.tensors - sum(changes.count(None) for changes in self.layers.values())
-
-    @property
-    def largest_change(self) -> float:
-        return max((change or 0.0 for changes in self.layers.values() for change in changes), default=0.0)
 
 
 def place(path: Path) -> tuple[str, str]:
@@ -207,7 +198,7 @@ class Comparer:
         self.strip = "prefix" in self.skipped
         self.mixed = self.close = False
         self.tensors = self.elements = self.equal = 0
-        self.parts = dict[str, PartChange]()
+        self.layers = dict[str, dict[str, list[float | None]]]()  # of each part, see there
         self.changed = list[Difference]()
         self.only_left, self.only_right = list[Unpaired](), list[Unpaired]()
         self.order, self.metadata = list[str](), list[str]()
@@ -338,7 +329,14 @@ class Comparer:
             self.equal += counted
         if counted:
             part, layer = place(path)
-            self.parts.setdefault(part, PartChange(part, {})).layers.setdefault(layer, []).append(size)
+            self.layers.setdefault(part, {}).setdefault(layer, []).append(size)
+
+    def parts(self) -> Iterator[PartChange]:
+        """The parts in which tensors were compared."""
+        for name, layers in self.layers.items():
+            sizes = [size for each in layers.values() for size in each]
+            changed = [size for size in sizes if size is not None]
+            yield PartChange(name, len(sizes), len(changed), max(changed, default=0.0), layers)
 
     def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """In what two tensors differ, and by how much their values do."""

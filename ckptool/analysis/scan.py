@@ -403,6 +403,8 @@ def _row(full: bool, path: str) -> ScannedFile:
         beside |= members.step_of(path)
     if isinstance(checkpoint.source, Folder):
         nbytes = checkpoint.source.size
+        if checkpoint.source.far:
+            modified = max((each.modified for each in checkpoint.source.files.values()), default=0.0)
     tree = {**beside, "": checkpoint.tree} if beside else checkpoint.tree
     # Every name that is not known to be inert where it stands, the most dangerous use first.
     places: dict[tuple[str, str, str], list[str]] = {}

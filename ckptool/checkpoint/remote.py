@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from weakref import ref
 
 from ckptool.checkpoint import files
-from ckptool.checkpoint.files import MAX_FILES, Descriptor, Folder, Source, file_changed, is_a_folder
+from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
 from ckptool.checkpoint.paths import KINDS, file_problem
 from ckptool.commands import other_program
 from ckptool.errors import (
@@ -80,7 +80,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        fs, path = url_to_fs(given_url(url))
+        fs, path = url_to_fs(given_url(url), **(_of_web() if is_web(url) else {}))
     except ImportError as error:
         found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
@@ -93,15 +93,23 @@ def file_system(url: str) -> tuple[Any, str]:
 _EXTRA = "'ckptool[remote]'"
 
 
+def _of_web() -> dict[str, Any]:
+    """The settings of fsspec for web servers, through the proxies that the environment names."""
+    from fsspec.config import conf
+
+    known = {**conf.get("http", {}), **conf.get("https", {})}.get("client_kwargs", {})
+    return {"client_kwargs": {"trust_env": True, **known}}
+
+
 def _is_kind(fs: Any, *kinds: str) -> bool:
     return not {fs.protocol, *fs.protocol}.isdisjoint(kinds)
 
 
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
+    fs, path = file_system(url)
     from fsspec.asyn import sync
 
-    fs, path = file_system(url)
     if _is_kind(fs, "http", "https"):
         return partial(sync, fs.loop, _get, fs, path, url, {}), True
     if _is_kind(fs, "s3"):
@@ -118,7 +126,7 @@ def asking(url: str) -> tuple[Ask, bool]:
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
-            web, headers = filesystem("https"), build_hf_headers(token=fs.token)
+            web, headers = filesystem("https", **_of_web()), build_hf_headers(token=fs.token)
             known.setdefault("url", fs.url(path))
             answer: Served = sync(web.loop, _get, web, known["url"], url, headers, start, stop)
             return answer
@@ -261,7 +269,7 @@ class RemoteObject:
 
     def __init__(self, url: str) -> None:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
-        self.ask, self.is_told = asking(url)
+        self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         first: Future[bytes | bytearray] = Future()
@@ -314,6 +322,9 @@ class RemoteObject:
     def read_into(self, offset: int, buffer: memoryview, *, table: bool = False) -> None:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
         at, end, ahead = offset, offset + len(buffer), 0
+        if self.process != os.getpid():  # forked: the connections are the parent's
+            self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
+            self.pieces = [piece for piece in self.pieces if piece.bytes.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
                 begin, before = self.readers.pop(threading.get_ident(), (0, -1))
@@ -461,7 +472,7 @@ def is_web(url: str) -> bool:
 
 
 class RemoteSource(Source):
-    """A file that is read by ranges."""
+    """A file that is read by ranges. It has no descriptor."""
 
     __slots__ = ("_object",)
     far = True
@@ -478,15 +489,6 @@ class RemoteSource(Source):
     @property
     def modified(self) -> float:
         return self._object.modified
-
-    def descriptor(self) -> Descriptor:
-        raise AssertionError(f"{self} has no descriptor")
-
-    def share_descriptors(self) -> None:
-        """It has none."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._object.expect(ranges)
@@ -507,9 +509,6 @@ class RemoteSource(Source):
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         return named_urls(os.fspath(path)) == self.path
-
-    def is_of(self, status: os.stat_result) -> bool:
-        return False
 
 
 class RemoteFolder(Folder):

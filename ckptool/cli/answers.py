@@ -58,15 +58,15 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
     work = partial(_answer, verb, function, given, "" if files is None else first, style)
-    is_output = writes(function) and given.get("fix", True)
-    if given.get("fix") is False and "folder" in given:
-        raise UsageError(f"{verb} was given -d without --fix", "It only looks.", "To write: --fix -d DIR")
+    is_output = writes(function) or (files is not None and any(map(given.get, ("out", "folder", "in_place"))))
     separate = declared.blank_between and not given.get("quiet") and not is_output
     if files is None or len(files) == 1:
         file = files[0] if files else given.get(first)
         if is_output:
             (out,) = _outputs(verb, [file], given, declared.one_output or WAYS)
             given |= {"out": out} | ({"make_folder": True} if "folder" in given else {})
+        if "training" in watched(function).values():  # which shows its own
+            return (work(each) for each in [file]), separate
         names = (each for each in (file, given.get("out")) if isinstance(each, str))
         label = f"{verb} {printable(os.path.basename(next(names, '')))}".rstrip()
         return _watched((work(each) for each in [file]), label), separate

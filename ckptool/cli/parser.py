@@ -41,9 +41,10 @@ def typed_parameters(function: Any) -> list[Parameter]:
             found[each.name] = each
             taken.update(each.option.flags)
     names = ["quiet"] if "training" in watched(function).values() else []
-    if writes(function) and not declared.one_output:
+    are_files = any(each.option.each for each in found.values())
+    if (writes(function) and not declared.one_output) or (are_files and "out" in found):
         names += ["folder", "skip_refused", "jobs"]
-    elif any(each.option.each for each in found.values()) and "jobs" not in found:
+    elif are_files and "jobs" not in found:
         names += ["jobs"]
     program = {each.name: each for each in parameters_of(_program)}
     return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
@@ -62,10 +63,10 @@ def _program(
 
 
 def writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds; of `doctor`, where it is told to fix."""
+    """True for a verb that writes its output whatever it finds."""
     whole = signature_of(function)
-    kinds = get_args(whole.return_annotation)
-    return "out" in whole.parameters and any(getattr(kind, "is_written", False) for kind in kinds)
+    kinds = (each for each in get_args(whole.return_annotation) if isinstance(each, type) and issubclass(each, Report))
+    return "out" in whole.parameters and {getattr(each, "is_written", False) for each in kinds} == {True}
 
 
 # With typer, which the help does not need -----------------------------------------------------------------------------

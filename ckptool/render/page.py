@@ -385,11 +385,7 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if diff.changed_elements:
         share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
-    tables = [each for each in diff.differences(("A", "B"), room=None) if isinstance(each, Table) and each.rows]
-    for place, table in enumerate(tables):
-        if table.heads and not table.heads[-1]:  # a terminal has room for names at the end alone
-            rows = [[row[-1], *row[:-1]] for row in table.rows]
-            tables[place] = table._replace(rows=rows, heads=["", *table.heads[:-1]])
+    tables = [each for each in diff.differences(("A", "B"), room=0) if isinstance(each, Table) and each.rows]
     moved = {name: one.values.changed for name, one in values if one.values is not None}
     return {
         "verdict": verdict[:1].upper() + verdict[1:],

@@ -12,8 +12,8 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
 from ckptool.training.data import signals_blocked
 from ckptool.training.seeds import seed_all
+
+if TYPE_CHECKING:
+    from ckptool.training.run import Run
 
 Seeding = Callable[..., None]
 _EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`, or a state
@@ -120,30 +123,14 @@ class Batches:
     """The batches of a loader, epoch after epoch, from a place on.
 
     loader: anything that can be iterated again for each epoch, or a function that gives an iterator for one.
-    seeding: called with a place before the draws there, where randomness follows from a seed; else None, and random
-    states are captured.  generators: those that belong to the run, beside the global ones.
-    capture, restore: get and set the state of these generators.  completed: gives the steps done so far.
-    parts: the states of the loader's parts that are saved.  refetching: the context in which batches are fetched that
-    were trained on, given these states as they were when the epoch began.
+    run: whose place in it, and whose random states and objects are restored.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        position: Position,
-        generators: dict[str, Any],
-        seeding: Seeding | None,
-        capture: Callable[[dict[str, Any]], rng.State],
-        completed: Callable[[], int],
-        restore: Callable[[rng.State, dict[str, Any]], None] = rng.restore,
-        parts: Callable[[Any], dict[str, Any]] = lambda loader: {},
-        refetching: Callable[[dict[str, Any]], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.loader, self.position, self.generators, self.seeding = loader, position, generators, seeding
-        self.capture, self.restore, self.completed = capture, restore, completed
-        self.parts, self.refetching = parts, refetching
-        position.loader = loader
-        if is_iterator(loader):
+    def __init__(self, loader: Any, run: Run) -> None:
+        self.loader, self.run, self.position, self.seeding = loader, run, run.position, run._seeding
+        self.generators = {**run.objects.generators, **generators_of(loader)}
+        run.position.loader = loader
+        if hasattr(loader, "__next__"):
             raise UsageError(
                 f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
                 "It cannot start again, neither for the next epoch nor to resume.",
@@ -154,24 +141,24 @@ class Batches:
         """The batches of the epoch that the position is in, from there on."""
         position, skipped = self.position, self.position.batch
         if skipped and position.start is not None:
-            self.restore(position.start, self.generators)
+            self.run._restore_random(position.start, self.generators)
         elif saved is not None:
-            self.restore(saved, self.generators)
-        position.start = self.capture(self.generators)
+            self.run._restore_random(saved, self.generators)
+        position.start = self.run._capture(self.generators)
         if self.seeding is not None:
             self.seeding("epoch", position.epoch)
-        position.parts = position.parts if skipped else self.parts(self.loader)
+        position.parts = position.parts if skipped else self.run.objects.parts_of(self.loader)
         again = 0 if has_state(self.loader) else skipped
         batches: Any = None
         try:
-            with self.refetching(position.parts) if again else nullcontext():
+            with self.run.objects.refetching(position.parts) if again else nullcontext():
                 batches = self._begin(position.epoch)
                 for number in range(again):
                     if self._next(batches, position.began + number) is _END:
                         raise self._shorter(number, skipped)
             if skipped and saved is not None:
-                self.restore(saved, self.generators)
-            while (batch := self._next(batches, self.completed())) is not _END:
+                self.run._restore_random(saved, self.generators)
+            while (batch := self._next(batches, self.run.step)) is not _END:
                 position.batch += 1
                 yield batch
             if not position.batch:
@@ -272,11 +259,6 @@ def end_workers(*which: Any) -> None:
 
 # Before the interpreter does: it would send them a signal that is blocked, and wait.
 atexit.register(end_workers)
-
-
-def is_iterator(loader: Any) -> bool:
-    """True for an iterator, which cannot be iterated again."""
-    return hasattr(loader, "__next__")
 
 
 def by_place(seed: int, rank: int, device: torch.device) -> Seeding:

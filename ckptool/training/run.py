@@ -130,7 +130,13 @@ class Run:
             self.folder = folder
         else:
             refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
-            self.folder = self._open(absolute(folder), retention(keep_last, keep_best, keep_every))
+            # Absolute since scripts change directory; only the first process makes and locks it.
+            where, rules = absolute(folder), retention(keep_last, keep_best, keep_every)
+            if (before := _OPEN.pop(where, None)) is not None:
+                before.close()  # a notebook cell that is run again
+            opened: list[RunFolder] = []
+            self.world.first(lambda: opened.append(_open_folder(where, rules)))
+            self.folder = opened[0] if opened else run_folder.reopen(where, rules, write=False, elsewhere=ELSEWHERE)
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say, note=True))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
@@ -169,14 +175,6 @@ class Run:
         facts = environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
         self.folder.metrics.cut_back(self.step, self._logged)
-
-    def _open(self, folder: str, rules: Retention) -> RunFolder:
-        """The run's folder, absolute since scripts change directory; only the first process makes and locks it."""
-        if (before := _OPEN.pop(folder, None)) is not None:
-            before.close()  # a notebook cell that is run again
-        opened: list[RunFolder] = []
-        self.world.first(lambda: opened.append(_open_folder(folder, rules)))
-        return opened[0] if opened else run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the lock; nothing more can be saved.
@@ -375,12 +373,7 @@ class Run:
                 "",
                 "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
-        generators = {**self.objects.generators, **generators_of(loader)}
-        place, seeding, done = self.position, self._seeding, lambda: self.step
-        restore, objects = self._restore_random, self.objects
-        found = Batches(
-            loader, place, generators, seeding, self._capture, done, restore, objects.parts_of, objects.refetching
-        )
+        found = Batches(loader, self)
         if nested:
             return self._one_epoch(self._epoch_of(found), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}

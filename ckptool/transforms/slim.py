@@ -11,6 +11,7 @@ from ckptool.checkpoint import Checkpoint, Computed, InlineBytes, Storage, Tenso
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.commands import arg
@@ -199,7 +200,7 @@ def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
     for group in alike.values():
         sums = Counter(storage.crc for storage in group)  # None: the container has no checksums
         same: dict[bytes, list[Storage]] = defaultdict(list)
-        for storage in group:
+        for storage in over(group, lambda each: each.nbytes):
             if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
                 same[sha256_of(storage.data).digest()].append(storage)
         yield from (equals for equals in same.values() if len(equals) > 1)

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckptool
+from tests.support.cli import Run
 from tests.support.files import saved, weights
 
 
@@ -29,3 +32,40 @@ def test_as_json_each_file_has_its_object(three: Path, run: Callable[..., object
     results = json.loads(ran.out)["results"]
     assert ran.code == 1 and [each["schema"].partition("/")[0] for each in results].count("ckptool.error") == 1
     assert len(results) == 3
+
+
+def test_doctor_looks_at_several_and_fixes_them(three: Path, run: Run) -> None:
+    for name in ("one.pt", "three.pt"):
+        saved(weights("module.a.w"), three / name)
+    looked = run("doctor", *FILES)
+    assert looked.code == 1 and looked.out.endswith("3 files: 1 fine, 2 with findings\n"), looked
+    fixed = run("doctor", "one.pt", "three.pt", "--fix", "-d", "out")
+    assert fixed.code == 0 and fixed.out.endswith("2 files: 2 written\n"), fixed
+    assert list(torch.load(three / "out" / "one.pt")) == ["a.w"]
+    assert run("doctor", *FILES, "--fix", "-o", "one-for-all.pt").code == 2 and not (three / "one-for-all.pt").exists()
+
+
+def test_the_sum_of_several_files(three: Path, run: Run) -> None:
+    (three / "cut.pt").write_bytes((three / "one.pt").read_bytes()[:999])
+    for words, told in {
+        ("verify", "one.pt", "cut.pt", "none.pt"): "3 files: 1 fine, 1 with findings, 1 not read\n",
+        ("inspect", "one.pt", "cut.pt"): "2 files: 1 read, 1 not read\n",
+        ("strip-module", *FILES, "--partial", "-d", "out", "--skip-refused"): "3 files: 2 written, 1 refused\n",
+    }.items():
+        assert run(*words).out.endswith(told), words
+    assert "6 files, " in run("scan", ".").out
+    assert run("inspect", "one.pt", "three.pt", "-q").out.splitlines() == ["module.a.w", "a.b"] * 2
+
+
+def test_a_list_in_python(three: Path) -> None:
+    assert [type(each).__name__ for each in ckptool.verify([*FILES, "none.pt"])] == ["Verification"] * 3 + [
+        "FileMissing"
+    ]
+    with pytest.raises(ckptool.CkptoolError, match="one output"):
+        ckptool.strip_module([*FILES], "out.pt")
+    with pytest.raises(ckptool.CkptoolError, match="None of the files was written"):
+        ckptool.strip_module([*FILES], folder="out", partial=True)
+    with pytest.raises(TypeError, match="finit"):
+        ckptool.verify([*FILES], finit=True)
+    written = ckptool.cast([Path("one.pt"), "three.pt"], in_place=True, dtype="bf16", jobs=2)
+    assert [each.how for each in written] == ["in place"] * 2 and not (three / "out").exists()

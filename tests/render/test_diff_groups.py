@@ -52,9 +52,9 @@ kinds = st.sampled_from([*KINDS, "only left", "only right", "value"])
 
 def blocks(found: Diff, **options: Any) -> dict[str, list[str]]:
     """The names in the rows of all tables, by the titles of their blocks."""
-    tables = [each for each in found.differences(("A", "B"), room=None, **options) if isinstance(each, Table)]
+    tables = [each for each in found.differences(("A", "B"), room=0, **options) if isinstance(each, Table)]
     return {
-        each.title.split(" (")[0]: [row[-1 if each.heads[-1:] == ("",) else 0] for row in each.rows]
+        each.title.split(" (")[0]: [row[0] for row in each.rows]
         for each in tables
         if each.rows and each.title not in ("parts", "ties")
     }

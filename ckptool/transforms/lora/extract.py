@@ -16,6 +16,7 @@ from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import PEFT
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
@@ -229,7 +230,7 @@ def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]
     seen: dict[Any, str] = {}
     changed: set[str] = set()
     tied: dict[str, str] = {}
-    for key in [key for key in base if key in chosen]:
+    for key in over([key for key in base if key in chosen], lambda key: 2 * base[key].nbytes):
         first = seen.setdefault((tuned[key].view, base[key].view), key)
         if first != key:
             tied[key] = first
