@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         reserve.append(bytes(RESERVE))
         with while_open():
-            code = _run([*map(named_urls, words)], done)
+            named_urls(" ".join(words))  # from here on, no text that is printed has what is secret in them
+            code = _run(words, done)
     except KeyboardInterrupt:
         _interrupts.append(signal.SIGINT)
     except SystemExit as stop:

@@ -65,6 +65,8 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
         if is_output:
             (out,) = _outputs(verb, [file], given, declared.one_output or WAYS)
             given |= {"out": out} | ({"make_folder": True} if "folder" in given else {})
+        if "training" in watched(function).values():  # which shows its own
+            return (work(each) for each in [file]), separate
         names = (each for each in (file, given.get("out")) if isinstance(each, str))
         label = f"{verb} {printable(os.path.basename(next(names, '')))}".rstrip()
         return _watched((work(each) for each in [file]), label), separate
