@@ -114,7 +114,7 @@ def test_what_comes_after_a_failure_is_done_or_as_it_was(tmp_path: Path, capfd: 
     assert main(["convert", *files, "--to", "safetensors", "-d", str(tmp_path / "out"), "--jobs", "2"]) == 2
     told = " ".join(capfd.readouterr().err.split())
     assert "error[corrupt]" in told and "m2.pt" in told
-    assert "2 of 5 files were done before; of the others, some may be done, too" in told
+    assert "2 of 5 files were done before; some of the others may be done, too" in told
     written = {name: load_file(tmp_path / "out" / name) for name in os.listdir(tmp_path / "out")}
     assert {"m0.safetensors", "m1.safetensors"} <= {*written} <= {f"m{n}.safetensors" for n in (0, 1, 3, 4)}
     assert all(each["module.a"].equal(torch.ones(3)) for each in written.values())
