@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
 from ckptool.errors import Command as Command
@@ -258,9 +258,25 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 
     def declare(function: Function) -> Function:
         vars(function)["verb"] = Declared(examples, **more)
-        return function
+        return _for_lists(function)
 
     return declare
+
+
+def _for_lists(function: Function) -> Function:
+    """The function, which takes a list of paths, too, where several files can be typed."""
+
+    @wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
+        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
+        are_files = paths and all(isinstance(each, (str, os.PathLike)) for each in paths)
+        if are_files and next(parameters_of(function)).option.each:
+            return import_module("ckptool.verbs._many_files").of_list(
+                called, [*map(os.fspath, paths)], given[1:], options
+            )
+        return function(*given, **options)
+
+    return cast(Function, called)
 
 
 @cache
@@ -323,12 +339,11 @@ class _Shown(str):
 
 
 def for_python(function: Any) -> Any:
-    """A verb as `ckptool.NAME`: its signature is the one that `help()` shows, with plain types, and every option by its
-    name, with what its help says. Where several files can be typed it takes a list of paths, too."""
+    """A verb with the signature that `help()` shows: plain types, and every option by its name, with what its help
+    says."""
     if "verb" not in vars(function):
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
-    function = _for_lists(function) if typed[0].option.each else function
     names = {flag: each.name for each in typed for flag in each.option.flags}
     more = filter(_stands_for_options, inspect.signature(function, eval_str=True).parameters.values())
     plain = [each.replace(annotation=_Shown(_plain(each.annotation))) for each in whole.parameters.values()]
@@ -337,19 +352,6 @@ def for_python(function: Any) -> Any:
     about += [each.annotation.__doc__.strip() for each in more]
     function.__doc__ = "\n    ".join([function.__doc__.rstrip() + "\n", *about, ""])
     return function
-
-
-def _for_lists(function: Any) -> Any:
-    @wraps(function)
-    def of_any(*given: Any, **options: Any) -> Any:
-        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
-        if paths and all(isinstance(each, (str, os.PathLike)) for each in paths):
-            many = import_module("ckptool.verbs._many_files")
-            return many.of_list(function, [*map(os.fspath, paths)], given[1:], options)
-        return function(*given, **options)
-
-    of_any.__module__ = "ckptool"  # by which it is found again in another process
-    return of_any
 
 
 def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
