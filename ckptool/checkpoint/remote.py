@@ -354,7 +354,7 @@ class RemoteObject:
         piece, after = self._at(at)
         most = TABLE if table and ahead <= PART else PART
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if most == PART else TABLE))
-        if piece is not None and (stop - at <= PART or self._at((at + stop) // 2)[0] is not None):
+        if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
         if not ahead and end - at < PART:  # somewhere else: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
@@ -362,7 +362,15 @@ class RemoteObject:
                 start, stop = max(0, min(start, self.size - END)), self.size
         if most == TABLE:  # what follows may be there
             stop = min(stop, max(end, after))
+        if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
+            stop = max(end, stop - (stop - self._missing(start)) % PART)
         self._ask_for(start, stop, most)
+
+    def _missing(self, at: int) -> int:
+        """The first byte from a place that was not asked for."""
+        while (piece := self._at(at)[0]) is not None and at < self.size:
+            at = piece.stop
+        return at
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
         """The piece with the byte `at`, or None, and then where the next one begins."""
@@ -385,15 +393,17 @@ class RemoteObject:
 
     def _keep(self, piece: _Piece) -> None:
         insort(self.pieces, piece, key=lambda each: each.start)
-        _kept[id(piece)] = ref(self), piece
-        total = sum(each.stop - each.start for _, each in _kept.values())
-        for owner, oldest in [*_kept.values()][:-1]:
-            if total <= KEPT and len(_kept) <= MOST_KEPT:
-                break
-            total -= oldest.stop - oldest.start
-            if (other := owner()) is not None:
-                other._drop(oldest)
-            _kept.pop(id(oldest), None)
+        with _lock:
+            _kept[id(piece)] = ref(self), piece
+            kept = [*_kept.values()]  # whoever ends meanwhile drops its own
+            total, count = sum(each.stop - each.start for _, each in kept), len(kept)
+            for owner, oldest in kept[:-1]:
+                if total <= KEPT and count <= MOST_KEPT:
+                    break
+                total, count = total - (oldest.stop - oldest.start), count - 1
+                if (other := owner()) is not None:
+                    other._drop(oldest)
+                _kept.pop(id(oldest), None)
 
     def _drop(self, piece: _Piece) -> None:
         with _lock:
