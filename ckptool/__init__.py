@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.verify import verify as verify
     from ckptool.verbs.warm_start import warm_start as warm_start
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public names that are not commands -> the module that has each. Commands `a-b` and `a b` are `a_b` in `verbs/a_b.py`.
 _HOMES = {

@@ -276,6 +276,7 @@ def is_text(text: str) -> bool:
 def quoted(path: str) -> str:
     """A path as a shell takes it, in one line: what cannot be printed stands as an escape in `$'…'`, which bash and zsh
     read."""
+    path = without_secrets(path) if "://" in path else path
     if path.isprintable():
         return shlex.quote(path)
     escapes = {c: "".join(f"\\x{byte:02x}" for byte in _encoded(c)) for c in set(path) if not c.isprintable()}
@@ -317,7 +318,7 @@ def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str
 
 def without_secrets(text: str) -> str:
     """A text in which the URLs that were given with secrets stand by their names."""
-    for name, url in [*_GIVEN.items()]:
+    for name, url in sorted(_GIVEN.items(), key=lambda pair: -len(pair[1])):
         text = text.replace(url, name)
     return text
 

@@ -25,10 +25,6 @@ class Pass:
         self.done = self.counted = self.step = 0
         self.most, self.began = 0.0, monotonic()
 
-    def advance(self, nbytes: int) -> None:
-        """So many bytes more are done, however many of them were read."""
-        self.done, self.counted, self.step = self.done + nbytes, max(0, self.counted - nbytes), 0
-
     def share(self, below: float) -> float:
         """How much is done, from 0 to 1.  below: of the pass inside it, which is one step."""
         step = self.step or self.total - self.done
@@ -70,7 +66,7 @@ def over(items: Iterable[Item], size: Callable[[Item], int], are_files: bool = F
     with reading(sum(nbytes for _, nbytes in every), len(every) * are_files) as here:
         for item, here.step in every:
             yield item
-            here.advance(here.step)
+            here.done, here.counted = here.done + here.step, max(0, here.counted - here.step)
             here.files[0] += 1
 
 

@@ -80,7 +80,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        fs, path = url_to_fs(given_url(url))
+        fs, path = url_to_fs(given_url(url), **(_of_web() if is_web(url) else {}))
     except ImportError as error:
         found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
@@ -93,15 +93,23 @@ def file_system(url: str) -> tuple[Any, str]:
 _EXTRA = "'ckptool[remote]'"
 
 
+def _of_web() -> dict[str, Any]:
+    """The settings of fsspec for web servers, through the proxies that the environment names."""
+    from fsspec.config import conf
+
+    known = {**conf.get("http", {}), **conf.get("https", {})}.get("client_kwargs", {})
+    return {"client_kwargs": {"trust_env": True, **known}}
+
+
 def _is_kind(fs: Any, *kinds: str) -> bool:
     return not {fs.protocol, *fs.protocol}.isdisjoint(kinds)
 
 
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
+    fs, path = file_system(url)
     from fsspec.asyn import sync
 
-    fs, path = file_system(url)
     if _is_kind(fs, "http", "https"):
         return partial(sync, fs.loop, _get, fs, path, url, {}), True
     if _is_kind(fs, "s3"):
@@ -118,7 +126,7 @@ def asking(url: str) -> tuple[Ask, bool]:
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
-            web, headers = filesystem("https"), build_hf_headers(token=fs.token)
+            web, headers = filesystem("https", **_of_web()), build_hf_headers(token=fs.token)
             known.setdefault("url", fs.url(path))
             answer: Served = sync(web.loop, _get, web, known["url"], url, headers, start, stop)
             return answer
@@ -267,7 +275,7 @@ class RemoteObject:
 
     def __init__(self, url: str) -> None:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
-        self.ask, self.is_told = asking(url)
+        self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         first: Future[bytes | bytearray] = Future()
@@ -320,6 +328,9 @@ class RemoteObject:
     def read_into(self, offset: int, buffer: memoryview, *, table: bool = False) -> None:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
         at, end, ahead = offset, offset + len(buffer), 0
+        if self.process != os.getpid():  # forked: the connections are the parent's
+            self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
+            self.pieces = [piece for piece in self.pieces if piece.bytes.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
                 begin, before = self.readers.pop(threading.get_ident(), (0, -1))
@@ -350,7 +361,7 @@ class RemoteObject:
         piece, after = self._at(at)
         most = TABLE if table and ahead <= PART else PART
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if most == PART else TABLE))
-        if piece is not None and (stop - at <= PART or self._at((at + stop) // 2)[0] is not None):
+        if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
         if not ahead and end - at < PART:  # somewhere else: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
@@ -358,7 +369,15 @@ class RemoteObject:
                 start, stop = max(0, min(start, self.size - END)), self.size
         if most == TABLE:  # what follows may be there
             stop = min(stop, after if piece is None else max(end, after))
+        if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
+            stop = max(end, stop - (stop - self._missing(start)) % PART)
         self._ask_for(start, stop, most)
+
+    def _missing(self, at: int) -> int:
+        """The first byte from a place that was not asked for."""
+        while (piece := self._at(at)[0]) is not None and at < self.size:
+            at = piece.stop
+        return at
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
         """The piece with the byte `at`, or None, and then where the next one begins."""
@@ -381,15 +400,17 @@ class RemoteObject:
 
     def _keep(self, piece: _Piece) -> None:
         insort(self.pieces, piece, key=lambda each: each.start)
-        _kept[id(piece)] = ref(self), piece
-        total = sum(each.stop - each.start for _, each in _kept.values())
-        for owner, oldest in [*_kept.values()][:-1]:
-            if total <= KEPT and len(_kept) <= MOST_KEPT:
-                break
-            total -= oldest.stop - oldest.start
-            if (other := owner()) is not None:
-                other._drop(oldest)
-            _kept.pop(id(oldest), None)
+        with _lock:
+            _kept[id(piece)] = ref(self), piece
+            kept = [*_kept.values()]  # whoever ends meanwhile drops its own
+            total, count = sum(each.stop - each.start for _, each in kept), len(kept)
+            for owner, oldest in kept[:-1]:
+                if total <= KEPT and count <= MOST_KEPT:
+                    break
+                total, count = total - (oldest.stop - oldest.start), count - 1
+                if (other := owner()) is not None:
+                    other._drop(oldest)
+                _kept.pop(id(oldest), None)
 
     def _drop(self, piece: _Piece) -> None:
         with _lock:

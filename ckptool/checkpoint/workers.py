@@ -103,7 +103,7 @@ def _cluster(address: str) -> Iterator[Executor]:
         if client is not None:
             client.close()
         what = f"the dask scheduler at {place} has no workers" if client else f"no dask scheduler answers at {place}"
-        fix = "dask worker tcp://{place}" if client else "dask scheduler"
+        fix = f"dask worker tcp://{place}" if client else "dask scheduler"
         raise RunFailed(what, str(error), f"Start one: {fix}") from error
     try:
         yield client.get_executor()

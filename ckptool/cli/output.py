@@ -159,10 +159,10 @@ SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[None]:
-    """Shows how far the passes over values are, on a terminal, from the first second on. A thread draws it, so nothing
-    that works has to."""
+    """Shows how far the passes over values are, on a terminal, from the first second on, unless there is no label. A
+    thread draws it, so nothing that works has to."""
     with _live_line() as show:
-        if show is None:
+        if show is None or not label:
             yield
             return
         ended, width = threading.Event(), style_of(sys.stderr).width or 80

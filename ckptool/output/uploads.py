@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.remote import file_system, is_web
+from ckptool.checkpoint.remote import file_system, forget, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
@@ -113,6 +113,7 @@ def upload(
             else:
                 _send(fs, paths, existed, lambda sent: tell((size + sent) // 2, size))
             fs.invalidate_cache()
+        forget(url)
     finally:
         folder.close()
     return ()

@@ -171,8 +171,9 @@ def read_array(path: str) -> Array:
     from ckptool.checkpoint.files import open_regular
     from ckptool.checkpoint.paths import file_problem
 
+    descriptor = open_regular(path, "a .npy file")
     try:
-        with open(open_regular(path, "a .npy file"), "rb") as file:
+        with open(descriptor, "rb") as file:
             array: Array = npy.read_array(file, allow_pickle=False)
     except OSError as error:
         raise file_problem(error, path, "read") from error

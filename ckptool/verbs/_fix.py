@@ -14,7 +14,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, as_argument, called, command
 from ckptool.errors import CkptoolError, Unsupported, counted, quoted
 from ckptool.formats import for_output, marks, named
-from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
 from ckptool.verbs._diagnosis import of_opened, of_unopened
 from ckptool.verbs._save import Change, Row, Written, lines_of
 
@@ -44,7 +44,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
     given: the model and the dtype, as they were given. Raises `Unsupported` with doctor's words where no command mends
     the file or the result does not fit the model, and what the verbs raise.
     """
-    in_place, path = bool(change.asked["in_place"]), os.fspath(file) if isinstance(file, (str, os.PathLike)) else ""
+    in_place, path = bool(change.asked["in_place"]), shown(file) if isinstance(file, (str, os.PathLike)) else ""
     original: Checkpoint | None = None
     current: Checkpoint | None = None
     place: str | None = None

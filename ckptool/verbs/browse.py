@@ -149,11 +149,8 @@ def browser(opened: Opened) -> Any:
             return 1  # a line is as wide as the screen, whatever its name
 
         def render_label(self, node: Any, base_style: Any, style: Any) -> Any:
-            label, above, room = (
-                super().render_label(node, base_style, style),
-                node,
-                self.scrollable_content_region.width,
-            )
+            label, above = super().render_label(node, base_style, style), node
+            room = self.scrollable_content_region.width
             if not isinstance(node.data, Branch):
                 return label.append(f"… {len(node.data):,} more", style=style)
             while above := above.parent:

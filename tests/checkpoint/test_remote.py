@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -233,6 +234,8 @@ def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run)
                 text = ran.out + ran.err
                 assert "bug" not in text and "geheim" not in text and "s3cret" not in text, (command, ran)
         assert any("s3cret" in path for _, path, _ in server.log)  # the server got it
+        run("edit", "dp.pt", "--set", f"url={url}", "-o", "edited.pt")
+        assert ckptool.open("edited.pt")["url"] == url  # what is no file stays as it is
         for function in (ckptool.inspect, ckptool.scan, ckptool.verify, ckptool.doctor):
             try:
                 answer = repr(function(url).to_dict())
@@ -263,3 +266,16 @@ def test_two_urls_that_differ_in_their_query_are_two(files: Path) -> None:
         report = ckptool.diff(f"{server.url}model.pt?id=1", f"{server.url}model.pt?id=2")
         assert report.left != report.right and report.same
         assert {path.partition("?")[2] for _, path, _ in server.log} == {"id=1", "id=2"}
+
+
+@pytest.mark.parametrize(("url", "package"), [("hf://a/b/m.pt", "'ckptool[remote]'"), ("gs://a/m.pt", "gcsfs")])
+def test_a_package_that_is_missing_is_named_with_its_install_line(
+    url: str, package: str, at: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("fsspec", "gcsfs")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "gcsfs" if package == "gcsfs" else "fsspec", None)
+    reads = [read for read in READS if "--tensor" not in read]  # an array has to be on this machine
+    for command in (*reads, "strip-module {0} -o o.pt", "strip-module dp.pt -o {0}", "convert dp.pt -d {0} --to npz"):
+        ran = run(*shlex.split(command.replace("{0}", url)))
+        assert ran.code == 2 and f"pip install {package}" in ran.out + ran.err, (command, ran)

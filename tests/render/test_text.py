@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, ro
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import quoted
-from ckptool.facts import Note, Table
+from ckptool.facts import Note, Table, dim
 from ckptool.pickles.plain import to_json
 from ckptool.render.lines import Style, lines
 from ckptool.render.lines import text as report_text
@@ -67,6 +67,15 @@ def test_many_parts_that_look_alike_share_a_line() -> None:
     assert "; like model" in line and "last_model" in text
     few = text_of({"model": weights(), "clients": [weights() for _ in range(3)]})
     assert few.count("; like model") == 3
+
+
+def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
+    text = "one two three four five six seven"
+    table = Table([("a" * 9, "1", dim(text)), ("b", "22", "x")], right=(1,), indent=0, hang=5)
+    assert list(lines([table])) == [f"aaaaaaaaa   1  {text}", "b      22  x"]
+    first, second, last = lines([table], Style(True, 38))
+    assert first == "aaaaaaaaa   1  \x1b[2mone two three four five\x1b[0m" and last == "b      22  x"
+    assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
 
 
 def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:

@@ -212,6 +212,8 @@ def test_what_it_does_not_do(tmp_path: Path, run: Run) -> None:
         ((file, "-o", out), "without --fix"),
         ((file, "--fix", "-o", out, "--in-place"), "--in-place"),
         (("--fix", "-o", out), "nothing to look at"),
+        ((file, "-d", tmp_path / "d"), "without --fix"),
+        ((file, file, "--fix", "-o", out), "cannot be written to one"),
         ((file, "--fix", "-o", file), "is the input itself"),
         ((f"{file}#state", "--fix", "-o", out), "state_dict"),
         ((file, "--fix", "-o", out, "--against", tmp_path / "wider.pt.spec"), "wider.pt.spec"),
@@ -222,6 +224,16 @@ def test_what_it_does_not_do(tmp_path: Path, run: Run) -> None:
     assert "exists already" in run("doctor", file, "--fix", "-o", out).err and out.read_text() == "there"
     assert run("doctor", f"{file}#state_dict", "--fix", "-o", out, "-f").code == 0
     lab.model().load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_many_files_go_into_a_folder(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, faults in enumerate(combinations(("module.", "cuda:3", "nested"), 2)):
+        faulty(faults, Path(f"{number}.pt"))
+    assert run("doctor", "0.pt", "1.pt", "2.pt", "--fix", "-d", "ready").code == 0
+    for name in os.listdir("ready"):
+        lab.model().load_state_dict(torch.load(f"ready/{name}"))
+    assert sorted(os.listdir("ready")) == ["0.pt", "1.pt", "2.pt"]
 
 
 def test_shapes_that_differ_from_a_spec_are_refused(tmp_path: Path) -> None:
