@@ -417,7 +417,7 @@ def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tup
     if values:
         apart = [change.values for _, change in values if change.values is not None]
         changed, total, most = totals(apart)
-        far = f": {changed:,} of {total:,} elements, by up to {number(most)}" if apart else ""
+        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
         yield f"values changed in {_named([name for name, _ in values])}{far}"
     for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
         if found:
