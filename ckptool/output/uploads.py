@@ -31,8 +31,8 @@ from ckptool.errors import (
     OutputExists,
     UsageError,
     counted,
+    foreign,
     named_urls,
-    without_secrets,
 )
 from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files
@@ -208,5 +208,5 @@ def _problems(url: str) -> Iterator[None]:
     except Exception as error:
         kinds: dict[Any, type[FileProblem]] = {FileNotFoundError: FileMissing, PermissionError: NoPermission}
         kind, number = kinds.get(type(error), FileProblem), getattr(error, "errno", None)
-        what = f"cannot write {url}: {without_secrets(str(error)) or type(error).__name__}"
+        what = f"cannot write {url}: {foreign(str(error)) or type(error).__name__}"
         raise kind(what, "Nothing was written there.").about(number, url) from error
