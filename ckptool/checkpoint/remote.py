@@ -84,13 +84,11 @@ def file_system(url: str) -> tuple[Any, str]:
     except ImportError as error:
         found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
-        raise MissingExtra(what, str(error), f"pip install {found[1] if found else _EXTRA}") from error
+        package = found[1] if found else "'ckptool[remote]'"
+        raise MissingExtra(what, str(error), f"pip install {package}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
         raise UsageError(f"cannot use {url}", foreign(str(error))) from error
     return fs, path
-
-
-_EXTRA = "'ckptool[remote]'"
 
 
 def _of_web() -> dict[str, Any]:
@@ -101,7 +99,8 @@ def _of_web() -> dict[str, Any]:
     return {"client_kwargs": {"trust_env": True, **known}}
 
 
-def _is_kind(fs: Any, *kinds: str) -> bool:
+def is_kind(fs: Any, *kinds: str) -> bool:
+    """True for a file system of one of these protocols."""
     return not {fs.protocol, *fs.protocol}.isdisjoint(kinds)
 
 
@@ -110,9 +109,9 @@ def asking(url: str) -> tuple[Ask, bool]:
     fs, path = file_system(url)
     from fsspec.asyn import sync
 
-    if _is_kind(fs, "http", "https"):
+    if is_kind(fs, "http", "https"):
         return partial(sync, fs.loop, _get, fs, path, url, {}), True
-    if _is_kind(fs, "s3"):
+    if is_kind(fs, "s3"):
         return partial(_asked, url, sync, fs.loop, _get_object, fs, path), True
     known: dict[str, Any] = {}  # what was said of it before the first range
 
@@ -122,7 +121,7 @@ def asking(url: str) -> tuple[Ask, bool]:
             known.update(_asked(url, fs.info, path))
         if known["type"] == "directory":
             raise _IsFolder
-        if _is_kind(fs, "hf"):
+        if is_kind(fs, "hf"):
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
@@ -135,7 +134,7 @@ def asking(url: str) -> tuple[Ask, bool]:
         facts = [known[name] for name in _FACTS if known.get(name)] or [""]
         return Served(data, size, str(facts[0]), facts[-1])
 
-    return ask, _is_kind(fs, "hf")
+    return ask, is_kind(fs, "hf")
 
 
 _FACTS = "ETag etag generation md5Hash created mtime LastModified last_modified updated modified".split()

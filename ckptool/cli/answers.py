@@ -12,7 +12,7 @@ from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
-from ckptool.checkpoint.progress import written
+from ckptool.checkpoint import progress
 from ckptool.cli.output import FORM, Answer, answer_of, in_words, status_line, style_of, tell, training_progress
 from ckptool.cli.parser import writes
 from ckptool.commands import Declared, as_argument, parameters_of, signature_of, watched
@@ -150,13 +150,13 @@ def _answer(
 def _watching(how: str, given: Arguments) -> Iterator[Any]:
     """What a function is given to tell how far it is."""
     if how == "status":
-        with status_line() as say:
-            yield say
+        with status_line() as show:
+            yield show
     elif how == "training":
         gc.enable()  # a run lives long, and the models of its user may be rings of objects
-        with nullcontext() if given.get("quiet") else training_progress() as progress:
-            yield progress
+        with nullcontext() if given.get("quiet") else training_progress() as show:
+            yield show
     elif how == "lines":
         yield lambda text: tell(text + "\n")
     else:
-        yield written
+        yield progress.written if progress.is_watched else None

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, NamedTuple, TextIO
 
 from ckptool.checkpoint import progress
+from ckptool.checkpoint.paths import may_exist
 from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, counted, printable, quoted
 from ckptool.facts import bar, size
@@ -300,4 +301,4 @@ def names_place(word: str) -> bool:
     """True for what is a file or folder, a part of one, or an address elsewhere: no command."""
     from ckptool.formats.opening import split
 
-    return "://" in word or os.path.lexists(split(word)[0])
+    return may_exist(split(word)[0])

@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.remote import file_system, forget, is_web
+from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
@@ -124,8 +124,7 @@ def upload(
 
 def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], None]) -> None:
     """Sends files, each to its place; takes back what was sent where one fails."""
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    store = next((each for each in _STORES if each in protocols), "")
+    store = next((each for each in _STORES if is_kind(fs, each)), "")
     sent, done, folder = list[str](), 0, fs._parent(next(iter(places.values())))
     is_new = not store and not fs.exists(folder)
     try:
