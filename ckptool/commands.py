@@ -271,9 +271,8 @@ def _for_lists(function: Function) -> Function:
         paths = given[0] if given and type(given[0]) in (list, tuple) else ()
         are_files = paths and all(isinstance(each, (str, os.PathLike)) for each in paths)
         if are_files and next(parameters_of(function)).option.each:
-            return import_module("ckptool.verbs._many_files").of_list(
-                called, [*map(os.fspath, paths)], given[1:], options
-            )
+            many = import_module("ckptool.verbs._many_files")
+            return many.of_list(called, [*map(os.fspath, paths)], given[1:], options)
         return function(*given, **options)
 
     return cast(Function, called)

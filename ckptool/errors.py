@@ -283,8 +283,9 @@ def quoted(path: str) -> str:
     return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
 
 
-# What may be a secret in a URL: a password before the host, and the query, as of a signed one.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+://)([^\s/?#@]*:[^\s/?#@]*@)?([^\s?#]*)(\?[^\s#]*)?")
+# What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
+_USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
+_URL = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?")
 _GIVEN: dict[str, str] = {}  # URLs as they were given, by what they are called from then on
 
 
@@ -320,6 +321,11 @@ def without_secrets(text: str) -> str:
     for name, url in sorted(_GIVEN.items(), key=lambda pair: -len(pair[1])):
         text = text.replace(url, name)
     return text
+
+
+def foreign(text: str) -> str:
+    """What another program says, without the secrets of any URL in it: a redirect brings its own."""
+    return _URL.sub(r"\1\3", without_secrets(text))
 
 
 def _encoded(character: str) -> bytes:

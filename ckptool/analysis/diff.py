@@ -183,7 +183,7 @@ class Diff(Report):
             yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
-            share = _percent(self.changed_elements / max(self.elements, 1))
+            share = percent(self.changed_elements / max(self.elements, 1))
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
 
     def _counts(self) -> Told:
@@ -295,10 +295,15 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
         groups.sort(key=lambda group: -max(map(change_of, group[1]), default=0.0))
         left += len(groups[most:]) if most else 0
         for name, values in groups[:most]:
-            top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
-            moved = sum(each.changed for each in values) / max(sum(each.total for each in values), 1)
-            cells.append((name or WHOLE, change_text(values), number(top), _percent(moved)))
+            changed, total, top = totals(values)
+            cells.append((name or WHOLE, change_text(values), number(top), percent(changed / max(total, 1))))
     return cells, left
+
+
+def totals(values: Values) -> tuple[int, int, float | None]:
+    """The elements that changed, all elements, and the largest |a-b|, None where nothing has one."""
+    top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
+    return sum(each.changed for each in values), sum(each.total for each in values), top
 
 
 def change_text(values: Values) -> str:
@@ -306,10 +311,10 @@ def change_text(values: Values) -> str:
     most = max(values, key=change_of, default=None)
     if most is None or not most.max_abs or most.max_abs == inf:
         return "differ" if most is None or most.max_abs is None else "NaN, inf" if most.max_abs else "bits only"
-    return _percent(most.mean_rel or 0.0)
+    return percent(most.mean_rel or 0.0)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
@@ -323,7 +328,7 @@ def _part_cells(part: PartChange) -> tuple[str, str, str]:
         most = max((one for layer in layers[start : start + each] for one in layer), default=None)
         strip += "·" if most is None else "!" if most == inf else STRIP[min(int(8 * most / top), 7) if top else 0]
     strip += f" ({each} each)" if each > 1 and strip else ""
-    change = "NaN, inf" if part.largest_change == inf else _percent(part.largest_change)
+    change = "NaN, inf" if part.largest_change == inf else percent(part.largest_change)
     return f"{part.changed:,} of {part.tensors:,} changed", change, strip
 
 

@@ -136,11 +136,13 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
         return
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {root.address or 'the state dict'}"
     shown = listed([f"{key} ({_kind(value)})" for key, value in odd.items()], 3)
-    each = finding("not-a-tensor", count=f"{len(odd):,}", entries=entries, odd=shown)
+    holding = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
+    name = "not-a-tensor, but holds some" if holding else "not-a-tensor"
+    each = finding(name, count=f"{len(odd):,}", entries=entries, odd=shown)
     if any(map(is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong with it
         each = replace(each, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
-    if len(droppable) == len(odd):  # no module's parameter is called so
+    if len(droppable) == len(odd) and not holding:  # no module's parameter is called so
         each = replace(each, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
     yield each
 

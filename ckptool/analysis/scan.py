@@ -16,9 +16,8 @@ from typing import Annotated, Any
 from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
 from ckptool.checkpoint import FileRange, PartOf
-from ckptool.checkpoint.files import Folder, Source, folder_at, open_input
+from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import Jobs, in_turn
 from ckptool.commands import command, option
@@ -261,7 +260,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     every = list(_files(name))
     files = {file: is_named for file, is_named in every if is_named is not None}
     rows = []
-    nbytes = (lambda file: _size_of(file)[0]) if full else (lambda _: 1)
+    nbytes = (lambda file: size_at(file)[0]) if full else (lambda _: 1)
     with closing(in_turn(partial(_row, full), list(files), jobs, nbytes)) as tasks:
         for file, task in zip(files, tasks, strict=True):
             try:
@@ -306,10 +305,10 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
     while stack:
         here = stack.pop()
         try:
-            inside = _entries(here)
-        except (OSError, CkptoolError) as error:
+            inside = entries_of(here)
+        except CkptoolError:
             if here == folder:
-                raise file_problem(error, here, "read") if isinstance(error, OSError) else error from error
+                raise
             continue
         count += len(inside)
         if count > MAX_FILES:
@@ -333,15 +332,6 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
                         is_named = name.endswith(ARCHIVES)
                 yield place, is_named
         stack.extend(reversed(below))
-
-
-def _entries(folder: str) -> list[tuple[str, bool, bool]]:
-    """The names in a folder, sorted, and whether each is of a folder or a file. Links are not followed to folders."""
-    if is_url(folder):
-        kinds = ((name, folder_at(os.path.join(folder, name))) for name in Folder(folder).names)
-        return [(name, is_folder, not is_folder) for name, is_folder in kinds]
-    with os.scandir(folder) as entries:
-        return sorted((entry.name, entry.is_dir(follow_symlinks=False), entry.is_file()) for entry in entries)
 
 
 def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
@@ -394,7 +384,7 @@ def _row(full: bool, path: str) -> ScannedFile:
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
-    nbytes, modified = _size_of(path)
+    nbytes, modified = size_at(path)
     beside = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
     if folder_at(path):
@@ -435,23 +425,7 @@ def _row(full: bool, path: str) -> ScannedFile:
 
 def _damaged(path: str, error: CkptoolError) -> ScannedFile:
     """The row of a file that could not be opened, or was found wrong."""
-    return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *_size_of(path), (), (), ())
-
-
-def _size_of(path: str) -> tuple[int, float]:
-    """Bytes, and when it was changed, in seconds since 1970."""
-    if is_url(path):
-        with suppress(CkptoolError):
-            source = open_input(path)
-            return source.size, source.modified if isinstance(source, Source) else 0.0
-    try:
-        status = os.stat(path)
-        if not folder_at(path):
-            return status.st_size, status.st_mtime
-        with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries), status.st_mtime
-    except OSError:
-        return 0, 0.0
+    return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *size_at(path), (), (), ())
 
 
 def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:

@@ -16,18 +16,7 @@ from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.analysis.fixes import Chain, runnable
 from ckptool.analysis.inspect import use_notes
-from ckptool.checkpoint import (
-    Checkpoint,
-    Composite,
-    Computed,
-    Data,
-    FileRange,
-    Note,
-    PartKind,
-    PartOf,
-    Storage,
-    TensorEntry,
-)
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
@@ -448,11 +437,11 @@ def check_archive(archive: Archive, tree: Any, progress: Progress | None = None)
         except CkptoolError as error:
             unconfirmed[id(record)] = error
 
-    def stretch_of(record: Record) -> Data:
-        """Data is where the directory has it, whatever its header says."""
-        return FileRange(file, start + record.data_at, record.stored, partial(confirm, record))
-
-    stretches = [record.data if record.method else stretch_of(record) for record in records]
+    # Data is where the directory has it, whatever its header says.
+    stretches = [
+        each.data if each.method else FileRange(file, start + each.data_at, each.stored, partial(confirm, each))
+        for each in records
+    ]
     sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
     for record in records:
         confirm(record)

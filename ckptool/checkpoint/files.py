@@ -14,7 +14,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import islice
 from threading import RLock
@@ -524,6 +524,37 @@ def folder_at(path: str | os.PathLike[str]) -> bool:
 
         return remote.folder_at(os.fspath(path))
     return os.path.isdir(path)
+
+
+def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
+    """The names in a folder, sorted, and whether each is of a folder or a file. Links are not followed to folders.
+
+    Raises `FileProblem`.
+    """
+    if is_url(folder):
+        kinds = ((name, folder_at(os.path.join(folder, name))) for name in Folder(folder).names)
+        return [(name, is_folder, not is_folder) for name, is_folder in kinds]
+    try:
+        with os.scandir(folder) as entries:
+            kinds = ((each.name, each.is_dir(follow_symlinks=False), each) for each in entries)
+            # A link that leads to itself is no file; to ask the entry of that would raise.
+            return sorted((name, is_folder, os.path.isfile(each)) for name, is_folder, each in kinds)
+    except OSError as error:
+        raise file_problem(error, folder, "read") from error
+
+
+def size_at(path: str) -> tuple[int, float]:
+    """Bytes, of a folder those of its files, and when it was changed, in seconds since 1970; 0 where nobody says."""
+    with suppress(OSError, CkptoolError):
+        if is_url(path):
+            source = open_input(path)
+            return source.size, source.modified if isinstance(source, Source) else 0.0
+        status = os.stat(path)
+        if not os.path.isdir(path):
+            return status.st_size, status.st_mtime
+        with os.scandir(path) as entries:
+            return sum(entry.stat().st_size for entry in entries), status.st_mtime
+    return 0, 0.0
 
 
 def open_input(path: str | os.PathLike[str]) -> Input:

@@ -72,8 +72,6 @@ def over(items: Iterable[Item], size: Callable[[Item], int], are_files: bool = F
 
 def written(done: int, total: int) -> None:
     """For who writes to tell how much of all is written: a pass, which ends with the last byte."""
-    if not is_watched:
-        return
     if not (passes and passes[-1].is_output and passes[-1].total == total):
         passes.append(Pass(total, is_output=True))
     passes[-1].done, passes[-1].counted = done, 0

@@ -35,9 +35,9 @@ from ckptool.errors import (
     MissingExtra,
     Unsupported,
     UsageError,
+    foreign,
     given_url,
     named_urls,
-    without_secrets,
 )
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
@@ -84,13 +84,11 @@ def file_system(url: str) -> tuple[Any, str]:
     except ImportError as error:
         found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
-        raise MissingExtra(what, str(error), f"pip install {found[1] if found else _EXTRA}") from error
+        package = found[1] if found else "'ckptool[remote]'"
+        raise MissingExtra(what, str(error), f"pip install {package}") from error
     except Exception as error:  # whatever a file system does not like in a URL, or in its settings
-        raise UsageError(f"cannot use {url}", without_secrets(str(error))) from error
+        raise UsageError(f"cannot use {url}", foreign(str(error))) from error
     return fs, path
-
-
-_EXTRA = "'ckptool[remote]'"
 
 
 def _of_web() -> dict[str, Any]:
@@ -101,7 +99,8 @@ def _of_web() -> dict[str, Any]:
     return {"client_kwargs": {"trust_env": True, **known}}
 
 
-def _is_kind(fs: Any, *kinds: str) -> bool:
+def is_kind(fs: Any, *kinds: str) -> bool:
+    """True for a file system of one of these protocols."""
     return not {fs.protocol, *fs.protocol}.isdisjoint(kinds)
 
 
@@ -110,9 +109,9 @@ def asking(url: str) -> tuple[Ask, bool]:
     fs, path = file_system(url)
     from fsspec.asyn import sync
 
-    if _is_kind(fs, "http", "https"):
+    if is_kind(fs, "http", "https"):
         return partial(sync, fs.loop, _get, fs, path, url, {}), True
-    if _is_kind(fs, "s3"):
+    if is_kind(fs, "s3"):
         return partial(_asked, url, sync, fs.loop, _get_object, fs, path), True
     known: dict[str, Any] = {}  # what was said of it before the first range
 
@@ -122,7 +121,7 @@ def asking(url: str) -> tuple[Ask, bool]:
             known.update(_asked(url, fs.info, path))
         if known["type"] == "directory":
             raise _IsFolder
-        if _is_kind(fs, "hf"):
+        if is_kind(fs, "hf"):
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
@@ -135,7 +134,7 @@ def asking(url: str) -> tuple[Ask, bool]:
         facts = [known[name] for name in _FACTS if known.get(name)] or [""]
         return Served(data, size, str(facts[0]), facts[-1])
 
-    return ask, _is_kind(fs, "hf")
+    return ask, is_kind(fs, "hf")
 
 
 _FACTS = "ETag etag generation md5Hash created mtime LastModified last_modified updated modified".split()
@@ -150,7 +149,7 @@ def _asked(url: str, call: Callable[..., Any], *args: Any, **options: Any) -> An
     except IsADirectoryError:
         raise _IsFolder from None
     except Exception as error:
-        said = without_secrets(f"{type(error).__name__}: {error}")
+        said = foreign(f"{type(error).__name__}: {error}")
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if isinstance(error, PermissionError) or "Credentials" in said[:40] or status in (401, 403):
             raise _denied(url, said) from error
@@ -179,27 +178,33 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
     """A range of what a web server has. Raises `FileProblem`, `Unsupported` where it gives no ranges, `_Again`."""
     from asyncio import TimeoutError as SlowError
 
-    from aiohttp import ClientError, ClientPayloadError, ClientTimeout
+    from aiohttp import ClientError, ClientPayloadError, ClientTimeout, TooManyRedirects
 
     session, options = await fs.set_session(), {**fs.kwargs}
     asked = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
     options.setdefault("timeout", ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE))
     asked["Range"] = f"bytes={start}-{stop - 1}"
+    options["auto_decompress"] = False  # a few bytes may become any number
     try:
         async with session.get(fs.encode_url(path), headers=asked, **options) as answer:
             status, given = answer.status, answer.headers
-            place, _, size = given.get("Content-Range", "").rpartition("/")
+            place = given.get("Content-Range", "")
+            size = found[1] if (found := re.search(r"/([0-9]{1,18})$", place)) else ""
             when = given.get("Last-Modified", "")
             tag = given.get("ETag", "").removeprefix("W/") or when
-            if status == 416 and size.isdigit():
+            if status == 416 and size:
                 return Served(b"", int(size), tag, when)
             if status in (200, 206):
                 whole = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
                     raise _IsFolder
+                if (encoded := given.get("Content-Encoding", "identity")) != "identity":
+                    raise _no_ranges(
+                        url, f"It was asked for the bytes as they are, and sent them encoded as {encoded[:80]!r}."
+                    )
                 if status == 200 and (start or whole is None or whole > stop):
                     raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
-                if status == 206 and not (place.startswith(f"bytes {start}-") and size.isdigit()):
+                if status == 206 and not (place.startswith(f"bytes {start}-") and size):
                     raise _no_ranges(url, f"It was asked for bytes from {start:,}, and answered with {place[:80]!r}.")
                 data = bytearray()
                 async for chunk in answer.content.iter_chunked(1 << 16):
@@ -215,10 +220,12 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (408, 425, 429) or status >= 500:
                 raise _Again(f"the server says {said}")
             raise FileProblem(f"cannot read {url}: the server says {said}")
+    except TooManyRedirects as error:
+        raise FileProblem(f"cannot read {url}: its server sends one from redirect to redirect") from error
     except ClientPayloadError as error:
         raise _Again("its answer was cut short") from error
     except (ClientError, SlowError) as error:
-        raise _Again(without_secrets(str(error)) or f"no answer for {PATIENCE} seconds") from error
+        raise _Again(foreign(str(error)) or f"no answer for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, said: str) -> CkptoolError:
@@ -334,8 +341,9 @@ class RemoteObject:
                 self.readers[threading.get_ident()] = begin if ahead else at, end
         while at < end:
             with _lock:
+                piece = self._at(at)[0]  # before a table that is more than what is kept takes its place
                 self._ask_ahead(at, end, ahead, table)
-                piece = self._at(at)[0]
+                piece = piece or self._at(at)[0]
             assert piece is not None
             try:
                 data = memoryview(piece.bytes.result())[at - piece.start : end - piece.start]
@@ -361,7 +369,7 @@ class RemoteObject:
             if stop > self.size - END:
                 start, stop = max(0, min(start, self.size - END)), self.size
         if most == TABLE:  # what follows may be there
-            stop = min(stop, max(end, after))
+            stop = min(stop, after if piece is None else max(end, after))
         if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
             stop = max(end, stop - (stop - self._missing(start)) % PART)
         self._ask_for(start, stop, most)

@@ -154,14 +154,12 @@ class _Crew:
                 what = f"{name}: the process that worked on it was killed, twice"
                 why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
                 raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}") from None
+            self._begin(self.jobs if isinstance(self.jobs, int) else os.cpu_count() or 1)
             alone = _Crew(self.work, [item], 1)
             try:
-                is_done, result = True, alone.result(0)
-            except Exception as error:  # noqa: BLE001 (it is raised below)
-                is_done, result = False, error
+                return alone.result(0)
             finally:
                 alone.end()
-            self._begin(self.jobs if isinstance(self.jobs, int) else os.cpu_count() or 1)
         except Exception as error:
             if self.own:
                 raise

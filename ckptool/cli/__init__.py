@@ -22,6 +22,7 @@ from ckptool.cli.output import (
     in_words,
     names_place,
     say,
+    shown_progress,
     style_of,
     tell,
     unknown_command,
@@ -115,10 +116,13 @@ def _run(words: list[str], done: list[Json]) -> int:
     return _print(*answers(first, function, parse(first, parameters, words[1:])), done)
 
 
-def _print(answers: Iterable[Answer | CkptoolError], separate: bool, done: list[Json]) -> int:
-    """Prints the pieces of an answer as they come, or one JSON object at the end. separate: a blank line between."""
+def _print(answers: Iterable[Answer | CkptoolError], separate: bool, label: str, done: list[Json]) -> int:
+    """Prints the pieces of an answer as they come, or one JSON object at the end. separate: a blank line between.
+
+    label: of the progress of the work that they wait for.
+    """
     form, code = FORM.get(), 0
-    with ExitStack() as stack:
+    with shown_progress(label), ExitStack() as stack:
         if isinstance(answers, Generator):  # whatever happens, no process is left that works for it
             stack.callback(answers.close)
         for number, answer in enumerate(answers):

@@ -12,18 +12,8 @@ from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
 
-from ckptool.checkpoint.progress import written
-from ckptool.cli.output import (
-    FORM,
-    Answer,
-    answer_of,
-    in_words,
-    shown_progress,
-    status_line,
-    style_of,
-    tell,
-    training_progress,
-)
+from ckptool.checkpoint import progress
+from ckptool.cli.output import FORM, Answer, answer_of, in_words, status_line, style_of, tell, training_progress
 from ckptool.cli.parser import writes
 from ckptool.commands import Declared, as_argument, parameters_of, signature_of, watched
 from ckptool.errors import CkptoolError, UsageError, counted, printable
@@ -36,8 +26,9 @@ REFUSED = "refused"
 WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 
 
-def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer | CkptoolError], bool]:
-    """What a verb answers to what was typed for it, one file after the other; and whether a blank line stands between.
+def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer | CkptoolError], bool, str]:
+    """What a verb answers to what was typed for it, one file after the other; whether a blank line stands between; and
+    what its progress is called, where it does not show its own.
 
     Raises `UsageError` for what does not go together, and what the verb raises before its first answer.
     """
@@ -52,7 +43,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     if declared.from_words is not None:
         found = declared.from_words(**_named(declared.from_words, given))
         if isinstance(found, Report):
-            return [answer_of(found, style, _named(found.told, given), found.exit())], False
+            return [answer_of(found, style, _named(found.told, given), found.exit())], False, ""
         given |= found
     first = next(iter(signature_of(function).parameters))
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
@@ -65,11 +56,10 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
         if is_output:
             (out,) = _outputs(verb, [file], given, declared.one_output or WAYS)
             given |= {"out": out} | ({"make_folder": True} if "folder" in given else {})
-        if "training" in watched(function).values():  # which shows its own
-            return (work(each) for each in [file]), separate
         names = (each for each in (file, given.get("out")) if isinstance(each, str))
         label = f"{verb} {printable(os.path.basename(next(names, '')))}".rstrip()
-        return _watched((work(each) for each in [file]), label), separate
+        shows_own = "training" in watched(function).values()
+        return (work(each) for each in [file]), separate, "" if shows_own else label
     from ckptool.verbs._many_files import each_file, write_many
 
     words = ("written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
@@ -80,13 +70,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
         results = write_many(list(zip(files, outs, strict=True)), given, work)
     else:
         results, given["jobs"] = each_file(work, files, given.get("jobs", 1)), 1  # the work on one is not divided
-    return _watched(_summed(results, len(files), words, style, bool(given.get("quiet"))), verb), separate
-
-
-def _watched(results: Iterable[Answer | CkptoolError], label: str) -> Iterator[Answer | CkptoolError]:
-    """The same, with the progress of the work that they wait for."""
-    with shown_progress(label):
-        yield from results
+    return _summed(results, len(files), words, style, bool(given.get("quiet"))), separate, verb
 
 
 def _summed(
@@ -166,13 +150,13 @@ def _answer(
 def _watching(how: str, given: Arguments) -> Iterator[Any]:
     """What a function is given to tell how far it is."""
     if how == "status":
-        with status_line() as say:
-            yield say
+        with status_line() as show:
+            yield show
     elif how == "training":
         gc.enable()  # a run lives long, and the models of its user may be rings of objects
-        with nullcontext() if given.get("quiet") else training_progress() as progress:
-            yield progress
+        with nullcontext() if given.get("quiet") else training_progress() as show:
+            yield show
     elif how == "lines":
         yield lambda text: tell(text + "\n")
     else:
-        yield written
+        yield progress.written if progress.is_watched else None

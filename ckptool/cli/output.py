@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, NamedTuple, TextIO
 
 from ckptool.checkpoint import progress
+from ckptool.checkpoint.paths import may_exist
 from ckptool.commands import nearest
 from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, counted, printable, quoted
 from ckptool.facts import bar, size
@@ -159,10 +160,10 @@ SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[None]:
-    """Shows how far the passes over values are, on a terminal, from the first second on. A thread draws it, so nothing
-    that works has to."""
+    """Shows how far the passes over values are, on a terminal, from the first second on, unless there is no label. A
+    thread draws it, so nothing that works has to."""
     with _live_line() as show:
-        if show is None:
+        if show is None or not label:
             yield
             return
         ended, width = threading.Event(), style_of(sys.stderr).width or 80
@@ -300,4 +301,4 @@ def names_place(word: str) -> bool:
     """True for what is a file or folder, a part of one, or an address elsewhere: no command."""
     from ckptool.formats.opening import split
 
-    return "://" in word or os.path.lexists(split(word)[0])
+    return may_exist(split(word)[0])

@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.plan import Plan
-from ckptool.checkpoint.remote import file_system, forget, is_web
+from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
@@ -31,8 +31,8 @@ from ckptool.errors import (
     OutputExists,
     UsageError,
     counted,
+    foreign,
     named_urls,
-    without_secrets,
 )
 from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files
@@ -124,8 +124,7 @@ def upload(
 
 def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], None]) -> None:
     """Sends files, each to its place; takes back what was sent where one fails."""
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    store = next((each for each in _STORES if each in protocols), "")
+    store = next((each for each in _STORES if is_kind(fs, each)), "")
     sent, done, folder = list[str](), 0, fs._parent(next(iter(places.values())))
     is_new = not store and not fs.exists(folder)
     try:
@@ -209,5 +208,5 @@ def _problems(url: str) -> Iterator[None]:
     except Exception as error:
         kinds: dict[Any, type[FileProblem]] = {FileNotFoundError: FileMissing, PermissionError: NoPermission}
         kind, number = kinds.get(type(error), FileProblem), getattr(error, "errno", None)
-        what = f"cannot write {url}: {without_secrets(str(error)) or type(error).__name__}"
+        what = f"cannot write {url}: {foreign(str(error)) or type(error).__name__}"
         raise kind(what, "Nothing was written there.").about(number, url) from error

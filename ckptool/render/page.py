@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, tensors_changed
+from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
 from ckptool.analysis.statistics import Statistics
@@ -383,7 +383,7 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     verdict = "; ".join(_clauses(report, compared, values))
     equal = f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:
-        share = f"{100 * diff.changed_elements / max(diff.elements, 1):.3g} %"
+        share = percent(diff.changed_elements / max(diff.elements, 1))
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
     tables = [each for each in diff.differences(("A", "B"), room=0) if isinstance(each, Table) and each.rows]
     moved = {name: one.values.changed for name, one in values if one.values is not None}
@@ -416,9 +416,8 @@ def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tup
         yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
     if values:
         apart = [change.values for _, change in values if change.values is not None]
-        share = f"{sum(each.changed for each in apart):,} of {sum(each.total for each in apart):,}"
-        most = max((each.max_abs for each in apart if each.max_abs is not None), default=None)
-        far = f": {share} elements, by up to {number(most)}" if apart else ""
+        changed, total, most = totals(apart)
+        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
         yield f"values changed in {_named([name for name, _ in values])}{far}"
     for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
         if found:

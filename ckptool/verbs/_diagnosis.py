@@ -18,7 +18,7 @@ from ckptool.checkpoint.files import Source, folder_at
 from ckptool.checkpoint.paths import parted
 from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, Slot, command
-from ckptool.conventions.state_dicts import StateDict, kinds_of, quantized_outside, wrappers
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, Text, listed
 from ckptool.formats import named
 from ckptool.formats.opening import Opened
@@ -273,6 +273,10 @@ def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
             each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
             each = replace(each, code=note.code)
         yield each
-    kinds = {wrappers(key) for root in found.roots if root.module is not None for key in root.node} - {""}
+    kinds = set[str]()
+    for names in (root.names() for root in found.roots if root.module is not None):
+        having = [PEELED in wrappers(name) for name in names if name != COUNTER]
+        kinds |= {wrappers(name) for name in names} if all(having) or not any(having) else set()  # else a submodule's
+    kinds -= {""}
     if kinds and (way is None or way.unwraps) and not named(found.container).is_program:
         yield finding("prefix-module, of a pickled model", wrappers=listed(sorted(kinds)))

@@ -11,9 +11,9 @@ from ckptool.analysis.findings import Diagnosis, Finding, Stage
 from ckptool.analysis.fixes import Fix
 from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, called, command
+from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, as_argument, called, command
 from ckptool.errors import CkptoolError, Unsupported, counted, quoted
-from ckptool.formats import for_output, named
+from ckptool.formats import for_output, marks, named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
 from ckptool.verbs._diagnosis import of_opened, of_unopened
 from ckptool.verbs._save import Change, Row, Written, lines_of
@@ -142,7 +142,9 @@ def _applied(
 def _as_it_reads(made: Checkpoint, container: str) -> Checkpoint:
     """The checkpoint as it is when it is read again from a container."""
     tensors_only = made.tensors_only and named(container).tensors_only
-    return replace(made, container=container, notes=(), tensors_only=tensors_only)
+    kept = made.metadata if container == made.container else (marks.PICKLE, marks.RECOVERED)
+    metadata = {key: value for key, value in made.metadata.items() if key in kept}
+    return replace(made, container=container, metadata=metadata, notes=(), tensors_only=tensors_only)
 
 
 def _choices(seen: Sequence[Diagnosis], path: str) -> Iterator[Note]:
@@ -163,6 +165,8 @@ def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = ""
     whose = whose if found else f"{whose}, fixed"  # its file is not there
     what = first.what if path and path in first.what else f"{whose}: {first.what}"
     way = "; then ".join(first.fixes) or first.advice
+    for step in (step for each in seen for finding in each.findings for step in finding.steps):
+        way = way.replace(step.out, as_argument(path) or FILE)  # a file that was never written
     way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
     refused = Unsupported(what, f"{why}Nothing was written.", way)
     refused.code = first.code

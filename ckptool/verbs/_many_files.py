@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from ckptool.checkpoint.files import size_at
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import Jobs, in_turn
 from ckptool.commands import DIR, arg
@@ -33,12 +34,9 @@ def each_file(work: Work[Result], files: Sequence[Any], jobs: Jobs = 1) -> Itera
             yield result
 
 
-def _size_of(item: Any) -> int:
+def _size_of(item: str | Pair) -> int:
     """Bytes of a file, or of one that is written anew; 1 of what is none."""
-    try:
-        return os.path.getsize(item[0] if isinstance(item, tuple) else item) or 1
-    except (OSError, TypeError):
-        return 1
+    return size_at(item if isinstance(item, str) else item[0])[0] or 1
 
 
 def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
-from ckptool.checkpoint.paths import is_url
+from ckptool.checkpoint.paths import is_url, may_exist
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
@@ -370,7 +370,7 @@ class Change:
         """
         asked, folder = self.asked, os.path.dirname(target)
         options: Any = {"overwrite": bool(asked["overwrite"])}
-        if asked["make_folder"] and not os.path.lexists(folder or ".") and not is_url(target):
+        if asked["make_folder"] and not may_exist(folder or "."):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)

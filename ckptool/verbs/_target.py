@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptool.analysis.targets import Target, is_spec, names_code, of_checkpoint, of_spec
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_input
-from ckptool.checkpoint.paths import is_url, may_exist, refused_place
+from ckptool.checkpoint.paths import may_exist, refused_place
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
@@ -44,7 +44,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         what = f"{path} is a Python file; name what in it builds the model"
         why = "It is a function without arguments, a class, or a module."
         raise UsageError(what, why, f"For example: {path}:build_model")
-    source = open_input(path) if os.path.isfile(path) or is_url(path) else None
+    source = open_input(path) if may_exist(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:
             raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")

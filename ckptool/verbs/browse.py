@@ -18,11 +18,13 @@ from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
+from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.commands import FILE, command, verb
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
+from ckptool.formats.folder import names_in
 from ckptool.formats.opening import Opened, open_file
 from ckptool.render.lines import error_text
 from ckptool.verbs._options import File
@@ -149,11 +151,8 @@ def browser(opened: Opened) -> Any:
             return 1  # a line is as wide as the screen, whatever its name
 
         def render_label(self, node: Any, base_style: Any, style: Any) -> Any:
-            label, above, room = (
-                super().render_label(node, base_style, style),
-                node,
-                self.scrollable_content_region.width,
-            )
+            label, above = super().render_label(node, base_style, style), node
+            room = self.scrollable_content_region.width
             if not isinstance(node.data, Branch):
                 return label.append(f"… {len(node.data):,} more", style=style)
             while above := above.parent:
@@ -286,7 +285,7 @@ def browser(opened: Opened) -> Any:
         def read(self, branch: Branch, is_asked: bool) -> None:
             if branch is self.here:
                 with unchanged(*self.sources):
-                    width, most = max(self.text.size.width, 20), AT_ONCE["://" in opened.path]
+                    width, most = max(self.text.size.width, 20), AT_ONCE[is_url(opened.path)]
                     said = list(about(branch, width, sys.maxsize if is_asked else most))
                 self.call_from_thread(lambda: self.tell(said) if branch is self.here else None)
 
@@ -300,7 +299,7 @@ def browser(opened: Opened) -> Any:
             self.field.value = self.pattern if what == "filter" else ""
             self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "file to compare with"
             folder = os.path.dirname(self.found.file)
-            names = sorted(os.listdir(folder or ".")) if what == "other" and os.path.isdir(folder or ".") else []
+            names = names_in(folder or ".") if what == "other" and os.path.isdir(folder or ".") else []
             self.field.suggester = SuggestFromList([os.path.join(folder, name) for name in names])
             self.field.focus()
 

@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, 
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
-from tests.support.range_server import RangeServer
+from tests.support.range_server import RangeHandler, RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
 
 VERBS = ("inspect {}", "show {}", "doctor {}", "scan {}", "spec {}", "diff {} {}", "warm-start {} --against {}")
@@ -177,6 +177,23 @@ def test_what_a_server_does_wrong_is_said_or_tried_again(
         assert server.requests["model.pt"] <= 4
 
 
+LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000), "Content-Encoding": ("gzip", "br")}
+
+
+@pytest.mark.parametrize("header", LIES)
+def test_headers_that_make_no_sense_are_refused(files: Path, header: str) -> None:
+    for value in LIES[header]:
+        liar = type("Liar", (RangeHandler,), {"more": {header: value}})
+        with RangeServer(files, handler=liar) as server, pytest.raises(Unsupported, match="does not serve parts"):
+            ckptool.inspect(f"{server.url}model.pt")
+
+
+def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", {"long": "x" * (remote.KEPT + remote.END)})
+    with RangeServer(tmp_path) as server:
+        assert ckptool.load(f"{server.url}m.safetensors")["a"].equal(torch.ones(3))
+
+
 def test_what_is_not_there_is_not_found(files: Path) -> None:
     with RangeServer(files) as server:
         for name in ("none.pt", "hub/none.safetensors", "none/"):
@@ -225,6 +242,23 @@ def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run)
             except CkptoolError as error:
                 answer = repr(error)
             assert "geheim" not in answer and "s3cret" not in answer, function
+
+
+@pytest.mark.parametrize("user", ["geheim@", "me:mehr@geheim@"])
+def test_nor_what_comes_before_a_host(files: Path, user: str, run: Run) -> None:
+    with RangeServer(files) as server:
+        ran = run("inspect", f"{server.url.replace('://', f'://{user}')}none.pt")
+    assert ran.code == 2 and "/none.pt" in ran.err and "geheim" not in ran.err
+
+
+def test_nor_that_of_where_a_redirect_leads(run: Run, tmp_path: Path) -> None:
+    class Lost(RangeHandler):
+        def answer(self, name: str, fault: str) -> None:
+            self.send(302, {"Location": f"{self.path}&Signature=s3cret"})
+
+    with RangeServer(tmp_path, handler=Lost) as server:
+        ran = run("inspect", f"{server.url}model.pt?Key=s3cret%2F")
+    assert ran.code == 2 and "from redirect to redirect" in ran.err and "s3cret" not in ran.err
 
 
 def test_two_urls_that_differ_in_their_query_are_two(files: Path) -> None:

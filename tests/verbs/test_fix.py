@@ -166,6 +166,34 @@ def test_what_needs_another_file_is_refused_in_place(faults: tuple[str, ...], tm
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
+def test_texts_of_another_container_are_not_taken_along(tmp_path: Path) -> None:
+    file, out = tmp_path / "in.pt", tmp_path / "out.safetensors"
+    model = faulty(("whole", "legacy", "nested"), file)  # with the source of its classes, as torch kept it then
+    ckptool.doctor(file, out, fix=True)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded(str(out)).items())
+
+
+def test_an_entry_with_tensors_in_it_is_not_dropped(tmp_path: Path) -> None:
+    torch.save({**lab.state(), "more": {"inner.weight": torch.ones(2)}}, tmp_path / "in.pt")
+    with pytest.raises(CkptoolError, match="there are tensors in them"):
+        ckptool.doctor(tmp_path / "in.pt", tmp_path / "out.pt", fix=True)
+    assert not any("--drop" in line for each in ckptool.doctor(tmp_path / "in.pt").findings for line in each.fixes)
+
+
+def test_a_submodule_called_module_is_no_wrapper(tmp_path: Path) -> None:
+    model = lab.model()
+    model.module = nn.Linear(2, 2)
+    torch.save(model, tmp_path / "in.pt")
+    ckptool.doctor(tmp_path / "in.pt", tmp_path / "out.pt", fix=True)
+    model.load_state_dict(torch.load(tmp_path / "out.pt", weights_only=True), strict=True)
+
+
+def test_a_refusal_names_the_file_that_is_there(tmp_path: Path) -> None:
+    faulty(("module.", "nested"), tmp_path / "in.pt")
+    with pytest.raises(CkptoolError, match=r"warm-start .*in\.pt|warm_start\(.*in\.pt"):
+        ckptool.doctor(tmp_path / "in.pt", tmp_path / "out.pt", fix=True, against=nn.Embedding(3, 3))
+
+
 @looped("suffix", [".pt", ".safetensors"])
 def test_half_the_size(suffix: str, tmp_path: Path) -> None:
     file, out = tmp_path / "in.pt", tmp_path / f"out{suffix}"
