@@ -200,7 +200,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     raise _IsFolder
                 if (encoded := given.get("Content-Encoding", "identity")) != "identity":
                     raise _no_ranges(
-                        url, f"It was asked for the bytes as they are, and sent them encoded as {encoded[:80]!r}."
+                        url, f"It was asked for plain bytes, and sent them as {encoded[:80]!r}."
                     )
                 if status == 200 and (start or whole is None or whole > stop):
                     raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
