@@ -536,9 +536,8 @@ def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
         return [(name, is_folder, not is_folder) for name, is_folder in kinds]
     try:
         with os.scandir(folder) as entries:
-            kinds = ((each.name, each.is_dir(follow_symlinks=False), each) for each in entries)
-            # A link that leads to itself is no file; to ask the entry of that would raise.
-            return sorted((name, is_folder, os.path.isfile(each)) for name, is_folder, each in kinds)
+            # A link that leads to itself is no file: `isfile` says so, where the entry's own `is_file` raises.
+            return sorted((each.name, each.is_dir(follow_symlinks=False), os.path.isfile(each)) for each in entries)
     except OSError as error:
         raise file_problem(error, folder, "read") from error
 
