@@ -199,9 +199,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 if answer.url.path.endswith("/"):
                     raise _IsFolder
                 if (encoded := given.get("Content-Encoding", "identity")) != "identity":
-                    raise _no_ranges(
-                        url, f"It was asked for plain bytes, and sent them as {encoded[:80]!r}."
-                    )
+                    raise _no_ranges(url, f"It was asked for plain bytes, and sent them as {encoded[:80]!r}.")
                 if status == 200 and (start or whole is None or whole > stop):
                     raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
                 if status == 206 and not (place.startswith(f"bytes {start}-") and size):
