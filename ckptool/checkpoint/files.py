@@ -536,7 +536,8 @@ def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
         return [(name, is_folder, not is_folder) for name, is_folder in kinds]
     try:
         with os.scandir(folder) as entries:
-            return sorted((entry.name, entry.is_dir(follow_symlinks=False), entry.is_file()) for entry in entries)
+            # A link that leads to itself is no file: `isfile` says so, where the entry's own `is_file` raises.
+            return sorted((each.name, each.is_dir(follow_symlinks=False), os.path.isfile(each)) for each in entries)
     except OSError as error:
         raise file_problem(error, folder, "read") from error
 

@@ -163,8 +163,10 @@ def test_a_file_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
         ckptool.scan(tmp_path / "missing")
 
 
-def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+def test_links_to_folders_to_themselves_and_to_nothing_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "itself.pt").symlink_to("itself.pt")
+    (tmp_path / "nothing.pt").symlink_to("gone.pt")
     checkpoint(tmp_path / "a.pt")
     assert len(ckptool.scan(tmp_path).files) == 1
 
