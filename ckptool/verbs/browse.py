@@ -7,20 +7,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ckptool.analysis.browsing import Line, Plain, lines_of, lines_of_diff, tree_of
-from ckptool.analysis.inspect import STATISTICS, Listing, listing, with_statistics
-from ckptool.analysis.outline import Branch
+from ckptool.analysis.inspect import STATISTICS, Listing, TensorRow, listing, summary_of, with_statistics
+from ckptool.analysis.outline import DEEPEST, Branch
 from ckptool.analysis.statistics import values_of
-from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
-from ckptool.checkpoint import TensorEntry
+from ckptool.analysis.words import FEW, array_text, tensor_text, type_name, value_text
+from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import corners, to_numpy
+from ckptool.checkpoint.tree import Path
 from ckptool.commands import FILE, command, verb
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
@@ -28,6 +29,9 @@ from ckptool.formats.folder import names_in
 from ckptool.formats.opening import Opened, open_file
 from ckptool.render.lines import error_text
 from ckptool.verbs._options import File
+
+if TYPE_CHECKING:
+    from ckptool.analysis.diff import Diff
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
 SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
@@ -60,6 +64,70 @@ def browse(file: File) -> Page:
     if app.return_code == 130:
         raise KeyboardInterrupt
     return Page("\n".join(app.copied))
+
+
+# Its lines ------------------------------------------------------------------------------------------------------------
+
+
+class Plain(NamedTuple):
+    """A value that stands in the place of a tensor in a line."""
+
+    value: Any
+    dtype: None = None
+    shape: None = None
+    location: str = "cpu"
+    nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        return type_name(self.value)
+
+
+@dataclass(slots=True, eq=False)
+class Line(TensorRow):
+    """A tensor or plain value of the tree.  change, colour: what became of it in another file."""
+
+    change: str = ""
+    colour: str = ""
+
+
+def lines_of(found: Listing) -> list[Line]:
+    """Every tensor, then every value, but what an object is made of."""
+    lines, above = [Line(row.path, row.tensor, row.storage) for row in found.tensors], None
+    for row in found.entries:
+        if not row.repeated and (above is None or row.path[: len(above)] != above):
+            lines.append(_line(row.path, row.value))
+            above = row.path
+    return lines
+
+
+def lines_of_diff(diff: Diff, base: Path) -> list[Line]:
+    """What differs, at its place in the first file, of which the part at `base` was compared."""
+    from ckptool.analysis.diff import aspect_rows, entry_rows
+
+    told = {name: text for rows in (aspect_rows(diff), entry_rows(diff)) for name, text in rows}
+    found: list[tuple[Path, Any, str, str]] = []
+    for each in diff.changed:
+        words, values = [told.get(each.address, "")], each.values
+        if values is not None:
+            words.insert(0, f"{values.changed:,} of {values.total:,} changed, max |a-b| {number(values.max_abs)}")
+        found.append((each.path, each.left, ", ".join(filter(None, words)) or "differs", "yellow"))
+    found += [(each.path, each.node, "only here", "red") for each in diff.only_left]
+    found += [(each.path, each.node, "only in the other", "green") for each in diff.only_right]
+    return [_line(base + path, node, *words) for path, node, *words in found]
+
+
+def _line(path: Path, node: Any, *words: str) -> Line:
+    tensor: Any = node if isinstance(node, (TensorEntry, Composite)) else Plain(node)
+    return Line(path, tensor, id(node.storage) if isinstance(node, TensorEntry) else None, None, *words)
+
+
+def tree_of(lines: Sequence[Line], label: str) -> Branch:
+    """The lines as a tree by the slashes and dots of their addresses."""
+    items = [(line.address.replace("/", ".").split(".", DEEPEST), row, line.address) for row, line in enumerate(lines)]
+    root: Any = None  # of no part of the file
+    part = summary_of(root, lines)
+    return Branch(part, items, 0, label, 1, part.bytes)
 
 
 # What is said of a branch ---------------------------------------------------------------------------------------------
