@@ -161,7 +161,8 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
         what = f"ckptool {verb} needs {called(missing)}" + (f": {text[0].lower()}{text[1:]}" if text else "")
     elif "extra argument" in what:
         more = what.rpartition("(")[2].rstrip(")")
-        what, why = f"ckptool {verb} has no place for {more}", f"{why}; a part of a file is FILE#ADDRESS"
+        more = more if len(more) < 80 else f"{more[:79]}…"
+        what, why = f"ckptool {verb} takes no more arguments: {more}", f"{why}; a part of a file is FILE#ADDRESS"
     if more and was_redirected(more.split()):
         return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
     file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")

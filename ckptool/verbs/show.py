@@ -100,7 +100,7 @@ def _outlined(lines: list[str], whole: Checkpoint | None, shown: Shown) -> Itera
         return
     yield from (*replace(outline, notes=()).told(), "")
     first = command("show", f"{shown.file}#{outline.tensors[0].address}")
-    yield f"values: {first}; every entry: {arg(all=True)}"
+    yield f"every entry: {arg(all=True)}; values: {first}"
 
 
 def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterator[str]:
