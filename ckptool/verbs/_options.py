@@ -29,7 +29,7 @@ ChangedAt = Annotated[
     str | None,
     option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
-_PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Pays for many files."
+_PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Good for many files."
 Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: workers.checked_jobs(text))]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."

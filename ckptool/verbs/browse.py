@@ -37,13 +37,13 @@ AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being aske
 SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
 Piece = str | tuple[str, ...]  # a line of what is said, or its parts
 KEYS = """\
-↑ ↓  to another line      ← →  fold, unfold; Enter does both
-/    filter by a part of the name, or a pattern: *.bias, re:^h[.]0
-d    what differs in a second file
-Esc  back to everything
-s    statistics of a tensor that is too large to be read unasked
+↑ ↓  move      ← →  fold, unfold; Enter does both
+/    filter by part of a name, or by a pattern: *.bias, re:^h[.]0
+d    compare with a second file
+Esc  show everything again
+s    statistics of a tensor too large to be read unasked
 y    copy the address, quoted for a shell; it is printed at the end, too
-Tab  to the values and back, to scroll them"""
+Tab  move to the values, to scroll them, and back"""
 
 
 @verb(("ckptool browse model.pt", "arrows to move, / to filter, d to compare, q to quit; ? for all keys"))
@@ -55,7 +55,7 @@ def browse(file: File) -> Page:
     """
     if not all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
         name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else FILE
-        raise UsageError(f"browse needs a terminal; without one there is {command('inspect', name)}")
+        raise UsageError(f"browse needs a terminal; without one, use {command('inspect', name)}")
     if find_spec("textual") is None:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
@@ -182,7 +182,7 @@ def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
     if not entry.numel or entry.dtype.numpy is None:
         return
     if entry.nbytes > most:
-        yield (dim(f"s reads all {size(entry.nbytes)} for statistics and a histogram"),)
+        yield (dim(f"press s to read all {size(entry.nbytes)}: statistics and a histogram"),)
     else:
         found, picture, _ = values_of(entry, 0, 1 << 14)
         numbers = [(name, getattr(found, name)) for name in STATISTICS[1:]]
@@ -365,7 +365,7 @@ def browser(opened: Opened) -> Any:
         def action_ask(self, what: str) -> None:
             self.asked, self.field.display = what, True
             self.field.value = self.pattern if what == "filter" else ""
-            self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "the file to compare with"
+            self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "file to compare with"
             folder = os.path.dirname(self.found.file)
             names = names_in(folder or ".") if what == "other" and os.path.isdir(folder or ".") else []
             self.field.suggester = SuggestFromList([os.path.join(folder, name) for name in names])
