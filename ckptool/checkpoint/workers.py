@@ -31,7 +31,6 @@ MAX_JOBS = 256
 AHEAD = 256  # items that are worked on, or done and not asked for yet
 PATIENCE = 5.0  # seconds that a worker has to clear away what it began
 
-Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Work = Callable[[Item], Result]

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint import workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
-from ckptool.checkpoint.workers import Progress
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, split
@@ -48,7 +47,7 @@ IsPart = Annotated[
     bool,
     option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.", rare=True),
 ]
-Bar = Annotated[Progress | None, Watched("bar")]
+Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
