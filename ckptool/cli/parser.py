@@ -162,7 +162,7 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
     elif "extra argument" in what:
         more = what.rpartition("(")[2].rstrip(")")
         more = more if len(more) < 80 else f"{more[:79]}…"
-        what, why = f"ckptool {verb} takes no more arguments: {more}", f"{why}; a part of a file is FILE#ADDRESS"
+        what, why = f"too many arguments for ckptool {verb}: {more}", f"{why}; a part of a file is FILE#ADDRESS"
     if more and was_redirected(more.split()):
         return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
     file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
