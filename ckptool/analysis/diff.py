@@ -431,6 +431,9 @@ def diff_of_parts(
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
+    if report.left == report.right and a.at != b.at:  # two parts of one file
+        names = ["#".join(filter(None, (report.left, each.at))) for each in (a, b)]
+        report = replace(report, left=names[0], right=names[1])
     return replace(report, remarks=tuple(remarks)), parts
 
 

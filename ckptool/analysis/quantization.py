@@ -80,7 +80,7 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
             facts = [weight.facts for weight in found.weights if "forms" in weight.facts]
             # With zero points that are not all the same, only the configuration says what they stand for.
             unsettled = any(not each["forms"] and each["symmetric"] is not True for each in facts)
-            need = ["how their zero points are stored is in a config.json, which has to lie beside it"] * unsettled
+            need = ["config.json says how their zero points are stored, and has to be beside it"] * unsettled
             yield Note("quantized", "; ".join([*found.lines(), *need]), () if found.problems or need else fix)
         if found.problems:
             yield Note("quantized-unknown", listed(found.problems, 4))

@@ -238,7 +238,7 @@ class Scan(Report):
             if any(some for _, some in calls):
                 yield ""
                 first = next(file.path for file, some in calls if some)
-                yield yellow(what), f" when loaded with pickle; all of it: {command('scan', first)}"
+                yield yellow(what), f" when loaded with pickle; details: {command('scan', first)}"
                 for file, some in calls:
                     names = [call.name_in_folder if folder_at(file.path) else call.name for call in some]
                     yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None

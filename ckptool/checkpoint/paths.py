@@ -55,12 +55,9 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if found is None:
         return None
     if is_url(name):
-        what, why = (
-            f"{name} is not on this machine",
-            "What is written there grows file by file, for which it has to be.",
-        )
-        return FileMissing(what, why, "Write it here, then copy it there.").about(errno.ENOENT, name)
-    what, why = f"{name} is not a file on this machine", "A URL has two slashes, of which pathlib leaves one."
+        what, why = (f"{name} is not on this machine", "It is written to bit by bit, which takes a local folder.")
+        return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
+    what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."
     return FileMissing(what, why, f"Name it as {found[1]}://{name[found.end() :]}").about(errno.ENOENT, name)
 
 

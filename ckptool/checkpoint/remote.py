@@ -199,16 +199,16 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 if answer.url.path.endswith("/"):
                     raise _IsFolder
                 if (encoded := given.get("Content-Encoding", "identity")) != "identity":
-                    raise _no_ranges(url, f"It was asked for the bytes themselves, and answers in {encoded[:80]!r}.")
+                    raise _no_ranges(url, f"It was asked for plain bytes, and sent them as {encoded[:80]!r}.")
                 if status == 200 and (start or whole is None or whole > stop):
-                    raise _no_ranges(url, "It was asked for a range, and answers with everything.")
+                    raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
                 if status == 206 and not (place.startswith(f"bytes {start}-") and size):
-                    raise _no_ranges(url, f"It was asked for bytes from {start:,}, and says {place[:80]!r}.")
+                    raise _no_ranges(url, f"It was asked for bytes from {start:,}, and answered with {place[:80]!r}.")
                 data = bytearray()
                 async for chunk in answer.content.iter_chunked(1 << 16):
                     data += chunk
                     if len(data) > stop - start:
-                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and gives more.")
+                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
                 return Served(data, int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
@@ -225,17 +225,17 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
     except ClientPayloadError as error:
         raise _Again("its answer was cut short") from error
     except (ClientError, SlowError) as error:
-        raise _Again(foreign(str(error)) or f"nothing came for {PATIENCE} seconds") from error
+        raise _Again(foreign(str(error)) or f"no answer for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, said: str) -> CkptoolError:
-    why = "It needs a token or a key that may read it, or a signed URL whose time is not over."
+    why = "It takes a token or key with read access, or a signed URL that has not expired."
     return KINDS[EACCES][0](f"cannot read {url}: not allowed ({said})", why).about(EACCES, url)
 
 
 def _no_ranges(url: str, why: str) -> CkptoolError:
-    fix = f"Fetch the file, and name that: {other_program('curl -LO', url)}"
-    return Unsupported(f"{url}: its server does not serve parts of files", why, fix)
+    fix = f"Download it, and name the file: {other_program('curl -LO', url)}"
+    return Unsupported(f"{url}: its server does not support range requests", why, fix)
 
 
 def _tried(url: str, call: Callable[[], Result]) -> Result:
@@ -302,7 +302,7 @@ class RemoteObject:
                 raise file_changed(self.url)
             wanted = max(0, min(stop, self.size) - start)
             if len(answer.data) != wanted:
-                raise _Again(f"{len(answer.data):,} bytes came of {wanted:,}")
+                raise _Again(f"only {len(answer.data):,} of {wanted:,} bytes arrived")
             return answer.data
 
         return _tried(self.url, once)

@@ -163,7 +163,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             continue
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
-            where = f"in {address(path)}" if path else "at the top"
+            where = f"in {address(path)}" if path else "at the top level"
             raise MissingKey.among(part, partial(_names_in, node), where, partial(first_named, node, path, part))
         if len(matches) > 1:
             raise Ambiguous(

@@ -31,7 +31,6 @@ MAX_JOBS = 256
 AHEAD = 256  # items that are worked on, or done and not asked for yet
 PATIENCE = 5.0  # seconds that a worker has to clear away what it began
 
-Progress = Callable[[int, int], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Work = Callable[[Item], Result]
@@ -60,7 +59,7 @@ def checked_jobs(jobs: Jobs) -> Jobs:
         return jobs
     some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
     what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {_DASK}HOST:PORT, not {jobs}"
-    why = "A number is that of processes that work at the same time, each on a processor; the address is a scheduler's."
+    why = "A number is how many processes work at a time; an address is that of a dask scheduler."
     raise UsageError(what, why, f"For example: {arg(jobs=some)}")
 
 
@@ -152,7 +151,7 @@ class _Crew:
             self.outcomes = kept
             if len(self.items) == 1 and self.own:
                 what = f"{name}: the process that worked on it was killed, twice"
-                why = "Somebody ended it, or memory ran out. What it wrote is as it was, or complete."
+                why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
                 raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}") from None
             self._begin(self.jobs if isinstance(self.jobs, int) else os.cpu_count() or 1)
             alone = _Crew(self.work, [item], 1)
@@ -164,7 +163,7 @@ class _Crew:
             if self.own:
                 raise
             what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
-            raise RunFailed(what, "What it wrote is as it was, or complete.") from error
+            raise RunFailed(what, "Its output is as it was before, or complete.") from error
         if is_done:
             return result
         raise result
@@ -181,14 +180,21 @@ class _Crew:
 def _starting() -> Iterator[None]:
     """For processes to be started in: they do not import the program that asks, which need not be written for that,
     and hold signals back until they are ready for them."""
-    main = sys.modules["__main__"]
+    main, held, handlers = sys.modules["__main__"], list[int](), dict[int, Any]()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDS})
+    if threading.current_thread() is threading.main_thread():  # where a signal that another thread gets is raised
+        for each in (signal.SIGINT, *_ENDS):
+            handlers[each] = signal.signal(each, lambda number, _: held.append(number))
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in dict.fromkeys(held):
+            signal.raise_signal(number)
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
@@ -282,7 +288,7 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
                 _before.pop()
                 what = f"{socket.gethostname()}, where a worker runs, has no folder {folder}"
                 return False, RunFailed(
-                    what, str(error), "Name files by absolute paths on a disk that all share, or by URLs."
+                    what, str(error), "Name files by absolute paths on a disk that all workers share, or by URLs."
                 )
     try:
         return _tried(work, item)

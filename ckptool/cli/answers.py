@@ -48,7 +48,7 @@ def answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer
     first = next(iter(signature_of(function).parameters))
     several = next((each.option.several for each in parameters_of(function) if each.name == first), False)
     files = given[first] if isinstance(given.get(first), list) and not several else None
-    work = partial(_answer, verb, function, given, "" if files is None else first, style)
+    work = partial(_answer, function, given, "" if files is None else first, style)
     is_output = writes(function) or (files is not None and any(map(given.get, ("out", "folder", "in_place"))))
     separate = declared.blank_between and not given.get("quiet") and not is_output
     if files is None or len(files) == 1:
@@ -115,9 +115,7 @@ def _named(function: Any, given: Arguments) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def _answer(
-    verb: str, function: Any, given: Arguments, first: str, style: Style | None, file: Any, **output: Any
-) -> Answer:
+def _answer(function: Any, given: Arguments, first: str, style: Style | None, file: Any, **output: Any) -> Answer:
     """The answer on one file, which is the function's first argument, or else among what was given.
 
     output: where a verb that writes many files writes this one.

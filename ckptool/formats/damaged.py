@@ -167,9 +167,10 @@ def with_whole_count(error: Truncated) -> Truncated:
         whole = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
         if walk.sizes:
             storages = counted(len(walk.sizes), "storage")
-            why = f"{error.why} {len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
+            found = f"{len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
+            why = f"{error.why} {found} Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
-            return Truncated(error.what, why, f"Save what is whole: {save}; or download or copy it again.")
+            return Truncated(error.what, why, f"Save what is whole: {save}")
     return error
 
 

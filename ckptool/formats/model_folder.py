@@ -180,7 +180,7 @@ def _companion(place: str, name: str) -> FileRange | str:
     folder, real = os.path.realpath(place), os.path.realpath(path)
     snapshots = os.path.dirname(folder)
     blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
-    if os.path.dirname(real) not in (folder, blobs) and not is_url(place):
+    if os.path.dirname(real) not in (folder, blobs):
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:

@@ -241,8 +241,9 @@ def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int)
         whole = sum(end <= size for _, end in ranges)
         raise Truncated(
             f"{source} ends {at - size:,} bytes short of the data that its header describes",
-            f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}.",
-            f"Save what is whole: {command('recover', source.file.path, out=OUT)}; or copy or download it again.",
+            f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}. "
+            "Copy or download it again if you can.",
+            f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
         )
     if at < size:
         what = f"{source} has {size - at:,} bytes after its last tensor"

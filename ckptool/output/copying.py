@@ -38,7 +38,7 @@ _CANNOT = {
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
     """Copies `length` bytes of `source` from `offset` to byte `at` of `fd`; `progress` gets each piece's size."""
-    done, in_kernel = 0, hasattr(os, "copy_file_range") and not source.far
+    done, in_kernel = 0, hasattr(os, "copy_file_range")
     while done < length:
         copied = 0
         if in_kernel:

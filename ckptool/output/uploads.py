@@ -51,8 +51,8 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
     replaced, or cannot be, `UsageError` for web servers, `FileProblem`.
     """
     if is_web(url := named_urls(url)):
-        fix = f"Write a file, then upload it: {arg(out=FILE)}; or write to s3://, gs://, hf://."
-        raise UsageError(f"cannot write {url}: a web server only hands out files", "Nothing was written.", fix)
+        fix = f"Write to s3://, gs:// or hf://, or write a file and upload it: {arg(out=FILE)}"
+        raise UsageError(f"cannot write {url}: a web server only serves files", "Nothing was written.", fix)
     with _problems(url):
         fs, place = file_system(url)
         kind = _kind(fs, place)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
 from textwrap import wrap
 from typing import Any
 
+from ckptool.commands import VERBS
 from ckptool.errors import CkptoolError, Command, escaped, in_python, printable
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_COMMAND = re.compile(r"ckptool [a-z-]+ ")
-_WORDS = re.compile(r" *(?:ckptool [a-z-]+ .*|[^ ]+)")
+_VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
+_COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
+_WORDS = re.compile(rf" *(?:{_COMMAND.pattern}.*|[^ ]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Style:
 
 
 PLAIN, PYTHON = Style(), Style(python=True)
+FIRST, LAST = 12, 20  # columns for the first and the last cell of a row, at least
 WIDEST = 72  # column: few very long cells stand out
 
 
@@ -120,8 +124,9 @@ def _marked(piece: str, style: Style) -> str:
 
 
 def _table(table: Table, style: Style) -> Iterator[str]:
-    """The rows as aligned lines, under the title. Where they are wider than the terminal: each row as its first cell,
-    and below it the others, which nothing cuts."""
+    """The rows as aligned lines, under the title. Where they are wider than the terminal, a long first cell has its own
+    line, and a long last one goes on below itself; if that is not enough, every row is its first cell, and below it the
+    others, which nothing cuts."""
     rows, right, left = table.cells()
     if not rows:
         return
@@ -129,8 +134,18 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
     every = [heads, *shown] if heads else shown
     widths = [min(max(map(len, column)), table.hang or WIDEST) for column in zip(*every, strict=True)]
+    last, other = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
+    room = (style.width or sys.maxsize) - other - last
+    if not table.hang and len(widths) > 2 and FIRST <= room < widths[0]:
+        widths[0] = max((len(cells[0]) for cells in every if len(cells[0]) <= room), default=0)
+        both = list[tuple[Sequence[str], list[str]]]()
+        for row, texts in zip(rows, shown, strict=True):
+            is_long = len(texts[0]) > widths[0]
+            both += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
+        rows, shown = [row for row, _ in both], [texts for _, texts in both]
+        every = [heads, *shown] if heads else shown
     signs = [f"{'>' if number in right else '<'}{width}" for number, width in enumerate(widths)]
-    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=True)] for row in every]
+    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=False)] for row in every]
 
     def joined(cells: Sequence[str]) -> str:
         return (indent + "  ".join(cells)).rstrip()
@@ -138,6 +153,8 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     head = joined(cells.pop(0)) if heads else ""
     aligned = list(map(joined, cells))
     is_wide = not table.hang and style.width is not None and max(map(len, (head, *aligned))) > style.width
+    begins = max(len(line) - len(texts[-1].rstrip()) for texts, line in zip(shown, aligned, strict=True))
+    is_wide = is_wide and begins > (style.width or 0) - last
     if title and not is_wide and head[: len(title)].isspace():
         yield style.bold(title) + style.dim(head[len(title) :])
     else:
@@ -153,7 +170,7 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         texts[-1] = texts[-1].rstrip()  # as the line is
         coloured = [_in_padding(*each, style) for each in zip(row, texts, own, strict=True)] if style.colour else own
         used = len(line) - len(texts[-1])
-        if table.hang and style.width is not None and len(line) > style.width and used <= style.width - 20:
+        if style.width is not None and len(line) > style.width and used <= style.width - last:
             first, *more = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
             mark = getattr(row[-1], "mark", "")
             yield joined([*coloured[:-1], _marked(Marked(first, mark), style)])

@@ -228,7 +228,8 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The entries that an output lacks. lines: those with tensors, and the others.  facts: their addresses and sums."""
+    """The entries that an output lacks. lines: those with tensors, and the others but for `_metadata`, which containers
+    of tensors never have.  facts: the addresses and sums of all."""
 
     lines: list[str]
     facts: dict[str, Any]
@@ -267,7 +268,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
     unexpected = dict.fromkeys(entry for entry, expected, _ in found if not expected)
     total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
     weighing = [f"{printable(name)} ({_sum(each)})" for name, each in sizes.items() if each]
-    plain = [printable(name) for name, each in sizes.items() if not each]
+    plain = [printable(name) for name, each in sizes.items() if not each and name.split("/")[-1] != "_metadata"]
     if not chosen and sum(wanted) > total:
         odd = listed([f"{name} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(

@@ -32,9 +32,10 @@ class Done(NamedTuple):
 
     def lines(self, number: int) -> Iterator[str]:
         """What it did; asked for when all is written, since only then values were read."""
-        words = [word if isinstance(word, Slot) else quoted(word) for word in self.step.command[1:-2]]
+        said = self.step.command[1:-2]
+        words = [word.removeprefix(FILE) if isinstance(word, Slot) else quoted(word) for word in said]
         code, summary = f" [{self.code}]" if self.code else "", f": {self.summary}" if self.summary else ""
-        yield f"{number}. {' '.join(words)}{code}{summary}"
+        yield f"{number}. {' '.join(filter(None, words))}{code}{summary}"
         yield from (f"   {line}" for line in lines_of(self.rows))
 
 

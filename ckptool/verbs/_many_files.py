@@ -115,7 +115,7 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs
     told = error.within(file)
     done = "None of the files was written; to write the others: --skip-refused."
     if number or jobs != 1:
-        others = "of the others, some may be done, too." if jobs != 1 else "the others were left as they are."
+        others = "some of the others may be done, too." if jobs != 1 else "the others were left as they were."
         done = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
     told.why = " ".join(part for part in (told.why, done) if part)
     return told

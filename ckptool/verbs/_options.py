@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint import workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
-from ckptool.checkpoint.workers import Progress
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
 from ckptool.formats.opening import CheckpointLike, PathLike, split
@@ -30,7 +29,7 @@ ChangedAt = Annotated[
     str | None,
     option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
-_PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Pays for many files."
+_PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Good for many files."
 Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: workers.checked_jobs(text))]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
@@ -48,7 +47,7 @@ IsPart = Annotated[
     bool,
     option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.", rare=True),
 ]
-Bar = Annotated[Progress | None, Watched("bar")]
+Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)

@@ -447,7 +447,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     memory = any(map(in_memory, inputs))
     if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
         what = f"{verb} cannot change {elsewhere} in place"
-        raise UsageError(what, "What is elsewhere can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
+        raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
         raise UsageError(

@@ -7,20 +7,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ckptool.analysis.browsing import Line, Plain, lines_of, lines_of_diff, tree_of
-from ckptool.analysis.inspect import STATISTICS, Listing, listing, with_statistics
-from ckptool.analysis.outline import Branch
+from ckptool.analysis.inspect import STATISTICS, Listing, TensorRow, listing, summary_of, with_statistics
+from ckptool.analysis.outline import DEEPEST, Branch
 from ckptool.analysis.statistics import values_of
-from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
-from ckptool.checkpoint import TensorEntry
+from ckptool.analysis.words import FEW, array_text, tensor_text, type_name, value_text
+from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import corners, to_numpy
+from ckptool.checkpoint.tree import Path
 from ckptool.commands import FILE, command, verb
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
@@ -29,17 +30,20 @@ from ckptool.formats.opening import Opened, open_file
 from ckptool.render.lines import error_text
 from ckptool.verbs._options import File
 
+if TYPE_CHECKING:
+    from ckptool.analysis.diff import Diff
+
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
 SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
 Piece = str | tuple[str, ...]  # a line of what is said, or its parts
 KEYS = """\
-↑ ↓  to another line      ← →  fold, unfold; Enter does both
-/    filter by a part of the name, or a pattern: *.bias, re:^h[.]0
-d    what differs in a second file
-Esc  back to everything
-s    statistics of a tensor that is too large to be read unasked
+↑ ↓  move      ← →  fold, unfold; Enter does both
+/    filter by part of a name, or by a pattern: *.bias, re:^h[.]0
+d    compare with a second file
+Esc  show everything again
+s    statistics of a tensor too large to be read unasked
 y    copy the address, quoted for a shell; it is printed at the end, too
-Tab  to the values and back, to scroll them"""
+Tab  move to the values, to scroll them, and back"""
 
 
 @verb(("ckptool browse model.pt", "arrows to move, / to filter, d to compare, q to quit; ? for all keys"))
@@ -51,7 +55,7 @@ def browse(file: File) -> Page:
     """
     if not all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
         name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else FILE
-        raise UsageError(f"browse needs a terminal; without one there is {command('inspect', name)}")
+        raise UsageError(f"browse needs a terminal; without one, use {command('inspect', name)}")
     if find_spec("textual") is None:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
@@ -60,6 +64,70 @@ def browse(file: File) -> Page:
     if app.return_code == 130:
         raise KeyboardInterrupt
     return Page("\n".join(app.copied))
+
+
+# Its lines ------------------------------------------------------------------------------------------------------------
+
+
+class Plain(NamedTuple):
+    """A value that stands in the place of a tensor in a line."""
+
+    value: Any
+    dtype: None = None
+    shape: None = None
+    location: str = "cpu"
+    nbytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        return type_name(self.value)
+
+
+@dataclass(slots=True, eq=False)
+class Line(TensorRow):
+    """A tensor or plain value of the tree.  change, colour: what became of it in another file."""
+
+    change: str = ""
+    colour: str = ""
+
+
+def lines_of(found: Listing) -> list[Line]:
+    """Every tensor, then every value, but what an object is made of."""
+    lines, above = [Line(row.path, row.tensor, row.storage) for row in found.tensors], None
+    for row in found.entries:
+        if not row.repeated and (above is None or row.path[: len(above)] != above):
+            lines.append(_line(row.path, row.value))
+            above = row.path
+    return lines
+
+
+def lines_of_diff(diff: Diff, base: Path) -> list[Line]:
+    """What differs, at its place in the first file, of which the part at `base` was compared."""
+    from ckptool.analysis.diff import aspect_rows, entry_rows
+
+    told = {name: text for rows in (aspect_rows(diff), entry_rows(diff)) for name, text in rows}
+    found: list[tuple[Path, Any, str, str]] = []
+    for each in diff.changed:
+        words, values = [told.get(each.address, "")], each.values
+        if values is not None:
+            words.insert(0, f"{values.changed:,} of {values.total:,} changed, max |a-b| {number(values.max_abs)}")
+        found.append((each.path, each.left, ", ".join(filter(None, words)) or "differs", "yellow"))
+    found += [(each.path, each.node, "only here", "red") for each in diff.only_left]
+    found += [(each.path, each.node, "only in the other", "green") for each in diff.only_right]
+    return [_line(base + path, node, *words) for path, node, *words in found]
+
+
+def _line(path: Path, node: Any, *words: str) -> Line:
+    tensor: Any = node if isinstance(node, (TensorEntry, Composite)) else Plain(node)
+    return Line(path, tensor, id(node.storage) if isinstance(node, TensorEntry) else None, None, *words)
+
+
+def tree_of(lines: Sequence[Line], label: str) -> Branch:
+    """The lines as a tree by the slashes and dots of their addresses."""
+    items = [(line.address.replace("/", ".").split(".", DEEPEST), row, line.address) for row, line in enumerate(lines)]
+    root: Any = None  # of no part of the file
+    part = summary_of(root, lines)
+    return Branch(part, items, 0, label, 1, part.bytes)
 
 
 # What is said of a branch ---------------------------------------------------------------------------------------------
@@ -114,7 +182,7 @@ def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
     if not entry.numel or entry.dtype.numpy is None:
         return
     if entry.nbytes > most:
-        yield (dim(f"s reads all {size(entry.nbytes)} for statistics and a histogram"),)
+        yield (dim(f"press s to read all {size(entry.nbytes)}: statistics and a histogram"),)
     else:
         found, picture, _ = values_of(entry, 0, 1 << 14)
         numbers = [(name, getattr(found, name)) for name in STATISTICS[1:]]
@@ -297,7 +365,7 @@ def browser(opened: Opened) -> Any:
         def action_ask(self, what: str) -> None:
             self.asked, self.field.display = what, True
             self.field.value = self.pattern if what == "filter" else ""
-            self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "the file to compare with"
+            self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "file to compare with"
             folder = os.path.dirname(self.found.file)
             names = names_in(folder or ".") if what == "other" and os.path.isdir(folder or ".") else []
             self.field.suggester = SuggestFromList([os.path.join(folder, name) for name in names])

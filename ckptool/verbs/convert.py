@@ -257,7 +257,7 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     if 0 < len(patterns) <= MANY_LOST:
         fix = f"Leave them out first: {command('edit', path, drop=patterns, out=OUT)}"
     refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
-    lines = [f"converted {place or 'the top'}: {word}" for place, word in plain.converted]
+    lines = [f"converted {place or 'the whole file'}: {word}" for place, word in plain.converted]
     lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
     return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in transient(part.tree)]
 

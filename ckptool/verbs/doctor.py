@@ -32,9 +32,9 @@ def doctor(
     out: Out = None,
     *,
     fix: Annotated[
-        bool, option("--fix", "Do all that is printed, in one pass, and write weights that load; -n shows the steps.")
+        bool, option("--fix", "Apply all fixes in one pass, and write weights that load; -n only shows the steps.")
     ] = False,
-    dtype: Annotated[object, option("--dtype DTYPE", "With --fix: cast them too; bf16 is half the size.")] = None,
+    dtype: Annotated[object, option("--dtype DTYPE", "With --fix: cast them, too; bf16 halves the size.")] = None,
     against: Annotated[CheckpointLike | None, AGAINST] = None,
     error: Annotated[
         str | None,

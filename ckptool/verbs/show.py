@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -16,14 +17,15 @@ from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.numpy_arrays import Array, array_entry
 from ckptool.checkpoint.strided import corners, to_numpy
-from ckptool.checkpoint.tree import address, find, segment_text, walk
+from ckptool.checkpoint.tree import Path, address, children, find, segment_text, walk
 from ckptool.commands import arg, command, option, verb
-from ckptool.errors import UsageError, counted
+from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
 from ckptool.formats.opening import open_file
 from ckptool.verbs._options import At, File
 
 LINES = 1_000
+ALIKE, FEWEST = 3, 8  # entries for a parameter, items of a list
 WIDEST = 10_000  # characters of one value below the one that is shown
 _TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
 _SPAN = re.compile(r" *([0-9]{0,18}) *: *([0-9]{0,18}) *")
@@ -79,7 +81,7 @@ class Shown(Report):
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
             lines = _lines_of(self.entry, None if all else LINES)
-            yield from lines if all or self.whole is None else _outlined(list(lines), self.whole, self)
+            yield from lines if all else _outlined(list(lines), self.whole, self)
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -90,20 +92,20 @@ class Shown(Report):
         yield Verbatim(array_text(self.corners if self.truncated else self.values, width, self.truncated))
 
 
-def _outlined(lines: list[str], whole: Checkpoint, shown: Shown) -> Iterator[Any]:
-    """The lines of an entry; of sets of weights, whose names nobody reads one by one, an outline."""
-    outline = listing(whole, shown.address) if len(lines) > SCREEN else None
+def _outlined(lines: list[str], whole: Checkpoint | None, shown: Shown) -> Iterator[Any]:
+    """The lines of an entry; of more than a screen, an outline of sets of weights, and the state of few parameters."""
+    outline = listing(whole, shown.address) if whole is not None and len(lines) > SCREEN else None
     if outline is None or not any(part.root.is_model for part in outline.parts):
-        yield from lines
+        yield from _lines_of(shown.entry, LINES, alike=ALIKE) if len(lines) > SCREEN else lines
         return
     yield from (*replace(outline, notes=()).told(), "")
     first = command("show", f"{shown.file}#{outline.tensors[0].address}")
     yield f"values: {first}; every entry: {arg(all=True)}"
 
 
-def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
+def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterator[str]:
     """A plain value, with everything below it; unless everything is wanted, as many lines, and only the size of a text
-    of many lines."""
+    of many lines.  alike: of more siblings that have tensors, as an optimizer has for its parameters, so many."""
     from ckptool.pickles.plain import plain
 
     value = plain(value)
@@ -116,17 +118,30 @@ def _lines_of(value: Any, limit: int | None) -> Iterator[str]:
             left = value.size - len(items)
             yield ", ".join(value_text(item, None) for item in items) + (f" and {left:,} more" if left else "")
         return
-    flat: tuple[Any, ...] | None = None  # where what stands in one line is
-    for count, (path, node) in enumerate(walk(value)):
-        if limit is not None and count > limit:
+    flat: Path | None = None  # where what stands in one line is, or is left out
+    count, lengths, seen = 0, dict[int, int](), Counter[Path]()
+    for path, node in walk(value):
+        if flat is not None and path[: len(flat)] == flat:
+            continue
+        count += 1
+        if limit is not None and count > limit + 1:
             yield f"… and more ({arg(all=True)})"
             return
-        if not path or (flat is not None and path[: len(flat)] == flat):
+        lengths[len(path)] = len(node) if isinstance(node, (dict, list, tuple)) else 0
+        if not path:
             continue
-        is_short = isinstance(node, (list, tuple)) and len(node) <= 8
+        if alike and any(isinstance(each, TensorEntry) for _, each in children(node)):
+            flat = path[:-1]
+            seen[flat] += 1
+            if seen[flat] > alike:
+                yield f"{'  ' * len(flat)}… {lengths[len(flat)] - alike:,} more ({arg(all=True)})"
+                continue
+        is_short = isinstance(node, (list, tuple)) and (len(node) <= FEWEST or alike)
         flat = path if is_short and all(isinstance(each, (str, int, float, type(None))) for each in node) else None
         label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
-        if isinstance(node, (dict, list, tuple)) and node and flat is None:
+        if flat is not None and len(node) > FEWEST:
+            yield f"{label}: {listed([value_text(each, 40) for each in node], FEWEST)}"
+        elif isinstance(node, (dict, list, tuple)) and node and flat is None:
             yield f"{label}:"
         elif isinstance(node, str) and limit is not None and node.count("\n") > 3:
             yield f"{label}: a text of {counted(node.count(chr(10)), 'line')}"

@@ -162,8 +162,8 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "busy": (ALWAYS("busy"), FileProblem, "503 Service Unavailable"),
     "cut": (ALWAYS("cut"), FileProblem, "cut short"),
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
-    "without ranges": (ALWAYS("ignore"), Unsupported, "does not serve parts"),
-    "without ranges later": (["", "ignore"], Unsupported, "does not serve parts"),
+    "without ranges": (ALWAYS("ignore"), Unsupported, "does not support range requests"),
+    "without ranges later": (["", "ignore"], Unsupported, "does not support range requests"),
     "changed": (["", "change"], FileChanged, "changed while"),
     "denied": (["deny"], NoPermission, "403"),
 }
@@ -193,7 +193,10 @@ LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000),
 def test_headers_that_make_no_sense_are_refused(files: Path, header: str) -> None:
     for value in LIES[header]:
         liar = type("Liar", (RangeHandler,), {"more": {header: value}})
-        with RangeServer(files, handler=liar) as server, pytest.raises(Unsupported, match="does not serve parts"):
+        with (
+            RangeServer(files, handler=liar) as server,
+            pytest.raises(Unsupported, match="does not support range requests"),
+        ):
             ckptool.inspect(f"{server.url}model.pt")
 
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(run: Run, tmp
     (tmp_path / "in.pt").write_bytes(CASES["strip, new"].files()["in.pt"])
     fsspec.filesystem("memory").pipe("/full/of.pt", b"")
     for out, said in {
-        "https://host/a.pt": "a web server only hands out files",
+        "https://host/a.pt": "a web server only serves files",
         "memory://full": "it is a folder",
         "memory://new/": "it is a folder",
         "memory://full/of.pt": "exists already",

@@ -9,10 +9,10 @@ from ckptool.analysis.outline import like_others
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
-from ckptool.errors import quoted
+from ckptool.errors import NotACheckpoint, quoted
 from ckptool.facts import Note, Table, dim
 from ckptool.pickles.plain import to_json
-from ckptool.render.lines import Style, lines
+from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.verbs._save import Written
 
@@ -111,3 +111,21 @@ def test_python_reads_arguments_where_a_shell_reads_options() -> None:
     report = Written("cast", "a.pt", "b.pt", "torch-zip", "new file", 1, 1, "done", notes=(note,))
     assert "large: there is more: dry_run=True" in str(report) and "more: -n\n" in report_text(report)
     assert report.to_dict()["notes"][0]["message"] == "there is more: -n"
+
+
+def test_a_table_wider_than_the_terminal_keeps_its_columns() -> None:
+    rows = [(name, "good", "1.2 kB", "model weights, optimizer state") for name in ("a.pt", "checkpoints/step-1.pt")]
+    shown = list(lines([Table(rows, heads=("file", "state", "size", "what"), indent=0)], Style(width=50)))
+    assert max(map(len, shown)) <= 50 and "checkpoints/step-1.pt" in shown
+    starts = {line.index("good") for line in shown if "good" in line}
+    assert starts == {shown[0].index("state")} and sum("model weights" in line for line in shown) == 2
+
+
+def test_only_commands_stay_whole() -> None:
+    """A sentence that begins with ckptool is wrapped; what is typed is not."""
+    typed = "ckptool convert checkpoints/first.pt -o second.safetensors"
+    error = NotACheckpoint(
+        "x", "ckptool looked for an index of shards and files like model.safetensors", f"Do: {typed}"
+    )
+    shown = error_text(error, Style(width=40)).split("\n")
+    assert [line.strip() for line in shown if len(line) > 40] == [typed]

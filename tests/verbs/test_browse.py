@@ -119,7 +119,7 @@ def test_values_of_large_tensors_are_read_at_their_corners_alone(tmp_path: Path)
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 4 * shape[0] * shape[1])
     (said,) = walked(tmp_path / "big.safetensors", "<down>", told)
-    assert "s reads all 8.00 GB" in said and "[[0., 0., 0., ..., 0., 0., 0.]," in said
+    assert "s to read all 8.00 GB" in said and "[[0., 0., 0., ..., 0., 0., 0.]," in said
 
 
 @pytest.mark.long  # a whole program runs in it, several times
@@ -181,7 +181,7 @@ def test_the_screen_holds_names_sizes_and_values(size: tuple[int, int], training
     start, end = walked(training, screen, "<question_mark>", screen, size=size)
     assert len(start) == size[1] and max(map(len, start)) <= size[0]
     assert re.search(r"▼ training.pt +\d+ tensors +[\d.]+ kB", start[0]) and start[-1].startswith(" / Filter  d Diff")
-    assert any("filter by a part of the name" in row for row in end)
+    assert any("filter by part of a name" in row for row in end)
     for row in start[1:4]:
         assert re.search(r"(├─|└─) [▶▼ ]?.* [\d.]+ k?B\b", row), row
 
@@ -218,7 +218,7 @@ def test_behind_a_url_only_what_the_cursor_is_on_is_read(tmp_path: Path) -> None
     with RangeServer(tmp_path) as server:
         sent: Callable[[Any], int] = lambda app: server.sent["m.pt"]  # noqa: E731
         opened, said, read, asked = walked(f"{server.url}m.pt", sent, "<down down>", told, sent, "s", told)
-    assert "s reads all 2.00 MB" in said and "min 1  max 5e+05  mean 2.5e+05" in asked
+    assert "s to read all 2.00 MB" in said and "min 1  max 5e+05  mean 2.5e+05" in asked
     assert opened < 300_000 and read < 700_000
 
 
@@ -228,7 +228,7 @@ def test_behind_a_url_only_what_the_cursor_is_on_is_read(tmp_path: Path) -> None
 def test_without_a_terminal_or_textual_it_is_refused(training: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = subprocess.run([programs() / "ckptool", "browse", training], capture_output=True, text=True, check=False)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
-    assert f"without one there is ckptool inspect {training}" in ran.stderr
+    assert f"without one, use ckptool inspect {training}" in ran.stderr
     with pytest.raises(UsageError, match=r"ckptool\.inspect\("):
         ckptool.browse(training)
     terminal = type("Terminal", (), {"isatty": lambda self: True})()

@@ -242,3 +242,9 @@ def test_a_part_says_where_it_lies_in_its_file(tmp_path: Path) -> None:
     assert bases(bare, nested) == ((), ("a", "net"))
     assert bases(f"{nested}#a/net", bare) == (("a", "net"), ())
     assert bases(whole, whole) == ((), ())
+
+
+def test_two_parts_of_one_file_are_told_apart(tmp_path: Path) -> None:
+    path = saved({"a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1)}}, tmp_path / "in.pt")
+    found = ckptool.diff(f"{path}#a", f"{path}#b")
+    assert (found.left, found.right) == (f"{path}#a", f"{path}#b") and f"only in {path}#b" in str(found)

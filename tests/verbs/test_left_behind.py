@@ -98,3 +98,9 @@ def test_a_program_with_its_weights_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"attributes \(2 tensors"):
         ckptool.convert(tmp_path / "packed.pt", tmp_path / "out.safetensors")
     ckptool.convert(f"{tmp_path}/packed.pt#state_dict", tmp_path / "out.safetensors")
+
+
+def test_safetensors_never_has_the_versions_of_modules_and_says_nothing_of_it(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(1, 1).state_dict(), tmp_path / "in.pt")
+    done = ckptool.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    assert "left out" not in str(done) and done.to_dict()["facts"]["left_behind"] == ["_metadata"]

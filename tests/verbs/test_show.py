@@ -112,3 +112,17 @@ def test_other_entries(file: Path) -> None:
             ckptool.show(f"{file}#{place}", slice="0:1")
     with pytest.raises(UsageError, match="there is no x in model"):
         ckptool.show(f"{file}#model/x")
+
+
+def test_of_an_optimizer_the_first_parameters_and_the_settings(tmp_path: Path) -> None:
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(60)]
+    optimizer = torch.optim.Adam(weights)
+    sum(map(torch.sum, weights)).backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    shown = ckptool.show(tmp_path / "a.pt", at="optimizer")
+    told = str(shown).split("\n")
+    assert len(told) < 40 and "  … 57 more (all=True)" in told and "    lr: 0.001" in told
+    assert "    params: 0, 1, 2, 3, 4, 5, 6, 7 and 52 more" in told
+    whole = report_text(shown, all=True)
+    assert "  59:\n" in whole and "      59: 59\n" in whole
