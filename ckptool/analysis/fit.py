@@ -70,7 +70,7 @@ def of_layout(
     root = chosen or (candidates[0] if candidates else None)
     if root is None:
         if not unnamed and not any(note.code == "numpy-weights" for note in found.notes):
-            kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)])
+            kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)]) or "nothing at all"
             yield finding("no-weights", kinds="one tensor" if isinstance(found.tree, Tensor) else kinds)
         return
     if root.path:

@@ -82,7 +82,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
         fs, path = url_to_fs(given_url(url), **(_of_web() if is_web(url) else {}))
     except ImportError as error:
-        found = re.search(r"[Ii]nstall (\w+)", str(error))  # as fsspec says it
+        found = re.search(r"""(?:[Ii]nstall (?:the )?|requires ['"])([\w-]+)""", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
         package = found[1] if found else "'ckptool[remote]'"
         raise MissingExtra(what, str(error), f"pip install {package}") from error
@@ -218,6 +218,8 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (408, 425, 429) or status >= 500:
                 raise _Again(f"the server says {said}")
             raise FileProblem(f"cannot read {url}: the server says {said}")
+    except ValueError as error:  # of the URL, or of one that it is redirected to
+        raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
     except TooManyRedirects as error:
         raise FileProblem(f"cannot read {url}: its server sends one from redirect to redirect") from error
     except ClientPayloadError as error:
@@ -450,7 +452,8 @@ def _listing(folder: str) -> _Listing:
     for row in _tried(url, partial(_asked, url, fs.ls, path, detail=True)):
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
         if re.fullmatch(r"[^/?#]+/?", name) and row["name"].strip("/") != path.strip("/"):  # not what sorts a page
-            found[unquote(name.rstrip("/")) if is_web(url) else name] = row["type"] == "directory"
+            plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
+            found[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
     if len(found) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
     return found

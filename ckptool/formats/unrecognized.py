@@ -82,7 +82,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         ls, scan = other_program("ls", source.path), command("scan", source.path)
-        fix = f"Name the file: {ls}; or see what is there: {scan}"
+        fix = f"Name a file in it; to see which there are: {scan}"
+        fix = fix if source.far else f"Name the file: {ls}; or see what is there: {scan}"
         return NoCheckpointInside(
             f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix
         )

@@ -12,9 +12,10 @@ from ckptool.analysis.fixes import Fix
 from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, as_argument, called, command
-from ckptool.errors import CkptoolError, Unsupported, counted, quoted
+from ckptool.errors import CkptoolError, Unsupported, UsageError, counted, quoted
 from ckptool.formats import for_output, marks, named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
+from ckptool.formats.parts import CODE as PART
 from ckptool.verbs._diagnosis import of_opened, of_unopened
 from ckptool.verbs._save import Change, Row, Written, lines_of
 
@@ -87,7 +88,10 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
         last.append(command("convert", FILE / place, out=OUT))
     last += [command("cast", FILE, dtype=str(given["dtype"]), out=OUT)] if given["dtype"] is not None else []
     for line in last:
-        do(Fix(line, place or "", line, ""), "", container.name)
+        try:
+            do(Fix(line, place or "", line, ""), "", container.name)
+        except UsageError as error:  # of a verb whose options these are not
+            raise (_refusal(seen, path, in_place) if found.findings else error) from error
     if last or container.name != current.container:
         current = _as_it_reads(current, container.name)
         found = of_opened(Opened(current, place, change.path or path), target)
@@ -144,7 +148,8 @@ def _as_it_reads(made: Checkpoint, container: str) -> Checkpoint:
     tensors_only = made.tensors_only and named(container).tensors_only
     kept = made.metadata if container == made.container else (marks.PICKLE, marks.RECOVERED)
     metadata = {key: value for key, value in made.metadata.items() if key in kept}
-    return replace(made, container=container, metadata=metadata, notes=(), tensors_only=tensors_only)
+    notes = tuple(note for note in made.notes if note.code == PART)  # it is no less of one
+    return replace(made, container=container, metadata=metadata, notes=notes, tensors_only=tensors_only)
 
 
 def _choices(seen: Sequence[Diagnosis], path: str) -> Iterator[Note]:
@@ -159,14 +164,15 @@ def _choices(seen: Sequence[Diagnosis], path: str) -> Iterator[Note]:
 
 def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = "") -> Unsupported:
     """What is wrong and not mended, in doctor's words, of the file itself where it says so of that."""
-    wrong = [each for each in seen[-1].findings if each.blocks] or list(seen[-1].findings)
+    wrong = sorted(seen[-1].findings, key=lambda each: (each.code != PART, not each.blocks))
     found = next((each for each in seen[0].findings if each.code == wrong[0].code), None)
     first, whose = found or replace(wrong[0], commands=()), path or "the checkpoint"
     whose = whose if found else f"{whose}, fixed"  # its file is not there
-    what = first.what if path and path in first.what else f"{whose}: {first.what}"
-    way = "; then ".join(first.fixes) or first.advice
+    what = first.what if path and f" {path}" in f" {first.what}" else f"{whose}: {first.what}"
+    advice = first.advice
     for step in (step for each in seen for finding in each.findings for step in finding.steps):
-        way = way.replace(step.out, as_argument(path) or FILE)  # a file that was never written
+        advice = advice.replace(step.out, as_argument(path) or FILE)  # a file that was never written
+    way = "; then ".join(first.fixes) or advice
     way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
     refused = Unsupported(what, f"{why}Nothing was written.", way)
     refused.code = first.code

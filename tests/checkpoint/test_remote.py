@@ -18,7 +18,16 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint import remote
-from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, NoPermission, Unsupported
+from ckptool.errors import (
+    CkptoolError,
+    FileChanged,
+    FileMissing,
+    FileProblem,
+    MissingExtra,
+    NoPermission,
+    Unsupported,
+    UsageError,
+)
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
@@ -195,6 +204,28 @@ def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", {"long": "x" * (remote.KEPT + remote.END)})
     with RangeServer(tmp_path) as server:
         assert ckptool.load(f"{server.url}m.safetensors")["a"].equal(torch.ones(3))
+
+
+def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
+    names = ("a#b.pt", "a?b.pt", "a%b.pt", "a\nb.pt", "a b.pt", "ä.pt")
+    for value, name in enumerate(names):
+        torch.save({f"w{value}": torch.ones(1)}, tmp_path / name)
+    with RangeServer(tmp_path) as server:
+        found = {each.path for each in ckptool.scan(server.url).files if each.is_good}
+        assert {key for url in found for key in ckptool.load(url)} == {f"w{value}" for value in range(len(names))}
+        assert {f"{server.url}a b.pt", f"{server.url}ä.pt"} < found
+
+
+@pytest.mark.parametrize("url", ["https:///x.pt", "http://[::1/x.pt", "http://127.0.0.1:99999/x.pt"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="cannot use http"):
+        ckptool.inspect(url)
+
+
+@pytest.mark.parametrize(("url", "package"), [("smb://h/x.pt", "smbprotocol"), ("oss://b/x.pt", "ossfs")])
+def test_the_package_that_is_missing_is_named(url: str, package: str) -> None:
+    with pytest.raises(MissingExtra, match=f"pip install {package}"):
+        ckptool.inspect(url)
 
 
 def test_what_is_not_there_is_not_found(files: Path) -> None:

@@ -166,6 +166,27 @@ def test_what_needs_another_file_is_refused_in_place(faults: tuple[str, ...], tm
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("more", [{}, {"dtype": "bf16"}])
+def test_a_shard_is_not_taken_for_a_whole(suffix: str, more: dict[str, str], tmp_path: Path) -> None:
+    ckptool.convert(lab.state(), tmp_path / "hub", shard_size="100B", container="sharded")
+    shard = next((tmp_path / "hub").glob("*-00001-of-*.safetensors"))
+    with pytest.raises(CkptoolError, match="shard 1 of"):
+        ckptool.doctor(shard, tmp_path / f"out{suffix}", fix=True, **more)
+    assert not (tmp_path / f"out{suffix}").exists()
+
+
+def test_a_refusal_has_the_same_words_for_each_container(tmp_path: Path, run: Run) -> None:
+    torch.save({}, tmp_path / "in.pt")
+    safetensors.torch.save_file({"w": torch.ones(9)}, tmp_path / "cut.safetensors")
+    os.truncate(tmp_path / "cut.safetensors", 100)
+    for name in ("in.pt", "cut.safetensors"):
+        said = {
+            run("doctor", tmp_path / name, "--fix", "-o", tmp_path / f"o{end}").err for end in (".pt", ".safetensors")
+        }
+        assert len(said) == 1 and "--at" not in (text := said.pop()) and f"-o {tmp_path / name}" not in text
+
+
 def test_texts_of_another_container_are_not_taken_along(tmp_path: Path) -> None:
     file, out = tmp_path / "in.pt", tmp_path / "out.safetensors"
     model = faulty(("whole", "legacy", "nested"), file)  # with the source of its classes, as torch kept it then
