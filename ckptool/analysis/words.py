@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.strided import EDGE
 from ckptool.checkpoint.tree import Path, segment_text
 from ckptool.errors import printable
 from ckptool.facts import Unit
@@ -45,6 +44,8 @@ def value_text(value: Any, width: int | None = 60) -> str:
 def array_text(values: Any, width: int | None, is_cut: bool) -> str:
     """An array as numpy prints it.  is_cut: it is the corners of a larger one."""
     import numpy
+
+    from ckptool.checkpoint.strided import EDGE
 
     limit, edge = 0 if is_cut else values.size + 1, EDGE if values.ndim <= 2 else 2
     return numpy.array2string(values, threshold=limit, edgeitems=edge, max_line_width=width or 120, separator=", ")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -286,7 +285,7 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
         except OSError as error:
             if not all(os.path.isabs(path) or "://" in path for path in (item if isinstance(item, tuple) else [item])):
                 _before.pop()
-                what = f"{socket.gethostname()}, where a worker runs, has no folder {folder}"
+                what = f"{os.uname().nodename}, where a worker runs, has no folder {folder}"
                 return False, RunFailed(
                     what, str(error), "Name files by absolute paths on a disk that all workers share, or by URLs."
                 )
