@@ -61,7 +61,12 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
 
     def do(step: Fix, code: str, container: str) -> None:
         nonlocal current, place
-        if (made := _applied(step, current, file, given, container)) is None:
+        try:
+            made = _applied(step, current, file, given, container)
+        except CkptoolError as error:  # of a verb that was not told what the file is called
+            error.fill({FILE: as_argument(path)} if path else {})
+            raise error.within(path) from error.__cause__
+        if made is None:
             raise _refusal(seen, path, in_place, "A part of it is lost. ")
         done.append(Done(step, code, *made.kept.get("done", ("", (), {}))))
         current = _as_it_reads(made, container)

@@ -187,6 +187,13 @@ def test_a_refusal_has_the_same_words_for_each_container(tmp_path: Path, run: Ru
         assert len(said) == 1 and "--at" not in (text := said.pop()) and f"-o {tmp_path / name}" not in text
 
 
+def test_what_a_step_refuses_is_said_of_the_file(tmp_path: Path) -> None:
+    torch.save({"module.w": torch.ones(2), "_orig_mod.module.w": torch.zeros(2)}, tmp_path / "in.pt")
+    with pytest.raises(CkptoolError, match=r"in\.pt: keys of the file would collide") as caught:
+        ckptool.doctor(tmp_path / "in.pt", tmp_path / "out.pt", fix=True)
+    assert "FILE" not in str(caught.value)
+
+
 def test_texts_of_another_container_are_not_taken_along(tmp_path: Path) -> None:
     file, out = tmp_path / "in.pt", tmp_path / "out.safetensors"
     model = faulty(("whole", "legacy", "nested"), file)  # with the source of its classes, as torch kept it then
