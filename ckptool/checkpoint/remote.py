@@ -448,10 +448,10 @@ def _listing(folder: str) -> _Listing:
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
-    found = _Listing()
+    found, usual = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
     for row in _tried(url, partial(_asked, url, fs.ls, path, detail=True)):
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
-        if re.fullmatch(r"[^/?#]+/?", name) and row["name"].strip("/") != path.strip("/"):  # not what sorts a page
+        if re.fullmatch(usual, name) and row["name"].strip("/") != path.strip("/"):
             plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
             found[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
     if len(found) > MAX_FILES:

@@ -216,6 +216,15 @@ def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
         assert {f"{server.url}a b.pt", f"{server.url}ä.pt"} < found
 
 
+def test_a_store_may_have_names_with_a_hash(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "m.pt")
+    fsspec.filesystem("memory").pipe("/hash/a#b.pt", (tmp_path / "m.pt").read_bytes())
+    (found,) = ckptool.scan("memory://hash/").files
+    assert found.is_good and found.path == "memory://hash/a#b.pt"
+    with pytest.raises(UsageError, match="begins an address"):
+        ckptool.convert(tmp_path / "m.pt", "memory://hash/c#d.pt")
+
+
 @pytest.mark.parametrize("url", ["https:///x.pt", "http://[::1/x.pt", "http://127.0.0.1:99999/x.pt"])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="cannot use http"):
