@@ -70,7 +70,7 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
         raise FileProblem(
             f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}",
             "Whoever reads the file finds its old state or the new one, whole; the rest of the other may be behind it.",
-            f"Look at it: {command('inspect', path)}. The next in-place edit clears it.",
+            f"The next in-place edit clears it. Look at it: {command('inspect', path)}",
         ) from error
 
 

@@ -41,7 +41,7 @@ def digits() -> Arrays:
         raise UsageError(
             "data: digits come with scikit-learn, which is not installed",
             "",
-            f"pip install 'ckptool[examples]'; or other data: {arg(set='data.name=blobs')}",
+            f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'",
         ) from None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16

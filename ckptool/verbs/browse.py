@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which give the terminal back first
 SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
 Piece = str | tuple[str, ...]  # a line of what is said, or its parts
 KEYS = """\
@@ -60,9 +63,16 @@ def browse(file: File) -> Page:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
     gc.enable()  # it may live long
-    app.run()
-    if app.return_code == 130:
-        raise KeyboardInterrupt
+    handlers = {end: signal.getsignal(end) for end in ENDS}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # until the app takes them: on their way they would be lost in it
+    try:
+        app.run()
+    finally:
+        for end, handler in handlers.items():
+            signal.signal(end, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+    if app.return_code > 128:
+        signal.raise_signal(app.return_code - 128)
     return Page("\n".join(app.copied))
 
 
@@ -309,6 +319,9 @@ def browser(opened: Opened) -> Any:
             yield Footer()
 
         def on_mount(self) -> None:
+            for end in ENDS:
+                asyncio.get_running_loop().add_signal_handler(end, self.exit, None, 128 + end)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
             self.call_after_refresh(self.show)
 
         def on_resize(self, event: Any) -> None:

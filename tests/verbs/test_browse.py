@@ -6,6 +6,7 @@ import asyncio
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -239,8 +240,16 @@ def test_without_a_terminal_or_textual_it_is_refused(training: Path, run: Run, m
         ckptool.browse(training)
 
 
-@pytest.mark.parametrize(("keys", "code", "last"), [("yq", 0, "training.pt"), ("\x03", 130, "interrupted")])
-def test_the_terminal_is_given_back(keys: str, code: int, last: str, training: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "code", "last"),
+    [
+        ("yq", 0, "training.pt"),
+        ("\x03", 130, "interrupted"),
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, ""),
+    ],
+)
+def test_the_terminal_is_given_back(keys: str | int, code: int, last: str, training: Path) -> None:
     child, terminal = pty.fork()
     if not child:
         os.environ["TERM"] = "xterm-256color"
@@ -252,7 +261,8 @@ def test_the_terminal_is_given_back(keys: str, code: int, last: str, training: P
         except OSError:  # its last user is gone
             break
         if not typed and "Filter" in shown and "training" in shown:
-            typed = bool(os.write(terminal, keys.encode()))
+            typed = True
+            os.write(terminal, keys.encode()) if isinstance(keys, str) else os.kill(child, keys)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     after = shown.rpartition("\x1b[?1049l")[2]  # the screen from before
     assert "\x1b[?1049h" in shown and last in after and "Traceback" not in shown

@@ -258,7 +258,8 @@ def test_many_files_go_into_a_folder(tmp_path: Path, run: Run, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     for number, faults in enumerate(combinations(("module.", "cuda:3", "nested"), 2)):
         faulty(faults, Path(f"{number}.pt"))
-    assert run("doctor", "0.pt", "1.pt", "2.pt", "--fix", "-d", "ready").code == 0
+    done = run("doctor", "0.pt", "1.pt", "2.pt", "--fix", "-d", "ready")
+    assert done.code == 0 and "1. strip-module [prefix-module]:" in done.out and "FILE" not in done.out, done.out
     for name in os.listdir("ready"):
         lab.model().load_state_dict(torch.load(f"ready/{name}"))
     assert sorted(os.listdir("ready")) == ["0.pt", "1.pt", "2.pt"]
