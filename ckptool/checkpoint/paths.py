@@ -27,12 +27,13 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:///*[^/]")
 
 
 def is_url(path: object) -> bool:
     """True for the path of what is elsewhere: `hf://org/repo/file`, `https://…`."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    return isinstance(name, str) and "://" in name and _ADDRESS.match(name) is not None
+    return isinstance(name, str) and "://" in name and _URL.match(name) is not None
 
 
 def may_exist(path: str | os.PathLike[str]) -> bool:
@@ -57,6 +58,10 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if is_url(name):
         what, why = (f"{name} is not on this machine", "It is written to bit by bit, which takes a local folder.")
         return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
+    if not name[found.end() :].strip("/"):
+        return FileProblem(
+            f"{name} names no file", "The file stands after the slashes: hf://org/repo/model.safetensors"
+        )
     what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."
     return FileMissing(what, why, f"Name it as {found[1]}://{name[found.end() :]}").about(errno.ENOENT, name)
 

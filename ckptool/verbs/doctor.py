@@ -58,6 +58,9 @@ def doctor(
 
     path = shown(file) if isinstance(file, (str, os.PathLike)) else ""
     if error is not None:
+        if fix:
+            what = f"doctor was given both {arg('error')} and {arg('fix')}"
+            raise UsageError(what, "A message names no values to write.", "Give the file alone.")
         devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):
             tags = [row.tensor.location for row in listing(open_file(file).taken).tensors] if file else None

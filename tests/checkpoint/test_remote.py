@@ -322,3 +322,9 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
     for command in (*reads, "strip-module {0} -o o.pt", "strip-module dp.pt -o {0}", "convert dp.pt -d {0} --to npz"):
         ran = run(*shlex.split(command.replace("{0}", url)))
         assert ran.code == 2 and f"pip install {package}" in ran.out + ran.err, (command, ran)
+
+
+@pytest.mark.parametrize("url", ["http://", "s3:///", "hf://"])
+def test_a_url_that_names_nothing_is_told_so(url: str, at: Path, run: Run) -> None:
+    for command in (f"inspect {url}", f"strip-module dp.pt -o {url}", f"diff dp.pt {url}"):
+        assert "names no file" in run(*command.split()).err, command

@@ -279,3 +279,10 @@ def test_in_memory_it_is_given_back() -> None:
     lab.model().load_state_dict(fixed)
     assert fixed["fc.bias"] is state["model"]["module.fc.bias"]
     assert ckptool.doctor(fixed, fix=True).keys() == fixed.keys()
+
+
+def test_a_message_is_not_fixed(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(CkptoolError, match="both error and fix"):
+        ckptool.doctor(tmp_path / "a.pt", tmp_path / "b.pt", fix=True, error="Killed")
+    assert not (tmp_path / "b.pt").exists()
