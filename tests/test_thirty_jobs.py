@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch import nn
 from fixtures.make import tagged
 from tests.support.programs import TORCH, path_with
 
-SCREEN, PYTHON = 42, sys.executable  # lines; that has to start anew
+SCREEN, PYTHON = 42, shlex.quote(sys.executable)  # lines; that has to start anew
 
 MODEL = """
 from torch import nn

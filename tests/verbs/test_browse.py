@@ -193,7 +193,7 @@ def test_many_siblings_come_in_parts(tmp_path: Path) -> None:
     assert walked(file, count, "<end enter>", count, "<end enter>", count, lines)[:3] == [501, 1001, 1203]
 
 
-@pytest.mark.long  # a whole program runs in it, several times
+@pytest.mark.soak
 def test_fifty_thousand_tensors_are_opened_and_filtered_without_delay(tmp_path: Path) -> None:
     import time
 
