@@ -26,6 +26,7 @@ from ckptool.commands import VERBS, function_of
 from fixtures.readme import make_readme_files
 from tests.support.looped import looped
 from tests.support.programs import TORCH, path_with, python
+from tests.support.terminals import shown_in
 
 HOME = Path(__file__).parent.parent
 README = HOME / "README.md"
@@ -67,18 +68,8 @@ def shown_by(command: str, folder: Path, no_torch: Path) -> str:
     given = environment(PYTHONPATH=str(no_torch), TERM="xterm")
     with subprocess.Popen(command, shell=True, cwd=folder, env=given, stdout=theirs, stderr=theirs):
         os.close(theirs)
-        shown = b""
-        while data := _read(ours):
-            shown += data
-    os.close(ours)
+        shown = b"".join(shown_in(ours))
     return shown.decode().replace("\r\n", "\n")
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # how Linux says that nobody writes any more
-        return b""
 
 
 def commands(block: str) -> list[tuple[str, str]]:

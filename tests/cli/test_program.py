@@ -21,6 +21,7 @@ from ckptool.commands import VERBS as COMMANDS
 from fixtures.sparse import make_sparse
 from tests.support.processes import HANG, default_signals
 from tests.support.programs import programs
+from tests.support.terminals import shown_in
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 
@@ -46,16 +47,7 @@ def on_terminal(columns: int, *words: str, program: Sequence[str | Path] = (), *
         os.environ.pop("NO_COLOR", None)
         os.environ.update({"TERM": "xterm-256color"} | environment)
         os.execv(argv[0], argv)
-    shown = b""
-    while True:
-        try:
-            part = os.read(fd, 65536)
-        except OSError:  # the terminal is gone with its last user
-            break
-        if not part:
-            break
-        shown += part
-    os.close(fd)
+    shown = b"".join(shown_in(fd))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
 
 

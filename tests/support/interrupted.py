@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from ckptool import cli
+from tests.support.terminals import shown_in
 
 EVENTS = {"open", *(f"os.{call}" for call in "rename remove mkdir rmdir scandir listdir truncate link".split())}
 
@@ -25,19 +26,10 @@ def ended(words: list[str], folder: str, at: int) -> tuple[int, str, int]:
     if not child:
         os._exit(in_terminal(words, folder, at, writing))
     os.close(writing)
-    shown = b""
-    while True:
-        try:
-            part = os.read(terminal, 65536)
-        except OSError:  # the terminal is gone with its last user
-            break
-        shown += part
-        if not part:
-            break
+    shown = b"".join(shown_in(terminal))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     moments = len(os.read(reading, 1 << 16))
     os.close(reading)
-    os.close(terminal)
     return code, shown.decode(errors="replace"), moments
 
 

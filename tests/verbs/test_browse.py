@@ -27,6 +27,7 @@ from tests.support.cli import Run, done
 from tests.support.files import saved
 from tests.support.programs import programs
 from tests.support.range_server import RangeServer
+from tests.support.terminals import shown_in
 
 NAMED = {"slash": "/", "full_stop": ".", "underscore": "_", "minus": "-", "number_sign": "#"}
 KEYS = {sign: name for name, sign in NAMED.items()}
@@ -255,15 +256,11 @@ def test_the_terminal_is_given_back(keys: str | int, code: int, last: str, train
         os.environ["TERM"] = "xterm-256color"
         os.execv(sys.executable, [sys.executable, "-m", "ckptool", "browse", str(training)])
     shown, typed = "", False
-    while True:
-        try:
-            shown += os.read(terminal, 65536).decode(errors="replace")
-        except OSError:  # its last user is gone
-            break
+    for part in shown_in(terminal):
+        shown += part.decode(errors="replace")
         if not typed and "Filter" in shown and "training" in shown:
             typed = True
             os.write(terminal, keys.encode()) if isinstance(keys, str) else os.kill(child, keys)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     after = shown.rpartition("\x1b[?1049l")[2]  # the screen from before
     assert "\x1b[?1049h" in shown and last in after and "Traceback" not in shown
-    os.close(terminal)
