@@ -46,7 +46,7 @@ class Executor(Protocol):
 Jobs = int | str | Executor
 """A number of processes, the address of a cluster (`dask://HOST:PORT`), or an executor."""
 
-_ENDS = {signal.SIGTERM, signal.SIGHUP}
+ENDS = {signal.SIGTERM, signal.SIGHUP}
 _DASK = "dask://"
 
 
@@ -176,24 +176,35 @@ class _Crew:
 
 
 @contextmanager
-def _starting() -> Iterator[None]:
-    """For processes to be started in: they do not import the program that asks, which need not be written for that,
-    and hold signals back until they are ready for them."""
-    main, held, handlers = sys.modules["__main__"], list[int](), dict[int, Any]()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDS})
+def signals_held() -> Iterator[list[int]]:
+    """Holds back the signals that end the program, blocked and caught, until its own handlers stand again. The list is
+    of those that came meanwhile, which are raised then."""
+    held, handlers = list[int](), dict[int, Any]()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDS})
     if threading.current_thread() is threading.main_thread():  # where a signal that another thread gets is raised
-        for each in (signal.SIGINT, *_ENDS):
+        for each in (signal.SIGINT, *ENDS):
             handlers[each] = signal.signal(each, lambda number, _: held.append(number))
-    sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        yield held
     finally:
-        sys.modules["__main__"] = main
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in dict.fromkeys(held):
             signal.raise_signal(number)
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """For processes to be started in: they do not import the program that asks, which need not be written for that,
+    and hold signals back until they are ready for them."""
+    main = sys.modules["__main__"]
+    with signals_held():
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
@@ -218,7 +229,7 @@ def _serve(parent: int, urls: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
     sys.unraisablehook = deliver_signal_again
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *_ENDS})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *ENDS})
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -248,13 +259,13 @@ def deliver_signal_again(lost: Any) -> None:
 def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
     """What comes of the work in a process of ours, which a signal ends."""
     try:
-        for number in _ENDS:
+        for number in ENDS:
             signal.signal(number, stop)
         return _tried(work, item)
     except SystemExit:  # what was begun is cleared away, and nobody waits for more
         os._exit(1)
     finally:
-        for number in _ENDS:
+        for number in ENDS:
             signal.signal(number, signal.SIG_DFL)
 
 

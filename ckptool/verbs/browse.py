@@ -24,6 +24,7 @@ from ckptool.checkpoint.paths import is_url
 from ckptool.checkpoint.patterns import selected
 from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import Path
+from ckptool.checkpoint.workers import ENDS, signals_held
 from ckptool.commands import FILE, command, verb
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
-ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which give the terminal back first
 SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
 Piece = str | tuple[str, ...]  # a line of what is said, or its parts
 KEYS = """\
@@ -63,16 +63,9 @@ def browse(file: File) -> Page:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
     gc.enable()  # it may live long
-    handlers = {end: signal.getsignal(end) for end in ENDS}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # until the app takes them: on their way they would be lost in it
-    try:
+    with signals_held() as held:  # the app takes them when it can give the terminal back
         app.run()
-    finally:
-        for end, handler in handlers.items():
-            signal.signal(end, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
-    if app.return_code > 128:
-        signal.raise_signal(app.return_code - 128)
+        held += [app.return_code - 128] * (app.return_code > 128)
     return Page("\n".join(app.copied))
 
 
@@ -319,9 +312,10 @@ def browser(opened: Opened) -> Any:
             yield Footer()
 
         def on_mount(self) -> None:
-            for end in ENDS:
+            ends = {signal.SIGINT, *ENDS}
+            for end in ends:
                 asyncio.get_running_loop().add_signal_handler(end, self.exit, None, 128 + end)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
             self.call_after_refresh(self.show)
 
         def on_resize(self, event: Any) -> None:
