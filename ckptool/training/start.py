@@ -16,9 +16,8 @@ from typing import Any
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
-from ckptool.training import CHANGED, CONFIG, TABLE, configfile
-from ckptool.training.code_paths import code_names
-from ckptool.training.config import Config, changes, refuse_fixed
+from ckptool.training import CHANGED, CONFIG, configfile
+from ckptool.training.config import Config, changes, code_names, refuse_fixed
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
@@ -169,8 +168,7 @@ class TrainerRun(Run):
     def _note_begin(self) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
-        profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
-        for name in [*([TABLE] if config.log.csv else []), *profile]:
+        for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
             folder.claim(name)
         _, before, self.revision = recorded_config(folder.folder)
         found = {change.key: [change.before, change.after] for change in changes(before, config)}

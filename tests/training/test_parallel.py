@@ -14,12 +14,27 @@ from torch import nn
 
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import saving
+from ckptool.training.config import Split
 from ckptool.training.hooks import Hooks
-from ckptool.training.parallel import World, world_of, wrapped
+from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
 from ckptool.training.start import start
+from ckptool.training.trainer import gathered
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, take, trainer
+from tests.support.small_runs import (
+    CONV,
+    GAN,
+    IMAGES,
+    TEXT,
+    assert_same_trainers,
+    config,
+    last,
+    run_to_end,
+    split_at,
+    take,
+    toy,
+    trainer,
+)
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -80,15 +95,6 @@ def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
         world_of(config()),
     ):
         pass
-
-
-def test_a_device_that_is_none() -> None:
-    for name in ("gpu", "cuda:99"):
-        with (
-            pytest.raises(UsageError, match=f"device: '{name}' is not a device of this machine"),
-            world_of(config(f"device={name}")),
-        ):
-            pass
 
 
 # Two processes -------------------------------------------------------------------------------------------------------
@@ -192,11 +198,6 @@ def test_a_compiled_model_leaves_no_prefix_and_the_same_weights(tmp_path: Path) 
     assert first_difference(tree_of(tmp_path / "a", 6), tree_of(tmp_path / "b", 6)) == ""
 
 
-def test_a_backend_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"(?s)no backend 'fast'.*inductor"):
-        trainer("train.compile=fast")
-
-
 # Randomness ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,3 +205,89 @@ def test_dropout_differs_between_processes_and_micro_steps() -> None:
     one = take(trainer(), 3)
     other = take(trainer(world=World(rank=1, size=1)), 3)
     assert one != other
+
+
+# A model in parts ----------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+GPT: dict[str, Any] = {
+    **TEXT,
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("at", "sections"),
+    [(["4"], {}), (["blocks.1"], {"data": IMAGES, "models": {"main": CONV}}), (["blocks.1", "blocks.2", "norm"], GPT)],
+)
+def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[str, Any]) -> None:
+    whole, split = trainer(**sections), trainer(**sections, **split_at(*at))
+    take(whole, 5)
+    take(split, 5)
+    assert list(whole.models["main"].state_dict()) == list(split.models["main"].state_dict())
+    assert_same_trainers(whole, split)
+
+
+def test_micro_batches_give_the_gradient_of_the_batch() -> None:
+    changes = ("models.main.args.dropout=0.0", "data.batch=13")
+    whole, split = trainer(*changes), trainer(*changes, **split_at("4", microbatches=4))
+    take(whole, 4)
+    take(split, 4)
+    for name, value in split.models["main"].state_dict().items():
+        torch.testing.assert_close(value, whole.models["main"].state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert first_difference(gathered(whole), gathered(split)) != ""
+
+
+def test_a_split_run_goes_on_whole(tmp_path: Path) -> None:
+    run_to_end(tmp_path / "a")
+    run_to_end(tmp_path / "b", "train.steps=9", **split_at("4"))
+    run_to_end(tmp_path / "b")
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+
+
+# Where parts go ------------------------------------------------------------------------------------------------------
+
+
+def places(model: nn.Module, devices: list[str], at: list[str]) -> dict[str, str]:
+    place(model, Split(devices=devices, at=at), CPU)
+    return {name: value.device.type for name, value in model.state_dict().items()}
+
+
+def test_each_part_is_on_its_device() -> None:
+    model = trainer(data=IMAGES, models={"main": CONV}).models["main"]
+    found = places(model, ["cpu", "meta"], ["blocks.1"])
+    assert {name for name, device in found.items() if device == "meta"} == {
+        name for name in found if name.startswith(("blocks.1", "head"))
+    }
+    assert "blocks.1.1.running_mean" in found
+
+
+def test_tied_weights_stay_where_they_came_first() -> None:
+    model = trainer(**GPT).models["main"]
+    found = places(model, ["cpu", "meta"], ["norm"])
+    assert (found["norm.weight"], found["head.weight"], found["tokens.weight"]) == ("meta", "cpu", "cpu")
+    assert model.get_parameter("head.weight") is model.get_parameter("tokens.weight")
+
+
+def test_tensors_are_moved_between_parts() -> None:
+    """On two devices: what the second part is given is on its own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 4)))
+    seen: list[torch.device] = []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.extend((inputs[0].device, output.device)))
+    place(model, Split(devices=["cpu", "meta"], at=["1"]), torch.device("meta"))
+    assert model(torch.ones(5, 2)).device.type == "meta"
+    assert [device.type for device in seen] == ["cpu", "meta"] or [d.type for d in seen] == ["meta", "meta"]
+
+
+class Both(nn.Module):
+    """Takes and gives several things."""
+
+    def forward(self, x: torch.Tensor, scale: float, *, more: torch.Tensor) -> dict[str, Any]:
+        return {"sum": x + more * scale, "pair": (x, [more])}
+
+
+def test_a_pipeline_takes_and_gives_several_tensors() -> None:
+    x, more = torch.arange(5.0), torch.ones(5)
+    whole, parts = Both()(x, 2.0, more=more), Pipeline(Both(), 3)(x, 2.0, more=more)
+    assert str(whole) == str(parts)
+    assert str(Pipeline(Both(), 9)(x, 2.0, more=more)) == str(whole)
