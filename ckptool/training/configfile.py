@@ -1,4 +1,6 @@
-"""`run.yaml`: read with line numbers, changed by `--set`, written with every default, explained by `train --init`."""
+"""`run.yaml`: read with line numbers, changed by `--set`, written with every default; that of a run, as it was last
+changed; and what `train --init` explains.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg, command
 from ckptool.errors import OutputExists, TextLines, UsageError, counted, printable
-from ckptool.training import is_run
+from ckptool.training import CONFIG, LOOP, is_run, run_folder
 from ckptool.training.config import Config, Place, descend, is_named, keys_of, rooted, section_in
-from ckptool.training.store import write_text
+from ckptool.training.store import Retention, RunFolder, write_text
 
 MAX_FILE = 1 << 20
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
@@ -259,6 +261,56 @@ def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
 
 def dotted(place: Place) -> str:
     return ".".join(map(str, place))
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def create(config: Config) -> RunFolder:
+    """A new run in the folder that its configuration names. Raises `Conflict` where there is one already."""
+    return run_folder.create(config.run, config.dumped(), retention_of(config))
+
+
+def reopen(folder: str, config: Config, *, write: bool = True) -> RunFolder:
+    """An existing run, with a configuration that fits it. Raises `Conflict` where its files are something else's."""
+    return run_folder.reopen(folder, retention_of(config), write=write)
+
+
+def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
+    """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
+    number, text = run_folder.recorded(folder)
+    found = run_folder.values_of(text)
+    if LOOP in found:  # whose rules are written there as those of a configuration
+        _, values = run_folder.last_config(folder, number, found)
+        kept = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
+    else:
+        kept = recorded_config(folder)[1].dumped()
+    config = changed({**kept, "run": folder}, changes, os.path.join(folder, CONFIG))
+    return reopen(folder, config, write=write)
+
+
+def retention_of(config: Config) -> Retention:
+    """The checkpoints that a configuration wants to keep."""
+    save, by = config.save, config.eval
+    return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
+
+
+def recorded_config(folder: str) -> tuple[str, Config, int]:
+    """The id of a run, its configuration as last changed, and how often that was.
+
+    Raises `UsageError` for a folder that is no run of the harness.
+    """
+    number, text = run_folder.recorded(folder)
+    path = os.path.join(folder, CONFIG)
+    if script := run_folder.values_of(text).get(LOOP):
+        raise UsageError(
+            f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
+            "Its model and its data are made by that script.",
+            "Run the script again: it resumes by itself.",
+        )
+    config = parsed(text, path)
+    revision, values = run_folder.last_config(folder, number, {})
+    return number, checked({**values, "run": config.run}, path) if values else config, revision
 
 
 # What --init and --schema give ----------------------------------------------------------------------------------------

@@ -23,13 +23,13 @@ from ckptool.commands import arg, command, nearest
 from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, listed
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
+from ckptool.training.configfile import recorded_config, retention_of
 from ckptool.training.data import Batch
 from ckptool.training.extensions import name_culprits, numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import unsynchronised, world_of
 from ckptool.training.reports import Evaluated
-from ckptool.training.runs import read_config, retention_of
 from ckptool.training.saving import loaded
 from ckptool.training.seeds import seed_all
 from ckptool.training.store import RunFolder, SavedState, check
@@ -326,7 +326,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     """The metrics of a checkpoint of a run on its validation or test data, in one process."""
     if on not in ("val", "test"):
         raise UsageError(f"there are no {on} data", "", arg(on=nearest(on, ("val", "test")) or "val"))
-    number, config = read_config(folder)
+    number, config, _ = recorded_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
     config = configfile.changed(values, changes, os.path.join(folder, CONFIG))

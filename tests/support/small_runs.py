@@ -4,8 +4,7 @@ bit."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,6 @@ def run_to_end(path: Path, *changes: str, **sections: Any) -> Outcome:
 def last(path: Path) -> bytes:
     """The bytes of a run's newest checkpoint."""
     return max((path / "run" / "checkpoints").glob("step-*.pt")).read_bytes()
-
-
-@contextmanager
-def module(path: Path, text: str) -> Iterator[str]:
-    """A module of the user's own; its path."""
-    path.write_text(text)
-    yield str(path)
 
 
 def flip_a_bit(path: Path) -> None:

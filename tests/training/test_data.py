@@ -193,30 +193,16 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
-SECTIONS = {
-    "stream": {"name": own("Points"), "batch": 8, "val": {"name": own("PointItems")}},
-    "sampler": {"name": own("PointItems"), "sampler": own("weighted"), "batch": 8, "val": {"name": own("PointItems")}},
-}
-
-
-@pytest.mark.long("several runs of several processes")
-@pytest.mark.parametrize("part", ["stream", pytest.param("sampler", marks=pytest.mark.soak)])
-def test_two_processes_end_where_they_would_have(tmp_path: Path, part: str) -> None:
-    def work(folder: str, steps: int, workers: int) -> Any:
-        changes = (f"train.steps={steps}", f"data.workers={workers}", "strategy=ddp", "eval.every=3", "save.every=3")
-        return lambda rank: run_to_end(tmp_path / folder, *changes, data=SECTIONS[part])
-
-    processes(2, work("whole", 11, 0), work("parts", 4, 2), work("parts", 7, 0), work("parts", 11, 2))
-    assert last(tmp_path / "whole") == last(tmp_path / "parts")
+POINTS = {"name": own("Points"), "batch": 8, "val": {"name": own("PointItems")}}
 
 
 def test_a_stream_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     """The same samples: the state that is saved is that of a single process."""
     changes = ("models.main.args.dropout=0.0", "save.every=3", "save.keep_last=9")
-    run_to_end(tmp_path / "alone", *changes, "train.steps=9", data=SECTIONS["stream"])
+    run_to_end(tmp_path / "alone", *changes, "train.steps=9", data=POINTS)
     two = ("strategy=ddp", "train.steps=5")
-    processes(2, lambda rank: run_to_end(tmp_path / "two", *changes, *two, data=SECTIONS["stream"]))
-    run_to_end(tmp_path / "two", *changes, "train.steps=9", data=SECTIONS["stream"])
+    processes(2, lambda rank: run_to_end(tmp_path / "two", *changes, *two, data=POINTS))
+    run_to_end(tmp_path / "two", *changes, "train.steps=9", data=POINTS)
     one, other = (torch.load(sorted((tmp_path / name).glob("run/*/*.pt"))[-1]) for name in ("alone", "two"))
     assert str(one["data_state"]) == str(other["data_state"])
     torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"])

@@ -178,19 +178,12 @@ def test_two_processes_are_killed(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(configfile.written(made))
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    words = [
-        *program,
-        str(Path(sys.executable).parent / "ckptool"),
-        "train",
-        str(path),
-        "--resume",
-        "auto",
-        "-q",
-        "--set",
-    ]
+    ours = [str(Path(sys.executable).parent / "ckptool"), "train", str(path), "--resume", "auto", "-q", "--set"]
 
     def started(name: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*words, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [*program, *ours, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL
+        )
 
     assert started("reference").wait(300) == 0
     metrics = tmp_path / "killed" / "metrics.jsonl"

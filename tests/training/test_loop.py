@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptool.errors import Corrupt, DiskFull, NotFinite, UsageError
+from ckptool.errors import Corrupt, DiskFull, NotFinite
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.seeds import seed_all
-from ckptool.training.start import rehearse, start
+from ckptool.training.start import rehearse
 from ckptool.training.store import RunFolder
 from ckptool.training.tasks import classify, gan, lm, regress
 from ckptool.training.trainer import Trainer
 from tests.support.several_processes import processes
-from tests.support.small_runs import GAN, TEXT, assert_same_trainers, config, last, own, run_to_end, take, toy, trainer
+from tests.support.small_runs import GAN, TEXT, config, own, run_to_end, take, toy, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -111,23 +111,19 @@ def overflowing(steps: int) -> Any:
     return made, rates
 
 
-def test_the_schedule_waits_when_a_step_overflows() -> None:
+def test_the_schedule_waits_when_a_step_overflows_and_nothing_moves() -> None:
     made, rates = overflowing(40)
     scales = [2.0**40, *(scale for _, scale in rates)]
     skipped = sum(after < before for before, after in pairwise(scales))  # each halves the scale
-    assert skipped > 5
     taken = len(rates) - skipped
-    assert taken > 5
+    assert skipped > 5 and taken > 5
     assert made.optimizers["main"].param_groups[0]["lr"] == pytest.approx(0.001 * 0.5**taken)
     assert {int(s["step"]) for s in made.optimizers["main"].state.values()} == {taken}
-
-
-def test_nothing_moves_in_a_step_that_overflowed() -> None:
     made, rates = overflowing(3)
     assert {rate for rate, _ in rates} == {0.001}
-    new = trainer("train.precision=fp16")
+    new = trainer("train.precision=fp16").models["main"].state_dict()
     for name, value in made.models["main"].state_dict().items():
-        assert torch.equal(value, new.models["main"].state_dict()[name])
+        assert torch.equal(value, new[name])
         assert torch.equal(made.averages["main"].values[name], value)
 
 
@@ -190,14 +186,6 @@ def test_a_run_that_stops_at_what_is_not_finite_keeps_its_checkpoints(tmp_path: 
 # Whole runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_end_whether_killed_between_saves_or_not(tmp_path: Path) -> None:
-    run_to_end(tmp_path / "a")
-    start(config("train.steps=13", run=tmp_path / "b" / "run"))
-    (tmp_path / "b" / "run" / "checkpoints" / "step-00000013.pt").unlink()
-    run_to_end(tmp_path / "b")
-    assert last(tmp_path / "a") == last(tmp_path / "b")
-
-
 def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
     run_to_end(tmp_path / "a", "save.every=1", "save.keep_last=30")
     run_to_end(tmp_path / "b", "save.every=1", "save.keep_last=30", "save.async=true")
@@ -227,9 +215,6 @@ def test_the_best_is_remembered_by_the_metric_and_the_metric_has_to_be_there(tmp
     tree = torch.load(tmp_path / "run/checkpoints/step-00000020.pt", weights_only=True)
     assert tree["best"] == {"metric": "val_acc", "value": best["val_acc"], "step": best["step"]}
     assert (made.status, made.exit_code) == ("done", 0)
-    with pytest.raises(UsageError, match=r"val_f1.*does not give") as caught:
-        run_to_end(tmp_path / "b", "eval.metric=val_f1")
-    assert "val_loss, val_acc" in str(caught.value)
 
 
 def test_epochs_count_steps(tmp_path: Path) -> None:
@@ -237,13 +222,6 @@ def test_epochs_count_steps(tmp_path: Path) -> None:
     assert made.total_steps == 2 * 6
     take(made, 7)
     assert (made.epoch, made.batch_in_epoch, made.samples) == (1, 1, 56)
-
-
-def test_two_trainers_of_one_configuration_are_one() -> None:
-    one, other = trainer(), trainer()
-    take(one, 4)
-    take(other, 4)
-    assert_same_trainers(one, other)
 
 
 def test_metrics_have_any_names(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 import ckptool
 from ckptool.errors import Conflict, NotFinite
 from ckptool.training import optim
-from ckptool.training.config import Group, Optim, Schedule
-from ckptool.training.optim import build_optimizer, build_schedule, load_optimizer
+from ckptool.training.config import Group, Optim
+from ckptool.training.optim import build_optimizer, load_optimizer
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
@@ -236,12 +236,6 @@ def test_what_is_loaded_is_no_part_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(b"")
     assert_same_trainers(made, new)
     take(new, 1)
-
-
-def test_build_schedule_leaves_the_rate_to_the_first_step() -> None:
-    made = small()
-    schedule = build_schedule(made, Schedule(name="warmup_linear", args={"warmup": 4, "total": 8}))
-    assert (made.param_groups[0]["lr"], schedule.last_epoch) == (pytest.approx(0.001 / 4), 0)
 
 
 def test_the_file_of_an_optimizer_or_a_schedule_that_changed_is_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import CkptoolError, Conflict
-from ckptool.training.runs import create
+from ckptool.training.configfile import create
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from tests.support.looped import looped

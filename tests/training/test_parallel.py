@@ -29,7 +29,9 @@ from tests.support.small_runs import (
     assert_same_trainers,
     config,
     last,
+    own,
     run_to_end,
+    scheduled,
     split_at,
     take,
     toy,
@@ -44,19 +46,14 @@ def tree_of(path: Path, step: int = 20) -> dict[str, Any]:
     return found
 
 
-def close(one: Any, other: Any, where: str = "") -> None:
-    """Asserts that two trees are alike but for the order in which numbers were added."""
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
-    elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            close(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list):
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            close(a, b, f"{where}/{i}")
-    else:
-        assert one == (pytest.approx(other, rel=1e-4) if isinstance(one, float) else other), where
+def close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Asserts that two states are alike but for the order in which numbers were added."""
+    for key in ("model_state_dict", "ema_state_dict"):
+        assert list(one[key]) == list(other[key])
+        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
+    states = (tree["optimizer_state_dict"]["state"] for tree in (one, other))
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    assert [one[key] for key in ("step", "epoch", "config")] == [other[key] for key in ("step", "epoch", "config")]
 
 
 # One process ---------------------------------------------------------------------------------------------------------
@@ -120,17 +117,36 @@ def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on."""
-    sections: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
-    plateau = {"name": "ReduceLROnPlateau", "args": {"patience": 0}}
-    sections["optim"] = {"main": {"name": "adamw", "schedule": plateau}}
-    changes = ("strategy=ddp", "eval.every=5", "train.ema=0.9")
+DATA = {"batch": 8, "val": {"name": own("PointItems")}}
+IMAGE: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
+# How many processes, the steps at which they are stopped, and what they train.
+TOGETHER: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    # BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on.
+    "two with BatchNorm": (2, (5, 10), {**IMAGE, "optim": scheduled("ReduceLROnPlateau"), "train": {"ema": 0.9}}),
+    # A sum of three depends on its order, and that on where a gradient lies in what they exchange: always the same.
+    "three": (3, (3, 6, 9), {**IMAGE, "train": {}}),
+    "a stream": (2, (4, 7, 11), {"data": {**DATA, "name": own("Points")}, "train": {}}),
+    "a sampler": (
+        2,
+        (4, 7, 11),
+        {"data": {**DATA, "name": own("PointItems"), "sampler": own("weighted")}, "train": {}},
+    ),
+}
 
-    def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run_to_end(tmp_path / name, *changes, f"train.steps={steps}", **sections)
 
-    processes(2, trained("whole", 10), trained("parts", 5), trained("parts", 10))
+@pytest.mark.long("several runs of several processes")
+@pytest.mark.parametrize("name", [*list(TOGETHER)[:3], pytest.param("a sampler", marks=pytest.mark.soak)])
+def test_processes_resume_to_the_same_bytes(tmp_path: Path, name: str) -> None:
+    """With workers and without."""
+    count, ends, sections = TOGETHER[name]
+
+    def trained(folder: str, steps: int, workers: int = 0) -> Callable[[int], Any]:
+        changes = ("strategy=ddp", "eval.every=3", "save.every=3", f"data.workers={workers}")
+        train = {**sections["train"], "steps": steps}
+        return lambda rank: run_to_end(tmp_path / folder, *changes, **{**sections, "train": train})
+
+    parts = [trained("parts", end, 2 * (number % 2) * name.startswith("a ")) for number, end in enumerate(ends)]
+    processes(count, trained("whole", ends[-1]), *parts)
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
@@ -151,20 +167,6 @@ def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, 
         "step-00000003",
         "step-00000006",
     ]
-
-
-@pytest.mark.long("three runs of three processes")
-def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in
-    every step."""
-
-    def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run_to_end(
-            tmp_path / name, "strategy=ddp", f"train.steps={steps}", data=IMAGES, models={"main": CONV}
-        )
-
-    processes(3, trained("whole", 9), trained("parts", 3), trained("parts", 6), trained("parts", 9))
-    assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
 def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         "task: classify raised RuntimeError.*It does not fit what it was given: check the data, the model and",
     ),
     ({"data": {"name": toy("data.py:ring")}, **model(args={"classes": 2})}, r"a batch is Tensor.*\(inputs, target\)"),
+    ("eval.metric=val_f1", "eval.metric is val_f1, which the task does not give.*val_loss, val_acc"),
+    (
+        {"stop": {"patience": 2}, "data": {"name": "blobs", "val_fraction": 0}},
+        r"eval\.metric is val_loss, which.*Nothing is held out",
+    ),
     # optimizers
     ("optim.main.name=lbfgs", "there is no 'lbfgs'"),
     ({"optim": {"main": {"name": "sgd", "args": {"momentun": 0.9}}}}, "sgd does not take.*momentun.*It takes: lr, mom"),
