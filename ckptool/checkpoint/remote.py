@@ -235,6 +235,9 @@ def _no_ranges(url: str, why: str) -> CkptoolError:
     return Unsupported(f"{url}: its server does not support range requests", why, fix)
 
 
+_at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a loop of its own
+
+
 async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
     """What a call gives, in at most three tries. Raises `FileProblem`."""
     async with _at_once(os.getpid()):
@@ -246,11 +249,6 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
             if number < TRIES - 1:
                 await asyncio.sleep(WAIT * 2**number)
     raise FileProblem(f"cannot read {url}: {why}", f"It was tried {TRIES} times.", "Try again later.")
-
-
-@cache
-def _at_once(process: int) -> asyncio.Semaphore:
-    return asyncio.Semaphore(AT_ONCE)
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
