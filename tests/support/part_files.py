@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.ranks import save_on_two_ranks
 
-# Their shares of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
+# Their shares of one model: FSDP2, ShardedTensor, and two ways of torch.distributed.checkpoint.
 SAVE = """
     import torch.nn as nn
     from torch.distributed._shard import sharded_tensor
@@ -38,7 +38,6 @@ SAVE = """
             f"{folder}/replica_rank{rank}.pt")
         halves = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         torch.save({"a.weight": sharded_tensor.rand(halves, 10, 4), "b": torch.ones(3)}, f"{folder}/sharded_{rank}.pt")
-        dcp.save({"model": model.state_dict(), "step": 5}, checkpoint_id=f"{folder}/dcp")
         dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(f"{folder}/tables"),
             use_collectives=False)
         weights = {name: value for name, value in model.state_dict().items() if name.startswith("0.")}
