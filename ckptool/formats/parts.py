@@ -75,14 +75,19 @@ def part_of(checkpoint: Checkpoint) -> PartOf | None:
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
     path = "" if source is None or isinstance(source, Folder) else source.path
     facts, top = _facts_of(tree), tree if isinstance(tree, dict) else {}
-    return (
-        _share(facts, path)
-        or _of_zero(top, facts, os.path.basename(path))
-        or _of_model_parallel(top, path)
-        or (_piece(path) if "DCP_SHARDING_INFO" in checkpoint.metadata else None)
-        or _shard(tree, path)
-        or _placeholders(facts)
-    )
+    if found := _share(facts, path) or _of_zero(top, facts, os.path.basename(path)) or _of_model_parallel(top, path):
+        return found
+    if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
+        piece = PIECES.fullmatch(os.path.basename(path))
+        ranks = {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
+        what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
+        return _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
+    if found := _shard(tree, path):
+        return found
+    if facts.empty < 2 or 2 * facts.empty < facts.named:
+        return None
+    what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
+    return PartOf(PartKind.PLACEHOLDERS, "weights without values", f"{what}, as ZeRO stage 3 has them ungathered")
 
 
 def _beside(path: str) -> list[str]:
@@ -222,14 +227,6 @@ def _of_model_parallel(top: dict[Any, Any], path: str) -> PartOf | None:
     return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
 
 
-def _piece(path: str) -> PartOf:
-    """A rank's pieces of tensors, as `HuggingFaceStorageWriter(save_distributed=True)` writes them."""
-    named = PIECES.fullmatch(os.path.basename(path))
-    ranks = {found["rank"] for found in map(PIECES.fullmatch, _beside(path)) if found}
-    what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
-    return _ranked(int(named["rank"]) - 1 if named else None, len(ranks) or None, what)
-
-
 def _shard(tree: Any, path: str) -> PartOf | None:
     """A file that an index names; without the index, one whose name numbers it among several."""
     if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
@@ -250,14 +247,6 @@ def _shard(tree: Any, path: str) -> PartOf | None:
         return None
     what = f"it holds some of the model's tensors, the other files the rest; {where}"
     return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
-
-
-def _placeholders(facts: _Facts) -> PartOf | None:
-    """A state dict most of whose weights are empty, as ZeRO stage 3 leaves it where they were not gathered."""
-    if facts.empty < 2 or 2 * facts.empty < facts.named:
-        return None
-    what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
-    return PartOf(PartKind.PLACEHOLDERS, "weights without values", f"{what}, as ZeRO stage 3 has them ungathered")
 
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:

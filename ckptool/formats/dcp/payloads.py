@@ -134,6 +134,8 @@ class Payloads:
     def _later(self, name: str, chunk: Chunk, dtype: DType) -> TensorEntry:
         """A chunk as the table describes it. Its zip is on another machine, or compressed, and opened when its values
         are wanted."""
+        if not self.folder.far:
+            self.part(chunk.place)  # is there, and its file is of the checkpoint
         own = _Later(self, name, replace(chunk), dtype)
         length = prod(chunk.sizes) * dtype.itemsize
         inputs = () if chunk.place.transform_descriptors else own
