@@ -145,14 +145,6 @@ class NoPermission(FileProblem, PermissionError):
     """It may not be read or written. A `PermissionError`, too."""
 
 
-class IsAFolder(FileProblem, IsADirectoryError):
-    """It is a folder. An `IsADirectoryError`, too."""
-
-
-class NotAFolder(FileProblem, NotADirectoryError):
-    """It lies below a file. A `NotADirectoryError`, too."""
-
-
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
     """The name is a link, and what it leads to is not there."""
 
@@ -279,8 +271,14 @@ def quoted(path: str) -> str:
     path = without_secrets(path) if "://" in path else path
     if path.isprintable():
         return shlex.quote(path)
-    escapes = {c: "".join(f"\\x{byte:02x}" for byte in _encoded(c)) for c in set(path) if not c.isprintable()}
-    return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
+    escapes = {c: f"\\{c}" for c in "\\'"}
+    for odd in (c for c in set(path) if not c.isprintable()):
+        try:
+            data = os.fsencode(odd)
+        except UnicodeEncodeError:  # of a key: half of a surrogate pair, which no file has
+            data = odd.encode("utf-8", "surrogatepass")
+        escapes[odd] = "".join(f"\\x{byte:02x}" for byte in data)
+    return "$'" + "".join(escapes.get(c, c) for c in path) + "'"
 
 
 # What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
@@ -328,14 +326,6 @@ def foreign(text: str) -> str:
     return _URL.sub(r"\1\3", without_secrets(text))
 
 
-def _encoded(character: str) -> bytes:
-    """The bytes of a character of a file name, or of a key, which may be half of a surrogate pair that no file has."""
-    try:
-        return os.fsencode(character)
-    except UnicodeEncodeError:
-        return character.encode("utf-8", "surrogatepass")
-
-
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
 
@@ -356,18 +346,10 @@ _MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
 
 
 class Slot(str):
-    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, OUT.pt."""
+    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, or OUT.pt,
+    an output with a suffix other than the input's."""
 
     __slots__ = ()
-
-    @property
-    def is_output(self) -> bool:
-        return self.startswith("OUT")
-
-    @property
-    def suffix(self) -> str | None:
-        """That of an output, where it is another than the input's."""
-        return self[3:] or None
 
     def __truediv__(self, address: str) -> Slot:
         """The part of the input at an address; the whole for the empty one."""
@@ -395,15 +377,9 @@ class Command(tuple[str, ...]):
         words = ("-+"[isinstance(word, Slot)] + word for word in self)
         return f"{_MARK}({_MARK.join([self.python, *words])}{_MARK})"
 
-    @classmethod
-    def marked(cls, text: str) -> Command:
-        """The command that was formatted so."""
-        python, *words = text.split(_MARK)
-        return cls((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
-
     @property
     def writes(self) -> bool:
-        return any(isinstance(word, Slot) and word.is_output for word in self)
+        return any(isinstance(word, Slot) and word.startswith("OUT") for word in self)
 
     def with_words(self, words: Mapping[str, str]) -> Command:
         """The command with a word in place of each slot of that name, and of the name in FILE#ADDRESS."""
@@ -477,5 +453,8 @@ def _parts(text: str | Command) -> Iterator[str | Command]:
         yield from text.parts or (text,)
     else:
         for number, part in enumerate(_MARKED.split(text)):
-            if part:
-                yield Command.marked(part) if number % 2 else printable(part)
+            if number % 2:
+                python, *words = part.split(_MARK)
+                yield Command((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
+            elif part:
+                yield printable(part)

@@ -45,11 +45,9 @@ def _matching(keys: list[str], pattern: str) -> list[str]:
     matches = matcher(pattern)
     found = [key for key in keys if matches(key)]
     if not found:
-        raise NoMatch(
-            f"the pattern {pattern!r} matches no key",
-            "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS.",
-            f"See the keys: {command('inspect', FILE, all=True)}",
-        )
+        what = f"the pattern {pattern!r} matches no key"
+        why = "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS."
+        raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
     return found
 
 

@@ -94,39 +94,28 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
-    """The command of a verb, as typer has it, which gives what was typed."""
+    """The command of a verb, as typer has it, which gives what was typed: None, or False, where nothing was."""
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-    def typed(**given: Any) -> dict[str, Any]:
-        return given
-
-    command: Any = typed
-    command.__signature__ = inspect.Signature([*map(_as_typer_has_it, parameters)])
-    command.__annotations__ = {}
+    typed = []
+    for each in parameters:
+        asked, metavar = each.option, each.option.metavar or None
+        kind: Any = Enum("Choices", [(word, word) for word in asked.choices], type=str) if asked.choices else each.kind
+        meta: Any = typer.Argument(metavar=metavar)
+        if asked.flags:
+            meta = typer.Option(*asked.flags, metavar=metavar, min=asked.least)
+        default: Any = inspect.Parameter.empty if each.is_needed else False if kind is bool else None
+        annotation: Any = Annotated[kind | None if default is None else kind, meta]
+        kinds = inspect.Parameter.KEYWORD_ONLY
+        typed.append(inspect.Parameter(each.name, kinds, default=default, annotation=annotation))
+    command: Any = lambda **given: given  # noqa: E731
+    command.__signature__ = inspect.Signature(typed)
     app.command(verb, add_help_option=False)(command)
     made: Any = typer.main.get_command(app)
     for each in made.params:
         each.process_value = _as_typed(each)
     return made
-
-
-def _as_typer_has_it(parameter: Parameter) -> inspect.Parameter:
-    """A parameter of the function that typer makes a command of: None, or False, where nothing was typed."""
-    import typer
-
-    asked = parameter.option
-    choices = [(word, word) for word in asked.choices]
-    kind: Any = Enum("Choices", choices, type=str) if choices else parameter.kind
-    meta: Any = typer.Argument(metavar=asked.metavar or None)
-    if asked.flags:
-        meta = typer.Option(*asked.flags, metavar=asked.metavar or None, min=asked.least)
-    default: Any = inspect.Parameter.empty
-    if not parameter.is_needed:
-        default = False if kind is bool else None
-    annotation: Any = Annotated[kind | None if default is None else kind, meta]
-    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:

@@ -246,10 +246,8 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
     plain = plain_values(part)
     if plain.checkpoint.tree is None and part.tree is not None:
-        raise Unsupported(
-            f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}",
-            "It is an object that only its own code can make. Nothing was written.",
-        )
+        what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
+        raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")
     lost = lost_tensors(part.tree, plain.checkpoint.tree)
     places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
