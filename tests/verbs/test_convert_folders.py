@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptool
-from ckptool.errors import Conflict, UsageError
+from ckptool.errors import CkptoolError, Conflict, UsageError
 from ckptool.formats.model_folder import with_dtype
+from fixtures.engines import cases
 from tests.support.cli import Run
 from tests.support.files import contents, saved
 from tests.support.looped import looped
@@ -183,3 +184,9 @@ def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
     assert run(*note["fix"][1:]).code == 0
     assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
+
+
+def test_what_the_container_cannot_hold_of_a_member_is_refused(tmp_path: Path) -> None:
+    folder = Path(cases.__file__).parent / "trainer" / "checkpoint"
+    with pytest.raises(CkptoolError, match=r"training_args\.bin"):
+        ckptool.convert(folder, tmp_path / "out.safetensors", all=True)
