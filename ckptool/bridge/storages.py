@@ -46,11 +46,6 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
-def is_faking() -> bool:
-    """True under torch's `FakeTensorMode`, where tensors have no bytes."""
-    return untyped._guards.detect_fake_mode(None) is not None
-
-
 class Storages:
     """The torch storage for each storage of the tree, mapped or read when it is first asked for, where `map_location`
     wants it.
@@ -60,7 +55,10 @@ class Storages:
     """
 
     def __init__(self, map_location: Any, map_files: bool) -> None:
-        self.map_location, self.map_files, self.faking = map_location, map_files, is_faking()
+        if untyped._guards.detect_fake_mode(None) is not None:
+            what, why = "nothing is loaded under torch's FakeTensorMode", "Its tensors have no bytes."
+            raise Unsupported(what, why, "Load it outside that mode; for shapes alone: map_location='meta'")
+        self.map_location, self.map_files = map_location, map_files
         self.device: torch.device | None = None
         if isinstance(map_location, (str, bytes, torch.device)):
             given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
@@ -97,11 +95,6 @@ class Storages:
     def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         if self.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
-        if self.faking:
-            # A storage without bytes that knows which device its fake tensors say that they are on.
-            made = untyped.UntypedStorage(storage.nbytes, device="meta")
-            made._fake_device = self.restore(untyped.UntypedStorage(0), storage.location).device
-            return cast(torch.UntypedStorage, made)
         data = storage.data
         # Of two storages in one place of a file, one has its own memory.
         mapped = self.map_files and id(data) not in self.mapped

@@ -64,8 +64,6 @@ def strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
     made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
     made.set_(storage, entry.offset, entry.shape, entry.stride)
-    if builder.storages.faking and (device := getattr(storage, "_fake_device", None)) is not None:
-        cast(Any, made).fake_device = device
     flags = entry.flags
     if flags is NO_FLAGS:
         return made
@@ -105,9 +103,8 @@ def _with_attributes(builder: Builder, made: Any, state: Any = None) -> Any:
     found = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
     attributes = [(key, value) for part in found for key, value in part.items()]
     if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
-        raise Corrupt(
-            "a tensor with attributes that have no plain names", "Setting them could change what the tensor is."
-        )
+        what, why = "a tensor with attributes that have no plain names", "Setting them could change what it is."
+        raise Corrupt(what, why)
 
     def later(of: Of) -> None:
         for key, value in attributes:
@@ -222,9 +219,8 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
             raise BadTensor("a nested tensor whose sizes, strides or offsets are not numbers")
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
-            raise BadTensor(
-                f"a part of shape {size} of a nested tensor lies outside of its {counted(buffer.numel(), 'element')}"
-            )
+            whole = counted(buffer.numel(), "element")
+            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {whole}")
 
 
 _REBUILD: dict[str, Callable[..., Any]] = {

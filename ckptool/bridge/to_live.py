@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckptool.bridge import live_objects, tensors
-from ckptool.bridge.storages import Storages, is_faking, untyped
+from ckptool.bridge.storages import Storages, untyped
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.files import Source
@@ -18,7 +18,7 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed
 from ckptool.pickles.calls import uses
 from ckptool.pickles.reduce import places_in
 
@@ -41,15 +41,6 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
     return made
 
 
-def to_numpy(composite: Composite) -> Any:
-    """The array that torch gives for it. Raises `Unsupported` where it gives none."""
-    try:
-        return to_torch(composite).numpy(force=True)
-    except (TypeError, RuntimeError) as error:
-        why = str(error).splitlines()[0][:200]
-        raise Unsupported(f"{composite!r} has no numpy array", why, "As a tensor of torch: entry.torch()") from None
-
-
 def build(
     checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = True, text: Callable[[bytes], Any] = bytes
 ) -> Any:
@@ -64,7 +55,7 @@ def build(
     not there.
     """
     storages = Storages(map_location, map_files=mmap)
-    if not storages.faking and (found := load_plain(checkpoint, storages.device)) is not None:
+    if (found := load_plain(checkpoint, storages.device)) is not None:
         return found
     return Builder(checkpoint, storages, text).build()
 
@@ -130,10 +121,6 @@ class Builder:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             why = str(error).splitlines()[0][:300] if str(error) else ""
-            if is_faking():
-                raise Unsupported(
-                    f"torch cannot create {node!r} under FakeTensorMode", why, "Load it outside that mode."
-                ) from error
             raise Corrupt(f"torch cannot create {node!r}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:

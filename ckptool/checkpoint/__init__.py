@@ -351,8 +351,8 @@ class Composite(ArrayLike):
         return next((part.storage.location for part in self.parts()), "cpu")
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
-        """A new array of the values, through torch. Raises `Unsupported` where torch gives none (sparse, quantized)."""
-        array: numpy.ndarray[Any, Any] = provide("numpy", self)
+        """A new array of the values, as torch gives it, which has none of sparse and quantized tensors."""
+        array: numpy.ndarray[Any, Any] = self.torch().numpy(force=True)
         return array
 
     def __repr__(self) -> str:

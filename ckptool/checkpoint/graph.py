@@ -315,10 +315,8 @@ COPY: Mapping[type, Handler] = {
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use "
-        "ckptool.edit"
-    )
+    how = "change a copy (dict(...), list(...)) and ckptool.save that, or use ckptool.edit"
+    raise TypeError(f"what ckptool.open gives is read-only: {how}")
 
 
 class ReadOnlyDict(dict[Any, Any]):

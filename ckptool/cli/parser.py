@@ -9,18 +9,8 @@ from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
 from ckptool.cli.help import called, usage
-from ckptool.commands import (
-    VERBS,
-    Declared,
-    Parameter,
-    function_of,
-    nearest,
-    option,
-    parameters_of,
-    signature_of,
-    watched,
-)
-from ckptool.errors import UsageError, listed, quoted
+from ckptool.commands import Declared, Parameter, nearest, option, parameters_of, signature_of, watched
+from ckptool.errors import UsageError, quoted
 from ckptool.facts import Report
 from ckptool.verbs._options import QUOTE_RULES, Folder, Jobs, SkipRefused, was_redirected
 
@@ -140,10 +130,7 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
         meant = nearest(error.option_name, [name for each in parameters for name in each.option.flags])
-        every = ((name, parameters_of(function_of(name))) for name in VERBS)
-        others = [name for name, own in every if any(error.option_name in each.option.flags for each in own)]
         why = f"Did you mean {meant}?" if meant else why
-        why = f"It is an option of {listed(others, 4)}." if others else why
     elif type(error).__name__ == "MissingParameter":
         missing = next(each for each in parameters if each.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""

@@ -77,10 +77,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
-        raise OutputExists(
-            f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
-            fix=f"Replace it: {arg(overwrite=True)}, or choose another name.",
-        )
+        what = f"the folder {path} exists already, with {counted(len(held), 'file')} in it"
+        raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}, or choose another name.")
     _refuse_foreign(path, real, held, replaceable.__contains__)
     return real
 
@@ -264,9 +262,8 @@ def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, ov
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
-        raise OutputExists(
-            f"{target} was created by another process in the meantime", fix=f"Replace it: {arg(overwrite=True)}."
-        )
+        what = f"{target} was created by another process in the meantime"
+        raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}.")
     old = temporary
     try:
         if not _exchange(temporary, target):
