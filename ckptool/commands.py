@@ -335,6 +335,7 @@ def for_python(function: Any) -> Any:
     about = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     more = inspect.signature(function, eval_str=True).parameters.values()
     about += [each.annotation.__doc__ or "" for each in more if hasattr(each.annotation, "__required_keys__")]
+    called.__module__ = "ckptool"  # where processes that it is sent to find it
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *about, ""])
     return called
 

@@ -1,15 +1,17 @@
-"""Paths as people give them: what is wrong with one, in words, and its parts."""
+"""Paths and URLs as people give them: what is wrong with one, in words, its parts, and the secrets in it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import count, islice
+from types import MappingProxyType
 
 from ckptool.commands import FILE, arg, other_program
-from ckptool.errors import BrokenLink, CkptoolError, FileMissing, FileProblem, NoPermission
+from ckptool.errors import GIVEN, BrokenLink, CkptoolError, FileMissing, FileProblem, NoPermission, without_secrets
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
 # By the number that the system gives: the class of the error, and what it means.
@@ -124,3 +126,42 @@ def parted(path: str) -> tuple[str, str]:
         stem, before = os.path.splitext(stem)
         suffix = before + suffix
     return stem, suffix
+
+
+# URLs, and what is secret in them -------------------------------------------------------------------------------------
+
+# What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
+_USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
+_SECRETS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?")
+
+
+def named_urls(text: str) -> str:
+    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
+
+    def name_of(found: re.Match[str]) -> str:
+        scheme, user, place, query = found.groups()
+        if found[0] in GIVEN or not (user or query):
+            return found[0]
+        if user:
+            GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
+        names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
+        return next(name for name in names if GIVEN.setdefault(name, found[0]) == found[0])
+
+    return _SECRETS.sub(name_of, text) if "://" in text else text
+
+
+def given_url(name: str) -> str:
+    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    host = "/".join(name.split("/", 3)[:3])
+    return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
+
+
+def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """All of them, for another process; `known`: those of the process that started this one."""
+    GIVEN.update(known)
+    return GIVEN
+
+
+def foreign(text: str) -> str:
+    """What another program says, without the secrets of any URL in it: a redirect brings its own."""
+    return _SECRETS.sub(r"\1\3", without_secrets(text))

@@ -12,6 +12,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptool.checkpoint.files import while_open
+from ckptool.checkpoint.paths import named_urls
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
@@ -26,7 +27,7 @@ from ckptool.cli.output import (
     unknown_command,
 )
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
-from ckptool.errors import CkptoolError, named_urls
+from ckptool.errors import CkptoolError
 from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:

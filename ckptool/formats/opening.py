@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, source_of, while_open
-from ckptool.checkpoint.paths import may_exist
+from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
-from ckptool.errors import OnlyAPart, Truncated, UsageError, named_urls, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 
 if TYPE_CHECKING:

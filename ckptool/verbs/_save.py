@@ -18,7 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
-from ckptool.checkpoint.paths import is_url, may_exist
+from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
@@ -33,7 +33,6 @@ from ckptool.errors import (
     counted,
     escaped,
     listed,
-    named_urls,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks

@@ -19,7 +19,7 @@ import ckptool
 from ckptool import bridge
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import MISSING, Global, Object
+from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict
 from ckptool.errors import BadTensor, CkptoolError, Conflict, Corrupt, UnsafeObject
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
@@ -77,6 +77,8 @@ HOSTILE: list[tuple[Any, type[CkptoolError], str]] = [
     *((composite("_rebuild_nested_tensor", entry([1, 2, 3], "f32"), matrix(size), matrix(step), entry(offset)),
        BadTensor, "nested tensor") for size, step, offset in NESTED),
     (TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (3,), (1,)), BadTensor, ""),
+    (composite("_rebuild_qtensor", StorageRef(Storage(InlineBytes(bytes(8))), by_name("qu4x2")), 0, (17,), (1,),
+               (Global("torch", "per_tensor_affine"), 1.0, 0), False, OrderedDict()), BadTensor, "quantized tensor"),
     (rebuilt(from_type(TENSOR, INNER, {"__class__": Global("torch.nn.parameter", "Parameter")})),
      Corrupt, "attributes"),
     (rebuilt(from_type(TENSOR, INNER, (None, {"__dict__": {}}))), Corrupt, "attributes"),

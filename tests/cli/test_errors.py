@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,8 +83,6 @@ def folder(files: Path) -> Path:
 
 @looped("name", BAD)
 def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path, run: Run) -> None:
-    import shlex
-
     command, code, kind = BAD[name]
     before = state_of(folder)
     ran = run(*shlex.split(command))
@@ -158,28 +157,14 @@ def test_an_interrupt_ends_with_130(files: Path, run: Run, monkeypatch: pytest.M
 
 
 def test_nothing_hostile_reaches_the_terminal(hostile: Path, run: Run) -> None:
-    name, out = str(hostile), str(hostile.with_name("out.pt"))
-    commands = [
-        ("inspect", name),
-        ("inspect", name, "--all"),
-        ("inspect", name, "--stats"),
-        ("inspect", name, "--json"),
-        ("inspect", f"{name}#\x1b[5m"),
-        ("show", name),
-        ("show", f"{name}#text"),
-        ("show", f"{name}#state_dict", "--json"),
-        ("rename", name, "*weight => *w\x1b[5m", "-o", out),
-        ("diff", name, out),
-        ("diff", name, out, "--json"),
-        ("rename", name, "* => x", "-o", out, "-f"),
-        ("edit", name, "--drop", "text", "-o", out, "-f"),
-        ("convert", name, "-o", f"{out}.safetensors"),
-        ("remap", name, "--to", "\x1b[5m", "-o", out, "-f"),
-        ("inspect", "missing\x1b[5m\n.pt"),
-        ("\x1b[5m",),
-        ("inspect", "--\x1b[5m"),
-    ]
-    for command in commands:
+    lines = (
+        "inspect {f}; inspect {f} --all; inspect {f} --stats; inspect {f} --json; inspect '{f}#{e}'; show {f}; "
+        "show {f}#text; show {f}#state_dict --json; rename {f} '*weight => *w{e}' -o {o}; diff {f} {o}; "
+        "diff {f} {o} --json; rename {f} '* => x' -o {o} -f; edit {f} --drop text -o {o} -f; "
+        "convert {f} -o {o}.safetensors; remap {f} --to '{e}' -o {o} -f; inspect 'missing{e}\n.pt'; '{e}'; "
+        "inspect '--{e}'"
+    ).format(f=hostile, o=hostile.with_name("out.pt"), e="\x1b[5m")
+    for command in map(shlex.split, lines.split("; ")):
         ran = run(*command)
         raw = {c for c in ran.out + ran.err if not c.isprintable()} - {"\n"}
         assert not raw, f"{command}: {raw}"

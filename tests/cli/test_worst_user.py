@@ -31,44 +31,15 @@ SECONDS, SECONDS_OF_RUNS = 10, 40
 
 # For an option that takes a value: words that are no sense, other sense, too much sense.
 VALUES = (
-    *(
-        "",
-        " ",
-        "-",
-        "--",
-        "~",
-        "#",
-        "=",
-        "=>",
-        "*",
-        "[",
-        ":",
-        ",",
-        ",,",
-        "a\nb.pt",
-        "\x1b[31mred.pt",
-        "a\0b",
-        "a b => c",
-    ),
-    *("m.pt out.pt there . .. missing.pt missing/out.pt m.pt/x there/ text.txt m.pt# m.pt#sd sd/a.weight".split()),
+    *("", " ", "-", "--", "~", "#", "=", "=>", "*", "[", ":", ",", ",,", "a\nb.pt", "\x1b[31mred.pt", "a\0b"),
+    *"m.pt out.pt there . .. missing.pt missing/out.pt m.pt/x there/ text.txt m.pt# m.pt#sd sd/a.weight".split(),
     *("-x.pt", 'it\'s "so".pt', "模型é.pt", "\udcff.pt", "\u202eflip.pt", "x" * 300, "9" * 5000, "a:=" + "[" * 3000),
-    *("0 -1 3 1.5 nan inf -inf 1e999 true 0x10 1_000 5GB 0B -5GB 1e3 0.5,0.5 0:1,: ... ::0 device,dtype".split()),
-    *("a=b a:=1 a:={ epoch:=NaN sd/a.weight=v.npy re:( re:.* {n} sd/* cpu cuda:0=cpu meta bf16 i8".split()),
-    *(
-        "5 XB",
-        "a => b",
-        "* => x",
-        "safetensors",
-        "file.py:build",
-        "link.pt",
-        "loop.pt",
-        "broken.pt",
-        "pipe",
-        "s3://a/b",
-    ),
-    *("/dev/null /proc/self/mem /dev/full v.npy rules.yaml run.yaml run device=tpu".split()),
-    *("train.steps=3 train.steps= nonsense=1 optim=3 save.every=-1".split()),
-)
+    *"0 -1 3 1.5 nan inf -inf 1e999 true 0x10 1_000 5GB 0B -5GB 1e3 0.5,0.5 0:1,: ... ::0 device,dtype".split(),
+    *"a=b a:=1 a:={ epoch:=NaN sd/a.weight=v.npy re:( re:.* {n} sd/* cpu cuda:0=cpu meta bf16 i8".split(),
+    *("5 XB", "a => b", "* => x", "safetensors", "file.py:build", "link.pt", "loop.pt", "broken.pt", "pipe", "s3://a/b"),
+    *"/dev/null /proc/self/mem /dev/full v.npy rules.yaml run.yaml run device=tpu".split(),
+    *"train.steps=3 train.steps= nonsense=1 optim=3 save.every=-1".split(),
+)  # fmt: skip
 
 
 class Stuck(BaseException):
