@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.errors import Conflict, OutputExists, Unsupported
 from ckptool.formats import read
-from tests.support.dcp_folders import save_dcp
+from tests.support.dcp_folders import save_dcp, training_state
 from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -28,31 +28,7 @@ from tests.support.same import assert_same_tree
 DIVISIONS: list[dict[str, Any]] = [{}, {"ranks": 3}, {"ranks": 4, "shard_dim": 1}]
 
 
-def plain_state() -> dict[str, Any]:
-    """Nested dictionaries and lists that torch's format can say."""
-    torch.manual_seed(0)
-    return {
-        "model": {
-            "emb.weight": torch.randn(7, 5),
-            "head.weight": torch.randn(5, 9).bfloat16(),
-            "bias": torch.randn(3),
-            "one": torch.randn(1),
-            "scale": torch.tensor(2.5),
-            "steps": torch.arange(6),
-            "mask": torch.tensor([True, False, True]),
-            "nothing": torch.empty(0, 4),
-        },
-        "half": torch.randn(4, 3).half(),
-        "complex": torch.randn(3, 4, dtype=torch.complex64),
-        "float8": torch.randn(8).to(torch.float8_e4m3fn),
-        "list": [torch.ones(2), {"inside": torch.arange(3)}],
-        "plain": [1, 2, "three"],
-        "epoch": 3,
-        "none": None,
-    }
-
-
-def training_state() -> dict[str, Any]:
+def odd_state() -> dict[str, Any]:
     """A state with all that torch's format cannot say: ties, ordered dictionaries, integer keys, empties, strides."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
@@ -110,10 +86,10 @@ def same_values(a: Any, b: Any) -> bool:
 # Torch reads it ------------------------------------------------------------------------------------------------------
 
 
-@looped(("state", "division"), [(state, each) for state in (plain_state, training_state) for each in DIVISIONS])
+@looped(("state", "division"), [(state, each) for state in (training_state, odd_state) for each in DIVISIONS])
 def test_torch_reads_the_same_values(state: Callable[[], Any], division: Any, tmp_path: Path) -> None:
     folder = written(made := state(), tmp_path, **division)
-    if state is training_state:
+    if state is odd_state:
         made["empty"].pop("of all")
     found = as_torch_reads(folder)
     assert same_values(made, {key: value for key, value in found.items() if not key.startswith("ckptool.pickle")})
@@ -166,7 +142,7 @@ VERBS: dict[str, Callable[[Path, Path], Any]] = {
 
 @looped("verb", VERBS)
 def test_verbs_on_a_folder_and_on_the_file_that_it_was(verb: str, tmp_path: Path) -> None:
-    folder = written(training_state(), tmp_path, ranks=2)
+    folder = written(odd_state(), tmp_path, ranks=2)
     VERBS[verb](folder, tmp_path / "changed.dcp")
     VERBS[verb](tmp_path / "in.pt", tmp_path / "changed.pt")
     assert ckptool.diff(tmp_path / "changed.dcp", tmp_path / "changed.pt").same
@@ -199,7 +175,7 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 @looped("change", BAD)
 def test_a_pickle_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
     """In what torch makes of the folder."""
-    state, folder = as_torch_reads(written(training_state(), tmp_path)), tmp_path / "again"
+    state, folder = as_torch_reads(written(odd_state(), tmp_path)), tmp_path / "again"
     state["ckptool.pickle"] = torch.tensor(
         list(BAD[change](state["ckptool.pickle"].numpy().tobytes())), dtype=torch.uint8
     )
@@ -271,14 +247,14 @@ def test_unknown_calls_are_kept_when_asked(tmp_path: Path) -> None:
 
 
 def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path, ranks=4)
+    folder = written(training_state(), tmp_path, ranks=4)
     (folder / "__7_0.distcp").write_bytes(b"of a run on eight ranks")
     with pytest.raises(OutputExists):
-        written(plain_state(), tmp_path)
+        written(training_state(), tmp_path)
     (folder / "notes.txt").write_text("precious")
     with pytest.raises(Conflict, match=r"notes\.txt would be deleted"):
-        written(plain_state(), tmp_path, overwrite=True)
+        written(training_state(), tmp_path, overwrite=True)
     assert len(list(folder.iterdir())) == 7
     (folder / "notes.txt").unlink()
-    written(plain_state(), tmp_path, overwrite=True, ranks=2)
+    written(training_state(), tmp_path, overwrite=True, ranks=2)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
