@@ -25,7 +25,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
-from ckptool.transforms.by_rows import normed, refuse_wide
+from ckptool.transforms.views import normed, refuse_wide
 
 FORMS = ("plain", "old", "new")
 WEIGHT_NORM, PRUNING, SPECTRAL = "weight norm", "pruning", "spectral norm"

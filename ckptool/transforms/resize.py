@@ -19,9 +19,8 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
-from ckptool.transforms.by_rows import once, refuse_wide
 from ckptool.transforms.casting import compact, converted
-from ckptool.transforms.views import joined, zeros
+from ckptool.transforms.views import joined, once, refuse_wide, zeros
 
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 

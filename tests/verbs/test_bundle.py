@@ -117,8 +117,8 @@ def test_the_command(gan_files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "said"),
     [
         (["G.pt", "ema.pt"], "names no member"),
-        (["a=G.pt", "a=ema.pt"], "two members are called a"),
-        (["a=G.pt", "a:=1"], "two members are called a"),
+        (["a=G.pt", "a=ema.pt"], "two members are called 'a'"),
+        (["a=G.pt", "a:=1"], "two members are called 'a'"),
         (["=G.pt"], "names no member"),
         (["a="], "names no member"),
         (["epoch:=tree"], "is not JSON"),

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckptool
 from ckptool.cli import main
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, OutputExists, UsageError
+from ckptool.errors import CkptoolError, Conflict, OutputExists, UsageError
 from fixtures.traps import TRAPS
 from tests.support.bundles import SHARED, net_state
 from tests.support.errors import three_parts
@@ -100,13 +100,6 @@ def test_ties_that_differ_now_are_refused(tmp_path: Path) -> None:
         ckptool.bundle(out=tmp_path / "out.pt", from_folder=tmp_path / "parts")
     three_parts(caught.value)
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_an_address_of_two_tensors_cannot_be_written_down(tmp_path: Path) -> None:
-    torch.save({"a": {0: SHARED, "0": torch.ones(2)}, "b": {"w.weight": SHARED}}, tmp_path / "in.pt")
-    with pytest.raises(Ambiguous, match="a/0 leads to two tensors"):
-        ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")
-    assert not (tmp_path / "parts").exists()
 
 
 # Back again, byte for byte --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -118,7 +118,7 @@ class _Extraction:
     def _saved(self) -> set[str]:
         return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
 
-    def stored(self, base: str, unchanged: int) -> AdapterFile:
+    def stored(self) -> AdapterFile:
         """The adapter, with the fields of `LoraConfig` beside those that follow from the changes."""
         saved, tied = self._saved(), {*self.aliases, *self.aliases.values()}
         is_alone = "lm_head.weight" in tied and len(tied) == 2 and "lm_head.bias" not in self.base
@@ -133,24 +133,10 @@ class _Extraction:
             "task_type": None,
             "use_rslora": False,
         }
-        ranks, whole = {each.module: each.rank for each in self.deltas}, [each.module for each in self.whole.values()]
-        others = [
-            key[:-7] for key in self.base if type(key) is str and key.endswith(".weight") and key[:-7] not in ranks
-        ]
-        made = stored(Adapter(PEFT, (*self.deltas, *self.whole.values()), config), PEFT, others)
-        least, most = min(ranks.values()), max(ranks.values())
-        span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        summary = (
-            f"{counted(len(ranks), 'matrix', 'matrices')} in rank {span}, {counted(unchanged, 'tensor')} unchanged"
-        )
-        facts = {"base": base, "ranks": ranks, "whole": whole, "unchanged": unchanged, "tied": list(self.aliases)}
-        details = {
-            "taken whole": whole,
-            "smaller than the rank, and kept exactly": self.clamped if self.energy >= 1 else [],
-            "tied in both, taken once": list(self.aliases),
-        }
-        shown = [f"{what}: {listed(list(names), 6)}" for what, names in details.items() if names]
-        return replace(made, summary=summary, facts=lambda: facts, details=shown)
+        low = {each.module for each in self.deltas}
+        names = (key[:-7] for key in self.base if type(key) is str and key.endswith(".weight"))
+        others = [name for name in names if name not in low]
+        return stored(Adapter(PEFT, (*self.deltas, *self.whole.values()), config), PEFT, others)
 
 
 def extract(
@@ -165,8 +151,9 @@ def extract(
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
     odd: tuple[str, ...] = (),
-) -> AdapterFile:
-    """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much.
+) -> tuple[AdapterFile, dict[str, Any], list[str]]:
+    """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much;
+    facts for a report, and what is smaller than the rank.
 
     Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
     ties: see `MemoryTree.ties`.  odd: the ends of names of modules that are no layers of matrices, as PEFT wraps them.
@@ -207,8 +194,14 @@ def extract(
         raise UsageError(
             what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: {arg(rank=largest)}"
         )
-    unchanged = len(chosen) - len(changed) - len(aliases)
-    return found.stored(names[1], unchanged)
+    facts = {
+        "base": names[1],
+        "ranks": {each.module: each.rank for each in found.deltas},
+        "whole": [each.module for each in found.whole.values()],
+        "unchanged": len(chosen) - len(changed) - len(aliases),
+        "tied": list(aliases),
+    }
+    return found.stored(), facts, found.clamped if energy >= 1 else []
 
 
 def _differences(

@@ -26,8 +26,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import Array
 from ckptool.commands import arg
 from ckptool.conventions.adapter_keys import BIAS, WHOLE
-from ckptool.errors import Conflict, LimitExceeded, UsageError, counted, listed
-from ckptool.transforms.by_rows import once
+from ckptool.errors import Conflict, LimitExceeded, UsageError, counted
 from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter
 from ckptool.transforms.lora.schemes import (
     AdapterFile,
@@ -37,6 +36,7 @@ from ckptool.transforms.lora.schemes import (
     peft_config,
     refuse_others,
 )
+from ckptool.transforms.views import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
@@ -193,8 +193,8 @@ class Truncation:
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
-def resize(adapter: Adapter, rank: int) -> AdapterFile:
-    """The adapter with every module in at most this rank, under its names and with the same scale.
+def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
+    """The adapter with every module in at most this rank, under its names and with the same scale; and what is cut off.
 
     Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none or that no module
     is above.
@@ -233,17 +233,4 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
-    ranks = listed([f"{each:,}" for each in sorted({each.rank for each in adapter.products})], 4)
-    summary = f"{counted(len(deltas), 'module')} of rank {ranks} in rank {rank:,}"
-
-    def errors() -> dict[str, float]:
-        return {each.name: each.error for each in truncations if each.error is not None}
-
-    def details() -> Iterator[str]:
-        if worst := sorted(errors().items(), key=lambda error: -error[1]):
-            yield f"cut off, of the norm of each product: {listed([f'{name} {error:.2%}' for name, error in worst], 4)}"
-        if (dora := sum(delta.magnitude is not None for delta in deltas)) and truncations:
-            yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
-
-    facts = {"rank": rank, "modules": len(deltas)}
-    return AdapterFile(tree, config, texts, summary, lambda: {**facts, "errors": errors()}, details())
+    return AdapterFile(tree, config, texts), truncations

@@ -12,9 +12,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
@@ -44,19 +44,12 @@ COMPONENTS = {
 _HOLDS = {PEFT: {"DoRA", "biases", "embeddings"}, DIFFUSERS: {"DoRA", "biases"}, KOHYA: set[str]()}
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFile:
-    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file.
-
-    summary, facts, details: of the report, asked for once it is written.
-    """
+class AdapterFile(NamedTuple):
+    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file."""
 
     tree: dict[str, TensorEntry]
     config: dict[str, Any] | None
     metadata: dict[str, str]
-    summary: str = ""
-    facts: Callable[[], dict[str, Any]] = dict
-    details: Iterable[str] = ()
 
 
 def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> AdapterFile:
@@ -78,9 +71,8 @@ def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> 
         return AdapterFile(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
     if scheme == KOHYA or all(delta.scale == 1 for delta in adapter.deltas):
         return AdapterFile(tree, None, {})
-    return AdapterFile(
-        tree, None, {DIFFUSERS_CONFIG: json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)}
-    )
+    text = json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)
+    return AdapterFile(tree, None, {DIFFUSERS_CONFIG: text})
 
 
 def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
@@ -140,8 +132,8 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
 
 def convert(
     adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]] = (), fold: bool = False
-) -> AdapterFile:
-    """The adapter in another scheme; its factors as they are, but for a folded scale.
+) -> tuple[AdapterFile, list[str]]:
+    """The adapter in another scheme, and remarks; its factors as they are, but for a folded scale.
 
     bases: state dicts of the models, whose names tell where kohya's underscores are dots.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
@@ -149,7 +141,7 @@ def convert(
     """
     refuse_others(adapter)
     _refuse_unheld(adapter, scheme)
-    name, details = adapter.name, []
+    name, details = adapter.name, list[str]()
     components = {delta.component for delta in adapter.deltas}
     names = {each: _component(each, components, scheme, adapter) for each in components}
     if len(set(names.values())) < len(components):
@@ -171,10 +163,7 @@ def convert(
         details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
     if fold and (scales := sorted({delta.scale for delta in adapter.deltas} - {1.0})):
         details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
-    count = len(adapter.products)
-    facts = {"from": adapter.scheme, "to": scheme, "modules": count, "tensors": len(file.tree)}
-    summary = f"{counted(count, 'module')} renamed, {adapter.scheme} → {scheme}"
-    return replace(file, summary=summary, facts=lambda: facts, details=details)
+    return file, details
 
 
 def refuse_others(adapter: Adapter) -> None:
