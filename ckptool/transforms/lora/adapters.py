@@ -10,7 +10,6 @@ Sources: peft/tuners/{lora,loha,lokr}, kohya-ss/sd-scripts networks/lora.py, lyc
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.numeric import has_numbers
+from ckptool.checkpoint.patterns import match_within_limit
 from ckptool.commands import arg
 from ckptool.conventions.adapter_keys import (
     BIAS,
@@ -36,6 +36,7 @@ from ckptool.conventions.adapter_keys import (
     is_factor,
     method_of,
 )
+from ckptool.conventions.quantized_formats import parsed
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
 
 MAX_RANK = 1 << 16
@@ -140,14 +141,22 @@ def read_adapter(
     `Unsupported` for kinds that are no change of weights, `Conflict` for factors that do not fit each other.
     """
     fields = config or {}
-    notes = [*_checked(fields, name)]
+    kind = str(fields.get("peft_type", "LORA"))
+    if kind not in _TYPES:
+        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
+    if refused := [words for field, words in _REFUSED.items() if fields.get(field)]:
+        why = "It changes what a model does by more than its weights, so that no merged weights do the same."
+        raise Unsupported(f"{name} uses {listed(refused)}", why)
+    notes = []
+    initialised = fields.get("init_lora_weights")
+    if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
+        changed = f"{initialised[:60]} changed the base before the training"
+        notes.append(Note("changed-base", f"{changed}: it is for that base, not for the original"))
     groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is one of its own
-    schemes: dict[str, None] = {}
     copies = []
     for key, value in node.items():
         if type(key) is not str or not isinstance(value, TensorEntry) or not has_numbers(value.dtype):
-            what = f"{name}: {key!s} is not a tensor of plain numbers"
-            raise Unsupported(what, "An adapter has nothing else.")
+            raise Unsupported(f"{name}: {key!s} is not a tensor of plain numbers", "An adapter has nothing else.")
         if ".original_module." in key and fields.get("modules_to_save"):
             copies.append(key)
             continue
@@ -158,48 +167,23 @@ def read_adapter(
             what = f"{name} has {found.module} twice: {parts[found.role]} and {key}"
             raise Conflict(what, "Several adapters in one file cannot be distinguished.")
         parts[found.role] = key
-        schemes |= {found.scheme: None} if found.role else {}
     if copies:
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
+    schemes = list(dict.fromkeys(of.scheme for of, parts in groups.values() if "" not in parts))
     if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        what = f"{name} mixes the names of {listed(list(schemes))}"
+        what = f"{name} mixes the names of {listed(schemes)}"
         raise Conflict(what, "Each scheme scales its factors in its own way.")
-    configs = _of_components(metadata or {})
-    adapter = Adapter(next(iter(schemes)), (), fields, name, node, metadata or {}, tuple(notes))
+    configs: dict[str, dict[str, Any]] = {}  # that diffusers stores in the file: by component, with PEFT's fields
+    for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
+        component, _, field = key.partition(".")
+        configs.setdefault(f"{component}.", {})[field] = value
+    adapter = Adapter(schemes[0], (), fields, name, node, metadata or {}, tuple(notes))
     own = (_deltas(adapter, configs.get(of.component, config), of, parts) for of, parts in groups.values())
     return replace(adapter, deltas=tuple(delta for some in own for delta in some))
-
-
-def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:
-    """Notes on a configuration of PEFT. Raises `Unsupported` for what is no change of weights, or of another kind."""
-    kind = str(config.get("peft_type", "LORA"))
-    if kind not in _TYPES:
-        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
-    if refused := [words for field, words in _REFUSED.items() if config.get(field)]:
-        why = "It changes what a model does by more than its weights, so that no merged weights do the same."
-        raise Unsupported(f"{name} uses {listed(refused)}", why)
-    initialised = config.get("init_lora_weights")
-    if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
-        changed = f"{initialised[:60]} changed the base before the training"
-        yield Note("changed-base", f"{changed}: it is for that base, not for the original")
-
-
-def _of_components(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The configurations that diffusers stores in the file: by component, with PEFT's fields."""
-    text = metadata.get(DIFFUSERS_CONFIG)
-    try:
-        stored = json.loads(text) if isinstance(text, str) else {}
-    except (ValueError, RecursionError):
-        stored = {}
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in stored.items() if isinstance(stored, dict) else ():
-        component, _, field = key.partition(".")
-        found.setdefault(f"{component}.", {})[field] = value
-    return found
 
 
 def _deltas(
@@ -224,7 +208,15 @@ def _deltas(
         if config is not None and (role in found) != bool(config.get(switch)):
             what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
             raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
-    rank = _rank(method, factors, where)
+    flat = [role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2]
+    if odd := [role for role, each in factors.items() if role in flat or not each.dtype.is_float]:
+        what = f"{where}: {listed(odd)} is not a matrix of floats"
+        raise Conflict(what, "It was saved without its values, or truncated.")
+    rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
+    if rank == 0 and method in (LORA, LOHA):
+        raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
+    if rank > MAX_RANK:
+        raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
     alpha, scale = _scale(adapter, config, of, keys, method, rank)
     own = {role: key for role, key in keys.items() if role != bias}
     delta = Delta(of.component, of.module, factors, own, rank, alpha, scale, of.embedding, of.depth)
@@ -241,16 +233,16 @@ def _scale(
 ) -> tuple[float | None, float]:
     """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
     where = f"{adapter.name}: {of.module}"
-    if method in (DIFF, TOKENS) or (
-        not rank and ("alpha" in keys or adapter.scheme != PEFT)
-    ):  # a LoKr of two whole matrices
+    is_whole = not rank and ("alpha" in keys or adapter.scheme != PEFT)  # a LoKr of two whole matrices
+    if method in (DIFF, TOKENS) or is_whole:
         return None, 1.0
     if "alpha" in keys:
-        entry, what = adapter.tree[keys["alpha"]], f"{adapter.name}: {keys['alpha']}"
+        entry = adapter.tree[keys["alpha"]]
         if entry.numel != 1:
-            raise Conflict(f"{what} is of shape {list(entry.shape)}", "An alpha is one number.")
-        alpha = _finite(float(TensorValues(entry).read(0, 1)[0]), what)
-        return alpha, _finite(alpha / rank, where)
+            what = f"{adapter.name}: {keys['alpha']} is of shape {list(entry.shape)}"
+            raise Conflict(what, "An alpha is one number.")
+        alpha = _number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
+        return alpha, alpha / rank
     if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
         return None, 1.0
     if config is None:
@@ -263,47 +255,23 @@ def _scale(
     if own <= 0 or (method == LORA and own != rank and not stacked):
         what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
         raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
-    return alpha, _finite(alpha / (math.sqrt(own) if config.get("use_rslora") else own), where)
-
-
-def _rank(method: str, factors: Mapping[str, TensorEntry], where: str) -> int:
-    wrong = {role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2}
-    if odd := [role for role, each in factors.items() if role in wrong or not each.dtype.is_float]:
-        what = f"{where}: {listed(odd)} is not a matrix of floats"
-        raise Conflict(what, "It was saved without its values, or truncated.")
-    rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
-    if rank == 0 and method in (LORA, LOHA):
-        raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
-    if rank > MAX_RANK:
-        raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
-    return rank
-
-
-def _finite(value: float, where: str) -> float:
-    if not math.isfinite(value):
-        raise Conflict(f"{where}: its scale is {value}", "The adapter is damaged. Nothing was written.")
-    return value
+    return alpha, alpha / (math.sqrt(own) if config.get("use_rslora") else own)
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e30:
-        raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The configuration is damaged.")
-    return _finite(float(value), what)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
+        raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The adapter is damaged. Nothing was written.")
+    return float(value)
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it.
-
-    Raises `Unsupported` for a pattern whose search could take for ever.
-    """
+    """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it."""
     patterns = config.get(field) or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        is_long = max(len(pattern), len(module)) > 500 or len(re.findall(r"[*+?{]", pattern)) > 2
-        if is_long or re.search(r"\)[*+?{]", pattern):
-            raise Unsupported(f"{field}: {pattern[:100]} is a pattern that may take very long", "")
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise Conflict(f"{field}: {pattern} is no regular expression: {error}", "") from None
+            compiled = re.compile(rf"(.*\.)?({pattern})")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise Conflict(f"{field}: {pattern[:100]} is no regular expression: {error}", "") from None
+        if match_within_limit(compiled, module):
+            return value
     return default

@@ -6,7 +6,7 @@ along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -161,11 +161,19 @@ def extract(
     rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
     """
     if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
-        what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}" if 0 < energy <= 1 else f"energy {energy:g} is none"
-        raise UsageError(what, "An energy is above 0 and at most 1.", f"For example: {arg(rank=32, energy=0.99)}")
+        what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}, or energy {energy:g} not above 0 and at most 1"
+        raise UsageError(what, "", f"For example: {arg(rank=32, energy=0.99)}")
     keys = {key for node in (tuned, base) for key in node if type(key) is str}
-    chosen = selected(sorted(keys), only, exclude)
-    if problems := list(_differences(tuned, base, chosen, names)):
+    chosen, problems = selected(sorted(keys), only, exclude), []
+    for key in sorted(chosen):
+        after, before = tuned.get(key), base.get(key)
+        if after is None or before is None:
+            problems.append(f"{key} is only in {names[after is None]}")
+        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
+            problems.append(f"{key} is not a tensor of plain numbers")
+        elif after.shape != before.shape:
+            problems.append(f"{key} is {list(after.shape)} and {list(before.shape)}")
+    if problems:
         raise Conflict(
             f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}",
             "An adapter changes the values of tensors that both have. Nothing was written.",
@@ -204,42 +212,24 @@ def extract(
     return found.stored(), facts, found.clamped if energy >= 1 else []
 
 
-def _differences(
-    tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str], names: tuple[str, str]
-) -> Iterator[str]:
-    for key in sorted(chosen):
-        after, before = tuned.get(key), base.get(key)
-        shown = key
-        if after is None or before is None:
-            yield f"{shown} is only in {names[after is None]}"
-        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
-            yield f"{shown} is not a tensor of plain numbers"
-        elif after.shape != before.shape:
-            yield f"{shown} is {list(after.shape)} and {list(before.shape)}"
-
-
 def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
     """The names of tensors that differ, and of those that are tied to one before in both models, with that."""
     seen: dict[Any, str] = {}
     changed: set[str] = set()
     tied: dict[str, str] = {}
     for key in over([key for key in base if key in chosen], lambda key: 2 * base[key].nbytes):
-        first = seen.setdefault((tuned[key].view, base[key].view), key)
+        after, before = tuned[key], base[key]
+        first = seen.setdefault((after.view, before.view), key)
         if first != key:
             tied[key] = first
-        elif _differ(tuned[key], base[key]):
-            changed.add(key)
+            continue
+
+        def differ(_: int, *blocks: Array, dtypes: Sequence[DType] = (after.dtype, before.dtype)) -> bool:
+            ours, theirs = (numbers(*pair, f"wide {at}") for at, pair in enumerate(zip(blocks, dtypes, strict=True)))
+            same = ours.tobytes() == theirs.tobytes() if ours.dtype == theirs.dtype else (ours == theirs).all()
+            if not same:
+                changed.add(key)  # noqa: B023 -- called before the next
+            return not same
+
+        fold(differ, after, before)
     return changed, tied
-
-
-def _differ(after: TensorEntry, before: TensorEntry) -> bool:
-    differs = False
-
-    def look(_: int, first: Array, second: Array) -> bool:
-        nonlocal differs
-        ours, theirs = numbers(first, after.dtype, "wide a"), numbers(second, before.dtype, "wide b")
-        differs = ours.tobytes() != theirs.tobytes() if ours.dtype == theirs.dtype else bool((ours != theirs).any())
-        return differs
-
-    fold(look, after, before)
-    return differs
