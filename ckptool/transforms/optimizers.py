@@ -75,7 +75,12 @@ def _elsewhere(whole: Checkpoint, form: str) -> str:
     if name is None or whole.source is None:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
-    return f"It is beside them: {command('convert', os.path.join(folder, name), optimizer_as=form, out=OUT)}"
+    member = os.path.join(folder, name)
+    ids, names = (
+        command("convert", member, optimizer_as="ids", out=OUT),
+        command("convert", member, optimizer_as="names", out=OUT),
+    )
+    return f"It is beside them: {ids if form == IDS else names}"
 
 
 def _in_form(slots: Slots, form: str, whole: Checkpoint, target: Target | None) -> tuple[dict[str, Any], str]:

@@ -26,14 +26,14 @@ def peft(folder: Path, tensors: Tensors, **config: Any) -> Path:
     return folder
 
 
-def model(folder: Path, tensors: Tensors, **config: Any) -> Path:
+def model_folder(folder: Path, tensors: Tensors, **config: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def saved(tensors: Any, path: Path, **metadata: str) -> Path:
+def stored(tensors: Any, path: Path, **metadata: str) -> Path:
     if path.suffix == ".pt":
         torch.save(tensors, path)
     else:

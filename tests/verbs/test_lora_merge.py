@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from fixtures.surgery.make_lora import Net
-from tests.support.adapters import CONFIG, Tensors, halves, peft, saved
+from tests.support.adapters import CONFIG, Tensors, halves, peft, stored
 from tests.support.cli import Run
 from tests.support.files import load
 from tests.support.looped import looped
@@ -32,7 +32,7 @@ def base_weights() -> Tensors:
 
 
 def merged(tmp_path: Path, base: Tensors, adapter: Path, **options: Any) -> Tensors:
-    file, out = saved(base, tmp_path / "base.safetensors"), tmp_path / "out.safetensors"
+    file, out = stored(base, tmp_path / "base.safetensors"), tmp_path / "out.safetensors"
     ckptool.lora_merge(file, adapter, out, **{"overwrite": True, **options})
     return load_file(out)
 
@@ -68,7 +68,7 @@ def test_only_what_the_adapter_is_for_is_changed(tmp_path: Path, run: Run) -> No
 
 
 def test_shards_are_merged_into_shards(tmp_path: Path) -> None:
-    ckptool.convert(saved(base_weights(), tmp_path / "b.safetensors"), tmp_path / "base/", shard_size="100B")
+    ckptool.convert(stored(base_weights(), tmp_path / "b.safetensors"), tmp_path / "base/", shard_size="100B")
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     ckptool.lora_merge(tmp_path / "base", peft(tmp_path / "adapter", FACTORS), f"{tmp_path / 'out'}/")
     assert (tmp_path / "out" / "config.json").exists()
@@ -76,7 +76,7 @@ def test_shards_are_merged_into_shards(tmp_path: Path) -> None:
 
 
 def test_an_adapter_at_an_address_and_a_configuration_elsewhere(tmp_path: Path) -> None:
-    saved({"lora": {f"base_model.model.{key}": v for key, v in FACTORS.items()}, "step": 3}, tmp_path / "run.pt")
+    stored({"lora": {f"base_model.model.{key}": v for key, v in FACTORS.items()}, "step": 3}, tmp_path / "run.pt")
     (tmp_path / "its.json").write_text(json.dumps(CONFIG))
     adapter, base = Path(f"{tmp_path / 'run.pt'}#lora"), base_weights()
     for config in (tmp_path / "its.json", CONFIG):
@@ -98,7 +98,7 @@ EMBEDDING = {f"{EMBED}.lora_embedding_A": torch.randn(2, 7), f"{EMBED}.lora_embe
 def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     base, out = base_weights(), tmp_path / "out.pt"
     base["lm_head.weight"] = base[f"{EMBED}.weight"]
-    file, adapter = saved(base, tmp_path / "base.pt"), peft(tmp_path / "adapter", EMBEDDING)
+    file, adapter = stored(base, tmp_path / "base.pt"), peft(tmp_path / "adapter", EMBEDDING)
     with pytest.raises(Conflict, match="which is tied to lm_head"):
         ckptool.lora_merge(file, adapter, out)
     ckptool.lora_merge(file, peft(tmp_path / "b", FACTORS), out)
@@ -141,7 +141,7 @@ def test_trained_tokens_are_rows(tmp_path: Path) -> None:
     base = base_weights() | {"lm_head.weight": base_weights()[f"{EMBED}.weight"]}
     base[f"{EMBED}.weight"] = base["lm_head.weight"]
     adapter = peft(tmp_path / "a", FACTORS | first, trainable_token_indices=[6, 0])
-    ckptool.lora_merge(saved(base, tmp_path / "tied.pt"), adapter, tmp_path / "out.pt")
+    ckptool.lora_merge(stored(base, tmp_path / "tied.pt"), adapter, tmp_path / "out.pt")
     found = load(tmp_path / "out.pt")
     assert found["lm_head.weight"].data_ptr() == found[f"{EMBED}.weight"].data_ptr()
     assert torch.equal(found["lm_head.weight"][[6, 0]], rows)
@@ -184,11 +184,11 @@ def test_what_does_not_fit_is_refused(
 
 def test_factors_that_do_not_fit_each_other_are_named(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match=r"up: its factors of shape \[8, 3\] and \[2, 6\] do not fit"):
-        merged(tmp_path, base_weights(), saved(ODD, tmp_path / "a.safetensors"))
+        merged(tmp_path, base_weights(), stored(ODD, tmp_path / "a.safetensors"))
 
 
 def test_an_adapter_of_a_changed_base_is_merged_into_that_alone(tmp_path: Path, run: Run) -> None:
-    base, out = saved(base_weights(), tmp_path / "b.safetensors"), tmp_path / "o.pt"
+    base, out = stored(base_weights(), tmp_path / "b.safetensors"), tmp_path / "o.pt"
     for way in ("pissa", "pissa_niter_4", "olora", "OLoRA", "loftq", "corda", "lora_ga"):
         adapter = peft(tmp_path / "a", FACTORS, init_lora_weights=way)
         with pytest.raises(Unsupported, match=f"{way} changed the base before the training") as found:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool.errors import Unsupported
 from ckptool.transforms.memory_names import UNKNOWN, _table, in_memory
-from tests.support.adapters import Tensors, halves, model, peft, saved
+from tests.support.adapters import Tensors, halves, model_folder, peft, stored
 from tests.support.files import load
 
 VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
@@ -51,8 +51,8 @@ def test_adapters_have_names_in_memory_and_models_those_of_files(tmp_path: Path)
     tuned = vit()
     for n in (0, 10):
         tuned[f"{OLD.format(n)}.weight"] += torch.outer(torch.arange(6.0), torch.ones(6)) * (n + 1)
-    base = model(tmp_path / "base", vit(), **VIT)
-    ckptool.lora_extract(model(tmp_path / "tuned", tuned, **VIT), base, tmp_path / "a", rank=1)
+    base = model_folder(tmp_path / "base", vit(), **VIT)
+    ckptool.lora_extract(model_folder(tmp_path / "tuned", tuned, **VIT), base, tmp_path / "a", rank=1)
     made = adapter_of(tmp_path / "a")
     assert {key.partition(".lora_")[0] for key in made} == {NEW.format(0), NEW.format(10)}
     for number, names in enumerate((NEW, OLD)):  # an adapter of transformers 4 has the old ones
@@ -62,8 +62,8 @@ def test_adapters_have_names_in_memory_and_models_those_of_files(tmp_path: Path)
 
 
 def test_a_model_in_memory_is_loaded_from_its_files(tmp_path: Path) -> None:
-    folder, live = model(tmp_path / "base", vit(), **VIT), in_terms_of(vit(), OLD, NEW)
-    saved({key: torch.zeros_like(value) for key, value in live.items()}, tmp_path / "live.pt")
+    folder, live = model_folder(tmp_path / "base", vit(), **VIT), in_terms_of(vit(), OLD, NEW)
+    stored({key: torch.zeros_like(value) for key, value in live.items()}, tmp_path / "live.pt")
     report = ckptool.warm_start(folder, tmp_path / "live.pt", tmp_path / "out.pt", min_loaded=1.0, strict=True)
     found = load(tmp_path / "out.pt")
     assert report.accepted and all(torch.equal(found[key], value) for key, value in live.items())
@@ -95,7 +95,7 @@ def mixtral(experts: Tensors) -> Tensors:
 def test_changes_of_fused_experts_go_into_those_apart(tmp_path: Path) -> None:
     before = {"gate_up_proj": torch.randn(11, 8, 6), "down_proj": torch.randn(11, 6, 4)}
     keys, after = expert_changes("model.layers.0.mlp.experts", before)
-    base = model(tmp_path / "base", mixtral(before), model_type="mixtral", architectures=["MixtralForCausalLM"])
+    base = model_folder(tmp_path / "base", mixtral(before), model_type="mixtral", architectures=["MixtralForCausalLM"])
     for number, listed in enumerate(permutations(["experts.down_proj", "experts.gate_up_proj", "gate_up_proj"])):
         folder = peft(tmp_path / f"a{number}", keys, lora_alpha=2, target_parameters=listed)
         ckptool.lora_merge(base, folder, f"{tmp_path / f'out{number}'}/")
@@ -106,7 +106,7 @@ def test_parameters_of_one_shape_are_told_by_the_order_of_the_base(tmp_path: Pat
     before = {"up": torch.randn(3, 6, 4), "down": torch.randn(3, 4, 6), "by": torch.randn(3, 6, 4)}
     keys, after = expert_changes("experts", before)
     base = {f"experts.{name}": value for name, value in before.items()}
-    files = saved(base, tmp_path / "base.pt"), saved(base, tmp_path / "base.safetensors")  # which sorts by name
+    files = (stored(base, tmp_path / "base.pt"), stored(base, tmp_path / "base.safetensors"))  # which sorts by name
     for number, names in enumerate(permutations(base)):
         folder = peft(tmp_path / f"a{number}", keys, lora_alpha=2, target_parameters=list(names))
         ckptool.lora_merge(files[0], folder, tmp_path / f"{number}.pt")
@@ -117,7 +117,7 @@ def test_parameters_of_one_shape_are_told_by_the_order_of_the_base(tmp_path: Pat
 
 def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path: Path) -> None:
     """Every class of the table: names are told, or refused with the way out; no class fails otherwise."""
-    one = ckptool.open(saved({"classifier.bias": torch.ones(3)}, tmp_path / "one.safetensors"))
+    one = ckptool.open(stored({"classifier.bias": torch.ones(3)}, tmp_path / "one.safetensors"))
     rows = [(kind, name, row) for kind, each in _table()[0].items() for name, row in each.items()]
     for kind, name, row in rows:
         found = in_memory(one, {"model_type": kind, "architectures": [name]}, "f")
@@ -126,7 +126,7 @@ def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path:
     assert 0 < len(unknown) < len(rows) / 5
     kind, name = unknown[0]
     config = {"model_type": kind, "architectures": [name]}
-    base, tuned = model(tmp_path / "base", vit(), **config), model(tmp_path / "tuned", vit(), **config)
+    base, tuned = model_folder(tmp_path / "base", vit(), **config), model_folder(tmp_path / "tuned", vit(), **config)
     folder = peft(tmp_path / "a", halves("not.there", 6))
     for verb in (
         lambda: ckptool.lora_extract(tuned, base, tmp_path / "out", rank=2),
@@ -142,8 +142,8 @@ def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path:
 
 def extracted(folder: Path, base: Tensors, *, only: Any = (), exclude: Any = (), **config: Any) -> set[str]:
     """The keys of the adapter of a model of which all values changed."""
-    tuned = model(folder / "tuned", {key: value + 1 for key, value in base.items()}, **config)
-    files = tuned, model(folder / "base", base, **config)
+    tuned = model_folder(folder / "tuned", {key: value + 1 for key, value in base.items()}, **config)
+    files = tuned, model_folder(folder / "base", base, **config)
     ckptool.lora_extract(*files, folder / "out", rank=1, only=only, exclude=exclude)
     return {*adapter_of(folder / "out")}
 

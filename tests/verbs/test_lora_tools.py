@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
-from tests.support.adapters import Tensors, halves, peft, saved
+from tests.support.adapters import Tensors, halves, peft, stored
 from tests.support.cli import Run
 from tests.support.files import load
 from tests.support.looped import looped
@@ -55,7 +55,7 @@ def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
     tuned["conv.weight"] += torch.randn(5, 4, 3, 3)
     tuned["norm.weight"] += 1
     tuned["up.k.bias"] += 1
-    files = saved(tuned, tmp_path / "tuned.safetensors"), saved(base, tmp_path / "base.pt")
+    files = stored(tuned, tmp_path / "tuned.safetensors"), stored(base, tmp_path / "base.pt")
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=5)
     assert report.facts["ranks"] == {"up.q": 5, "conv": 5} and report.facts["unchanged"] == 2
     config = config_of(tmp_path / "a")
@@ -75,7 +75,7 @@ def test_names_that_are_ends_of_others_are_told_apart(tmp_path: Path) -> None:
     base = {"q.weight": torch.zeros(4, 3), "up.q.weight": torch.zeros(4, 3), "n.weight": torch.ones(3)}
     base |= {"upn.weight": torch.ones(3), "upn.bias": torch.ones(3)}
     tuned = base | {"q.weight": torch.ones(4, 3), "n.weight": torch.zeros(3)}
-    files = saved(tuned, tmp_path / "t.safetensors"), saved(base, tmp_path / "b.safetensors")
+    files = stored(tuned, tmp_path / "t.safetensors"), stored(base, tmp_path / "b.safetensors")
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=2)
     assert config_of(tmp_path / "a")["target_modules"] == "q"
     assert sorted(report.facts["whole"]) == ["n.weight", "upn.bias", "upn.weight"]
@@ -87,7 +87,7 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
         ((torch.ones(9, 4), torch.randn(4, 4)), (torch.zeros(9, 4), torch.zeros(4, 4)))
     ):
         state = {"wte.weight": shared, "lm_head.weight": shared, "q.weight": q}
-        files.append(saved(state, tmp_path / f"{number}.pt"))
+        files.append(stored(state, tmp_path / f"{number}.pt"))
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=4)
     assert report.facts["tied"] == ["lm_head.weight"] and list(report.facts["ranks"]) == ["q"]
     # Both under their names, for PEFT.
@@ -120,7 +120,7 @@ def test_what_cannot_be_extracted_is_named(
     change: Any, options: dict[str, Any], kind: type[CkptoolError], message: str, tmp_path: Path
 ) -> None:
     base = weights() | options.pop("base", {})
-    files = saved(base | change, tmp_path / "tuned.safetensors"), saved(base, tmp_path / "base.safetensors")
+    files = (stored(base | change, tmp_path / "tuned.safetensors"), stored(base, tmp_path / "base.safetensors"))
     with pytest.raises(kind, match=message):
         ckptool.lora_extract(*files, tmp_path / "a", **{"rank": 2} | options)
     assert names_in(tmp_path) == ["base.safetensors", "tuned.safetensors"]
@@ -129,7 +129,7 @@ def test_what_cannot_be_extracted_is_named(
 def test_a_rank_that_needs_gigabytes_is_refused(tmp_path: Path) -> None:
     """A file of a kilobyte may show a tensor of a terabyte."""
     wide = [torch.full((1, 1), value).expand(1 << 21, 1 << 21) for value in (0.0, 1.0)]
-    files = [saved({"q.weight": each}, tmp_path / f"{number}.pt") for number, each in enumerate(wide)]
+    files = [stored({"q.weight": each}, tmp_path / f"{number}.pt") for number, each in enumerate(wide)]
     with pytest.raises(LimitExceeded, match=r"q\.weight in rank 1,000 takes 4,194,304,000 elements"):
         ckptool.lora_extract(*files, tmp_path / "a", rank=1000)
 
@@ -169,13 +169,13 @@ def test_names_alphas_and_metadata_stay(tmp_path: Path) -> None:
         "lora_te_fc.lora_up.weight": torch.randn(5, 4, 1, 1),
     }
     kohya["lora_te_fc.alpha"] = torch.tensor(2.0).half()
-    ckptool.lora_resize(saved(kohya, tmp_path / "k.safetensors"), tmp_path / "out.safetensors", rank=2)
+    ckptool.lora_resize(stored(kohya, tmp_path / "k.safetensors"), tmp_path / "out.safetensors", rank=2)
     made = load_file(tmp_path / "out.safetensors")
     assert made.keys() == kohya.keys() and made["lora_te_fc.lora_down.weight"].shape == (2, 6, 3, 3)
     assert made["lora_te_fc.alpha"].dtype == torch.float16 and made["lora_te_fc.alpha"].item() == 1
     fields = {"unet.r": 2, "unet.lora_alpha": 6, "unet.target_modules": ["q"], "unet.lora_dropout": 0.5}
     tensors = {f"unet.{key}": value for key, value in halves("q").items()}
-    file = saved(tensors, tmp_path / "d.safetensors", lora_adapter_metadata=json.dumps(fields))
+    file = stored(tensors, tmp_path / "d.safetensors", lora_adapter_metadata=json.dumps(fields))
     ckptool.lora_resize(file, tmp_path / "d1.safetensors", rank=1)
     again = metadata_of(tmp_path / "d1.safetensors")
     assert (again["unet.r"], again["unet.lora_alpha"], again["unet.lora_dropout"]) == (1, 3, 0.5)
@@ -223,7 +223,7 @@ def kohya(alphas: dict[str, float], prefix: str = "lora_unet_", dtype: torch.dty
 
 def test_kohya_to_peft_and_back_is_the_same(tmp_path: Path) -> None:
     before = kohya({UNET: 1.0, "mid_block_resnets_0_time_emb_proj": 4.0, "conv_in": 0.3})
-    ckptool.lora_convert(saved(before, tmp_path / "k.safetensors"), tmp_path / "p", to="peft")
+    ckptool.lora_convert(stored(before, tmp_path / "k.safetensors"), tmp_path / "p", to="peft")
     assert sorted(config_of(tmp_path / "p")["target_modules"]) == [
         "conv_in",
         "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0",
@@ -236,9 +236,9 @@ def test_kohya_to_peft_and_back_is_the_same(tmp_path: Path) -> None:
 
 
 def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
-    file = saved(kohya({"layers_0_q_a": 2.0}, "lora_te_"), tmp_path / "k.safetensors")
+    file = stored(kohya({"layers_0_q_a": 2.0}, "lora_te_"), tmp_path / "k.safetensors")
     first, second, other = (
-        saved({f"{name}.weight": torch.ones(5, 6)}, tmp_path / f"{name}.safetensors")
+        stored({f"{name}.weight": torch.ones(5, 6)}, tmp_path / f"{name}.safetensors")
         for name in ("layers.0.q_a", "layers.0.q.a", "b")
     )
     both = r"layers_0_q_a\.weight is layers\.0\.q\.a\.weight, layers\.0\.q_a\.weight"
@@ -296,7 +296,7 @@ def test_two_models_are_two_adapters_of_peft(tmp_path: Path) -> None:
     both = kohya({"conv_in": 2.0})
     for prefix in ("lora_te1_", "lora_te2_"):
         both |= kohya({"text_model_encoder_layers_0_mlp_fc1": 2.0}, prefix)
-    file = saved(both, tmp_path / "k.safetensors")
+    file = stored(both, tmp_path / "k.safetensors")
     with pytest.raises(Unsupported, match="is for lora_te1_, lora_te2_, lora_unet_"):
         ckptool.lora_convert(file, tmp_path / "p", to="peft")
     ckptool.lora_convert(file, tmp_path / "d.safetensors", to="diffusers")
