@@ -17,8 +17,7 @@ from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded import divided
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
-from ckptool.transforms.lora.schemes import AdapterFile
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, AdapterFile, read_adapter
 from ckptool.verbs._save import Change, Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's

@@ -11,7 +11,7 @@ from ckptool.errors import counted, listed, printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.casting import parse_dtype
-from ckptool.transforms.lora.extract import extract
+from ckptool.transforms.lora.low_rank import extract
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import NEW_ADAPTER, Rank, write_adapter
 from ckptool.verbs._options import Exclude, Only, Out
