@@ -100,20 +100,10 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     head = _head(data, name)
     little_endian: bool = head.root
     made, tables = skeleton(data, head.end, name=name), LegacyStorages(little_endian)
-
-    def run() -> Decoded:
-        return decode_lazily(
-            made, tables.load, builders_at(depth), name=name, file_bytes=data.length, begin=tables.clear
-        )
-
-    decoded = run()
-    for everything in (False, True):
-        left = {view.key for view in leaves((decoded.root, decoded.discarded), StorageView)}
-        if not left:
-            break
-        # They cannot be parts of other storages: see `_view`.
-        tables.alone |= tables.views.keys() if everything else left
-        decoded = run()
+    decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
+    if leaves((decoded.root, decoded.discarded), StorageView):
+        what = f"{name}: a view of a storage stands by itself"
+        raise Unsupported(what, "torch keeps such a view in tensors only.")
     keys = small_pickle(data, made.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
@@ -128,9 +118,6 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
-    if count := len(tables.alone):
-        alone = counted(count, "view of a storage stands by itself", "views of storages stand by themselves")
-        notes.append(Note("views-apart", f"{alone}; each is read as a storage of its own"))
     calls = (*head.discarded, *decoded.discarded, *keys.aside())
     return Checkpoint(decoded.root, NAME, metadata, notes=tuple(notes), discarded=calls), end
 
@@ -210,19 +197,15 @@ class _Root(NamedTuple):
 class LegacyStorages:
     """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
 
-    order: of the bytes of the data, once that is known.  alone: the keys of views that no tensor is made of.
+    order: of the bytes of the data, once that is known.
     """
 
     def __init__(self, little_endian: bool) -> None:
         self.little_endian = little_endian
         self.order: Literal["", "little", "big"] = ""
-        self.alone: set[str] = set()
-        self.clear()
-
-    def clear(self) -> None:
         self.by_class: dict[Global, dict[str, _Root]] = {}
         self.roots: dict[str, _Root] = {}
-        self.views: dict[str, tuple[Any, StorageView]] = {}
+        self.views: dict[str, StorageView] = {}
         self.sources: Sources = {}
 
     def load(self, pid: Any) -> Any:
@@ -258,9 +241,13 @@ class LegacyStorages:
         if key in self.views:
             raise _entangled(key)
         size = numel * (dtype.itemsize if dtype else 1)
+
+        def unplaced(offset: int, length: int) -> bytes:
+            raise AssertionError(f"{length} bytes at {offset} of the storage {key}, which is not placed yet")
+
         first = self.roots.get(key)
         if first is None:
-            first = self.roots[key] = _Root(StorageRef(Storage(_unplaced(size), location), dtype), numel)
+            first = self.roots[key] = _Root(StorageRef(Storage(Computed(size, unplaced), location), dtype), numel)
         elif first.ref.dtype is not dtype:
             alike = not size or all(t is None or t.name == "u8" for t in (dtype, first.ref.dtype))
             if size != first.ref.storage.nbytes or not alike:
@@ -281,15 +268,11 @@ class LegacyStorages:
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
         if key in self.roots:
             raise _entangled(key)
-        storage, dtype = root.ref.storage, root.ref.dtype
-        facts = (storage, dtype, offset, size)
-        if key not in self.views:
-            window = Storage(_unplaced(size * (dtype.itemsize if dtype else 1)), storage.location)
-            self.views[key] = facts, StorageView(key, storage, dtype, offset, window)
-        before, found = self.views[key]
-        if before != facts:
+        dtype = root.ref.dtype
+        found = StorageView(root.ref.storage, dtype, offset, size * (dtype.itemsize if dtype else 1))
+        if self.views.setdefault(key, found) != found:
             raise _contradiction(key)
-        return StorageRef(found.window, dtype) if key in self.alone else found
+        return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
         """Gives each storage its part of `data`, in the order of the keys, from byte `at`; the byte after the last."""
@@ -323,10 +306,6 @@ class LegacyStorages:
                 kinds = (refs[key].ref.dtype for refs in self.by_class.values() if key in refs)
                 storage.data = swapped(Storage(storage.data, storage.location), next(filter(None, kinds), None))
             at += 8 + size
-        for (storage, dtype, offset, _), view in self.views.values():
-            if view.key in self.alone:
-                begin = offset * (dtype.itemsize if dtype else 1)
-                view.window.data = subrange(storage.data, begin, view.window.data.length)
         return at
 
     def _check_count(self, header: bytes, root: _Root, key: str) -> None:
@@ -338,15 +317,6 @@ class LegacyStorages:
             said = int.from_bytes(header, self.order or "little", signed=True)
             what = f"the storage {key[:80]} should have {counted(root.numel, 'element')}; the data says {said:,}"
             raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
-
-
-def _unplaced(size: int) -> Computed:
-    """A stand-in for the data of a storage until it is placed."""
-
-    def read(offset: int, length: int) -> bytes:
-        raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
-
-    return Computed(size, read)
 
 
 def _contradiction(key: str) -> Corrupt:

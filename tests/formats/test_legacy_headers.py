@@ -99,6 +99,7 @@ REFUSED: list[tuple[bytes, Any, str]] = [
     ],
     (of(storage_id("1", 4, ("2", 0, 4)), storage_id("2", 4, ("1", 0, 4))), BadTensor, ""),  # in a cycle
     (of(storage_id("1", 4, ("2", 0, 3)), storage_id("1", 4, ("2", 1, 3))), Corrupt, ""),  # in two ways
+    (stream(Pid(storage_id("1", 4, ("2", 0, 4)))), Unsupported, "by itself"),
     # It would lie inside of the root, but not of the part that the file gives it.
     (of(storage_id("1", 4, ("2", 0, 2)), sizes=(3,)), BadTensor, ""),
 ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint import FileRange, StorageRef
+from ckptool.checkpoint import FileRange
 from ckptool.checkpoint.nodes import ByteString, Global
 from ckptool.errors import Corrupt, Unsupported
 from ckptool.formats import read, torch_zip
@@ -153,16 +153,6 @@ def test_views_share_the_storage_that_they_are_of(tmp_path: Path) -> None:
     assert {name: tensor.flatten().tolist() for name, tensor in real.items()} == {
         name: elements(entry) for name, entry in tree.items()
     }
-
-
-def test_a_view_that_stands_by_itself_is_a_storage_of_its_own(tmp_path: Path) -> None:
-    view = storage_id("1", 8, ("2", 2, 4))
-    value = {"storage": Pid(view), "tensor": Rebuilt(storage_id("1", 8), (8,)), "part": Rebuilt(view, (4,))}
-    checkpoint = opened_legacy(stream(value, {"1": floats(*range(8))}), tmp_path)
-    ref = checkpoint.tree["storage"]
-    assert isinstance(ref, StorageRef) and ref.storage.data.read(0, 16) == struct.pack("<4f", 2, 3, 4, 5)
-    assert elements(checkpoint.tree["part"]) == [2, 3, 4, 5]
-    assert "views-apart" in {note.code for note in checkpoint.notes}
 
 
 # Python 2 -------------------------------------------------------------------------------------------------------------
