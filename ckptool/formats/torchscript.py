@@ -243,17 +243,16 @@ class _Program:
 
 
 def _folders(texts: dict[str, str]) -> dict[str, Any]:
-    """Texts by the parts of their names, as they lie in folders; by the whole name where a folder is a file, too."""
+    """Texts by the parts of their names, as they lie in folders. Raises `Corrupt` where a folder is a file, too."""
     tree: dict[str, Any] = {}
     for name, text in texts.items():
-        *folders, last = name.split("/") if name.count("/") < MAX_FOLDERS else (name,)
+        *folders, last = name.split("/")
         here: Any = tree
-        for folder in folders:
+        for folder in folders[:MAX_FOLDERS]:
             here = here.setdefault(folder, {}) if isinstance(here, dict) else None
-        if isinstance(here, dict):
-            here[last] = text
-        else:
-            tree[name] = text
+        if not isinstance(here, dict) or last in here or len(folders) > MAX_FOLDERS:
+            raise Corrupt(f"the code {name[:200]} cannot lie in a folder", "No program of torch has such files.")
+        here[last] = text
     return tree
 
 

@@ -286,16 +286,13 @@ def test_attributes_without_a_name_or_with_one_name_twice_are_corrupt(tmp_path: 
             read(out)
 
 
-def test_names_of_code_that_are_deep_or_stand_in_each_others_way(tmp_path: Path) -> None:
+def test_names_of_code_that_are_deep_or_stand_in_each_others_way_are_corrupt(tmp_path: Path) -> None:
     file, _ = script_file("linear", tmp_path / "model.jit")
-    texts = {"/".join("a" * 100) + ".py": "deep", "a.py": "file", "a.py/b.py": "below"}
-    out = tmp_path / "out.jit"
-    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(out, "w") as again:
-        for info in archive.infolist():
-            again.writestr(info.filename, archive.read(info))
-        for name, text in texts.items():
-            again.writestr(f"{file.stem}/code/{name}", text)
-    assert texts.items() <= read(out).extras["code"]().items()
+    for name in ("/".join("a" * 100) + ".py", "__torch__.py/b.py", "__torch__/torch.py"):
+        out = with_record(file, tmp_path / "out.jit", f"{file.stem}/code/{name}", b"text")
+        twice = with_record(out, tmp_path / "twice.jit", f"{file.stem}/code/{name}/b.py", b"below")
+        with pytest.raises(Corrupt, match="cannot lie in a folder"):
+            read(twice).extras["code"]()
 
 
 def test_a_program_is_never_written() -> None:
