@@ -114,7 +114,7 @@ class Grammar:
         """A state dict as DataParallel leaves it: every key with its prefix, `_metadata`, ties and views."""
 
         def finite(dtype: torch.dtype, count: int) -> torch.Tensor:
-            made = bits(self, dtype, count)
+            made = random_bits(self, dtype, count)
             return made.where(made.isfinite(), torch.ones((), dtype=dtype))
 
         state: Any = collections.OrderedDict()
@@ -186,7 +186,7 @@ def long_sequence(g: Grammar, _: int) -> Any:
 # Tensors, arrays ----------------------------------------------------------------------------------------------------
 
 
-def bits(g: Grammar, dtype: torch.dtype, count: int) -> torch.Tensor:
+def random_bits(g: Grammar, dtype: torch.dtype, count: int) -> torch.Tensor:
     """A flat tensor of random bits; of truths and numbers."""
     if dtype is torch.bool:
         return torch.tensor([g.chance(0.5) for _ in range(count)], dtype=torch.bool)
@@ -219,7 +219,7 @@ def strided(g: Grammar, _: int) -> torch.Tensor:
     if g.bases and g.chance(0.4):
         base = g.used("shared storage", g.pick(g.bases))
     else:
-        base = bits(g, g.pick(DTYPES), g.pick([0, 1, 6, 12, 24]))
+        base = random_bits(g, g.pick(DTYPES), g.pick([0, 1, 6, 12, 24]))
         g.bases.append(base)
     made = view(g, base)
     if base.dtype.is_complex and base.dtype is not torch.complex32 and g.chance(0.3):
@@ -259,7 +259,7 @@ def sparse_tensor(g: Grammar, _: int) -> Any:
 
 
 def nested(g: Grammar, _: int) -> Any:
-    parts = [bits(g, torch.float32, 3 * n).reshape(n, 3) for n in (2, 1)]
+    parts = [random_bits(g, torch.float32, 3 * n).reshape(n, 3) for n in (2, 1)]
     # Torch looks at their sizes before it has read them, in old files.
     is_strided = not g.legacy and g.chance(0.5)
     return torch.nested.nested_tensor(parts, layout=torch.strided if is_strided else torch.jagged)
@@ -361,7 +361,7 @@ def nested_class(g: Grammar, depth: int) -> Any:
     return g.pick(choices) if g.chance(0.4) else g.pick(choices[:2])(**g.attributes(depth))
 
 
-def module(g: Grammar, depth: int) -> Any:
+def whole_module(g: Grammar, depth: int) -> Any:
     torch.manual_seed(g.count(1000))
     made = g.one_of(
         Net,
@@ -376,7 +376,7 @@ def module(g: Grammar, depth: int) -> Any:
     return made.eval() if g.chance(0.2) else made
 
 
-def training(g: Grammar, _: int) -> Any:
+def trained_state(g: Grammar, _: int) -> Any:
     """The state of an optimizer or a schedule after a step, or a whole one."""
     model = nn.Linear(2, 2)
     optimizer: Any = g.pick([torch.optim.SGD, torch.optim.Adam])(model.parameters(), lr=0.1)
@@ -412,8 +412,8 @@ OTHERS: dict[str, Rule] = {
     "python": of_python,
     "people": of_people,
     "nested class": nested_class,
-    "module": module,
-    "training": training,
+    "module": whole_module,
+    "training": trained_state,
 }
 KINDS = {*LEAVES, *CONTAINERS, *OTHERS}
 
