@@ -46,8 +46,9 @@ KNOWN = (
 )
 KNOWN += " encode dtype _reconstruct scalar Namespace Fraction datetime PosixPath _reconstructor defaultdict Parameter"
 KNOWN += " _load_from_bytes"
+PYTHON_2 = ("__builtin__", "copy_reg")  # whose names are written as Python 3's above protocol 2
 LIVELY = (
-    *(name(key.module, key.name) for key in BUILDERS if key.name in KNOWN.split()),
+    *(name(key.module, key.name) for key in BUILDERS if key.name in KNOWN.split() and key.module not in PYTHON_2),
     *(
         name(*each)
         for each in (("argparse", "Namespace"), ("fractions", "Fraction"), ("numpy", "dtype"), ("os", "system"))
