@@ -136,7 +136,7 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, label: str,
             elif form == "json":
                 done.append(answer.content)
             elif form == "markdown":
-                from ckptool.render.markdown import markdown
+                from ckptool.render.html import markdown
 
                 say(("\n" if number else "") + markdown(answer.content))
             else:
@@ -161,7 +161,7 @@ def _told(error: Exception, done: list[Json]) -> int:
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code
         if form == "markdown":
-            from ckptool.render.markdown import markdown
+            from ckptool.render.html import markdown
 
             say(markdown(error_text(problem)))
     tell(as_text)

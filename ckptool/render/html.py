@@ -1,7 +1,11 @@
-"""HTML for notebooks: a plain table, no scripts, at home in light and dark, of bounded size whatever it is about."""
+"""HTML for notebooks and Markdown for summaries of jobs: of bounded size; whatever a file calls things, it stays text.
+
+The HTML is a plain table, without scripts, at home in light and dark.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
@@ -13,6 +17,7 @@ from ckptool.facts import Report, Table, Told, Verbatim
 from ckptool.render.lines import PYTHON, lines
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
+MARKDOWN_LIMIT = 60_000  # characters: a summary on GitHub has room for sixteen, a comment for one
 CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
 
 
@@ -78,3 +83,21 @@ def _table(table: Table) -> Iterator[str]:
     body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
     lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     yield f"<table>{title if table.title else ''}{lines}</table>"
+
+
+def markdown(text: str) -> str:
+    """The plain text of an answer: its first line as a heading, what follows in a block of its own, as far as it fits.
+
+    Both are code to Markdown, between more backticks than the text has in a row: nothing in it ends them.
+    """
+    title, _, rest = text.strip("\n").partition("\n")
+    ticks = _ticks(title, least=1)
+    heading = f"#### {ticks} {title} {ticks}\n" if title else ""
+    body = fitting([f"{line}\n" for line in rest.strip("\n").split("\n")], MARKDOWN_LIMIT, "… and {} more lines\n")
+    fence = _ticks(body, least=3)
+    return f"{heading}\n{fence}text\n{body}{fence}\n" if rest else heading
+
+
+def _ticks(text: str, least: int) -> str:
+    """More backticks than stand in a row anywhere in the text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
