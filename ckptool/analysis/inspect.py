@@ -260,14 +260,16 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 
 def _cells(row: TensorRow, first: TensorRow | None) -> tuple[str, ...]:
     """A tensor in a line of `--all`.  first: what it is tied to."""
-    tensor = row.tensor
+    also = [*unusual(row.tensor), *([f"tied to {first.address}"] if first else [])]
+    return row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(also)
+
+
+def unusual(tensor: Tensor) -> list[str]:
+    """What is not so of most tensors: a device, a kind, strides."""
     also = [] if tensor.location == "cpu" else [tensor.location]
     if isinstance(tensor, Composite):
-        also.append(tensor.kind)
-    elif not tensor.is_contiguous:
-        also.append(f"strides {list(tensor.stride)}")
-    also += [f"tied to {first.address}"] if first else []
-    return row.address or WHOLE, *_type(tensor), size(tensor.nbytes), ", ".join(also)
+        return [*also, tensor.kind]
+    return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
 
 
 def _numbers(row: TensorRow) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from zlib import compress
 
 from ckptool.analysis.curves import Curve
 from ckptool.analysis.diff import percent, tensors_changed
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of, unusual
 from ckptool.analysis.outline import overview
 from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -165,13 +165,10 @@ def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     for each block."""
     assert file.inspection is not None
     tensor, place = row.tensor, row.address
-    words = [] if tensor.location == "cpu" else [printable(tensor.location)]  # what is unusual about it
+    words = list(map(printable, unusual(tensor)))
     if isinstance(tensor, TensorEntry):
-        words += [] if tensor.is_contiguous else [f"strides {list(tensor.stride)}"]
         words += [f"offset {tensor.offset:,}"] if tensor.offset else []
         words += [name for name, value in tensor.flags._asdict().items() if value]
-    else:
-        words.append(printable(tensor.kind))
     yield tensor.dtype.name if tensor.dtype else "?"
     yield from (tensor.shape, tensor.nbytes, tied, [row.storage, ", ".join(words)])
     statistics, picture = file.inspection.statistics.get(place), file.pictures.get(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.analysis.verify import NonFinite, Verification
+from ckptool.analysis.verify import NonFinite, Verification, check_storages
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.cli import main
 from ckptool.errors import OutputExists, UsageError
 from ckptool.verbs.verify import verify
@@ -64,6 +67,14 @@ def test_where_there_are_no_checksums_it_says_so(tmp_path: Path) -> None:
         assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
         assert "no checksums stored: damage to the data cannot be noticed" in str(found)
         assert found.to_dict()["checksums"] == "none"
+
+
+def test_some_data_has_a_checksum_and_some_has_none() -> None:
+    summed, other = (Storage(InlineBytes(bytes(4)), "cpu", crc) for crc in (zlib.crc32(bytes(4)), None))
+    for storages, extent in (((summed,), "all"), ((summed, other), "some"), ((other,), "none")):
+        tree = {number: TensorEntry(each, by_name("u8"), (4,), (1,)) for number, each in enumerate(storages)}
+        count = storages.count(summed)
+        assert check_storages(tree) == ([], extent, count, 4 * count)
 
 
 # Damaged --------------------------------------------------------------------------------------------------------------
