@@ -21,7 +21,7 @@ from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, RunFailed, counted, printable
 from ckptool.facts import WHOLE
-from ckptool.output.hashing import digest_of
+from ckptool.output.sink import digest_of
 from ckptool.pickles.plain import expand
 
 CACHE = "refs/notes/textconv/ckptool"
