@@ -246,14 +246,15 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
             add(row.outline, "  ")
     if hidden:
         lines.append((bold("…"), None, f"{hidden:,} more (--all lists every tensor)"))
-    biggest = max((row.bytes or 0 for row in shown), default=0)
+    biggest, sized = max((row.bytes or 0 for row in shown), default=0), any(row.bytes is not None for row in shown)
 
     def aligned(width: int | None) -> Told:
         hang, length = min(NAMES, max((width or 1_000) - 40, 12)), BAR if width is None or width >= 100 else BAR // 2
         rows = []
         for label, total, detail in lines:
-            rows.append((label, "" if total is None else size(total), blue(bar(total or 0, biggest, length)), detail))
-        yield Table(rows, right=(1,), indent=0, hang=hang)
+            sizes = ("" if total is None else size(total), blue(bar(total or 0, biggest, length)))
+            rows.append((label, *(sizes if sized else ()), detail))
+        yield Table(rows, right=(1,) if sized else (), indent=0, hang=hang)
 
     yield aligned
 

@@ -62,20 +62,6 @@ def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
     assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
 
 
-def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
-    from ckptool.errors import CkptoolError
-    from ckptool.render.lines import Style, error_text
-
-    error = CkptoolError(
-        "nothing was found in /a/very/long/path/of/some/file.pt " * 3, "It means this. " * 12, "Type that."
-    )
-    for width in (20, 40, 80, 300):
-        told = error_text(error, Style(False, width))
-        assert told.split() == error_text(error).split()
-        assert all(len(line) <= width or " " not in line.strip() for line in told.split("\n")), told
-    assert "\x1b[1;31merror[error]\x1b[0m: nothing" in error_text(error, Style(True, 40))
-
-
 def test_heads_of_a_table_are_escaped_at_every_width() -> None:
     table = Table([("1", "0.5")], heads=("step", "loss\x1b[31m\n"))  # a metric is called as a run's files say
     for width in (None, 10):
