@@ -23,7 +23,7 @@ from ckptool.render.lines import text as text_of
 from ckptool.transforms import casting
 from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizers import Slots
-from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
+from ckptool.transforms.warm_start import match_options, plan_warm_start
 from tests.support.looped import examples
 from tests.support.processes import soon
 
