@@ -36,7 +36,7 @@ LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is sugg
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
 MOST_WAYS, MOST_DOUBTFUL = 4, 40  # prefixes that may be meant, and doubtful rules, that are shown
-TRIES = 1_000_000  # of a rule on a key; reading a rule counts for `READING` of them
+TRIES = 300_000  # of a rule on a key; reading a rule counts for `READING` of them
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # the dots of a name in a rule, but those within {a.b,c}
@@ -271,6 +271,16 @@ class Link(NamedTuple):
     way: object = None
 
 
+_Modules = Mapping[str, list[Family]]
+
+
+def _modules(some: Iterable[Family]) -> _Modules:
+    found: dict[str, list[Family]] = defaultdict(list)
+    for family in some:
+        found[family.module].append(family)
+    return found
+
+
 @dataclass(slots=True, eq=False)
 class Search:
     """The search for links. free: keys of both sides that have none so far."""
@@ -299,14 +309,14 @@ class Search:
             self.free[0].pop(key, None)
             self.free[1].pop(goal, None)
 
-    def _with_its_module(self, match: Match, sides: Sequence[list[Family]], why: str, certain: bool = True) -> None:
+    def _with_its_module(self, match: Match, modules: Sequence[_Modules], why: str, certain: bool = True) -> None:
         """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
         self._accept(match, why, certain)
-        ours, theirs = match.ours.module, match.theirs.module
-        if match.ours.text.removeprefix(ours) == match.theirs.text.removeprefix(theirs):
-            below = {each.text.removeprefix(theirs): each for each in sides[1] if each.module == theirs}
-            for one in sides[0]:
-                other = matched(one, below.get(one.text.removeprefix(ours))) if one.module == ours else None
+        ours, theirs = match.ours, match.theirs
+        if ours.text.removeprefix(ours.module) == theirs.text.removeprefix(theirs.module):
+            below = {each.text.removeprefix(theirs.module): each for each in modules[1][theirs.module]}
+            for one in modules[0][ours.module]:
+                other = matched(one, below.get(one.text.removeprefix(ours.module)))
                 if other is not None and other.numbers == match.numbers and self._is_open(other):
                     self._accept(other, "the other tensors of the module fit", certain)
 
@@ -340,7 +350,7 @@ class Search:
 
     def _by_words(self, *sides: list[Family]) -> None:
         """Families with more words in common with each other than with any other of the same shapes."""
-        before = -1
+        before, modules = -1, [*map(_modules, sides)]
         while len(self.links) != before:
             before = len(self.links)
             alike: tuple[dict[Trait, list[Family]], ...] = defaultdict(list), defaultdict(list)
@@ -364,12 +374,13 @@ class Search:
                         each is one or near.words.is_nearer(one.words, each.words) for each in mine
                     ):
                         why = "of the tensors with these shapes, the names are the nearest"
-                        self._with_its_module(match, sides, "nothing else has these shapes" if alone else why)
+                        self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)
 
     def _by_order(self, *sides: list[Family]) -> None:
         """What is left, in the order of the keys, as doubtful: weights, biases and others of the same shapes, where
         both sides have as many."""
         classes: dict[object, tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
+        modules = [*map(_modules, sides)]
         for side, some in enumerate(sides):
             for family in some:
                 classes[family.traits, family.words.strong & {"weight", "bias"}][side].append(family)
@@ -381,7 +392,7 @@ class Search:
                 if not by_chance and any(trait not in (None, (), (1,)) for trait in match.ours.traits):
                     order = "the shapes fit, and only the order of the names says which is which"
                     unsaid = "the shapes fit, but the names do not say so, or say it of others as well"
-                    self._with_its_module(match, sides, order if len(mine) > 1 else unsaid, False)
+                    self._with_its_module(match, modules, order if len(mine) > 1 else unsaid, False)
 
 
 def _cannot_be(match: Match) -> bool:
@@ -516,7 +527,7 @@ def written_rules(
         return rule if rule.right and rule.takes.keys() & link.goals.keys() else None
 
     for link in links:
-        if not link.goals.keys() <= covered:
+        if not link.goals.keys() <= covered and (link.certain or len(rules) < MOST_DOUBTFUL):
             texts = list(islice(_candidates(link), max(0, left)))
             left -= len(texts)
             fitting = filter(None, (tried(text, link) for text in texts))
