@@ -95,7 +95,6 @@ PROVIDERS = {
     "Checkpoint.names": "checkpoint.tree:names_of",
     "Checkpoint.tensors": "checkpoint.tree:addressed",
     "Composite.cast": "transforms.casting:cast_lazily",
-    "Composite.numpy": "bridge.to_live:to_numpy",
     "Composite.torch": "bridge.to_live:to_torch",
     "Memory.torch": "bridge.from_live:torch_memory",
     "TensorEntry.cast": "transforms.casting:cast_lazily",

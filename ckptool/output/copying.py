@@ -24,16 +24,7 @@ BUFFER = 256 << 10
 PATIENCE, PAUSE = 100, 0.01  # how often, and after how many seconds, a write that took nothing is tried again
 
 # What copy_file_range answers where it cannot: other file systems, old kernels, special mounts.
-_CANNOT = {
-    errno.EXDEV,
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.EPERM,
-    errno.EBADF,
-    errno.ETXTBSY,
-    errno.EAGAIN,
-}
+_CANNOT = {getattr(errno, name) for name in "EXDEV EINVAL ENOSYS EOPNOTSUPP EPERM EBADF ETXTBSY EAGAIN".split()}
 
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
@@ -140,12 +131,17 @@ def keep_attributes(old: str, fd: int) -> list[str]:
         except OSError:
             lost.append("its access list" if what == ACCESS_LIST else what)
 
+    def copy_attribute(name: str) -> None:
+        value = os.getxattr(old, name)
+        if name not in _attribute_names(fd) or os.getxattr(fd, name) != value:
+            os.setxattr(fd, name, value)
+
     if status.st_gid != mine.st_gid:
         attempt(f"its group ({status.st_gid})", os.fchown, fd, -1, status.st_gid)
     names = _attribute_names(old)
     for name in names:
         if name not in _OF_THE_CONTENTS:
-            attempt(name if name == ACCESS_LIST else f"the attribute {name}", _copy_attribute, old, fd, name)
+            attempt(name if name == ACCESS_LIST else f"the attribute {name}", copy_attribute, name)
     if ACCESS_LIST not in names and ACCESS_LIST in _attribute_names(fd):  # it came from the folder
         attempt(ACCESS_LIST, os.removexattr, fd, ACCESS_LIST)
     mode = stat.S_IMODE(status.st_mode)
@@ -164,16 +160,8 @@ def _attribute_names(place: str | int) -> list[str]:
         return []
 
 
-def _copy_attribute(old: str, fd: int, name: str) -> None:
-    value = os.getxattr(old, name)
-    if name not in _attribute_names(fd) or os.getxattr(fd, name) != value:
-        os.setxattr(fd, name, value)
-
-
 def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     """A note of what could not be kept, if anything."""
     found = list(dict.fromkeys(lost))
-    if not found:
-        return ()
     message = f"{target} was replaced by a file that you own: {listed(found)} could not be kept"
-    return (Note("attributes-lost", message),)
+    return (Note("attributes-lost", message),) if found else ()

@@ -30,7 +30,7 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, 
 from ckptool.errors import quoted as shell_word
 from ckptool.facts import WHOLE, Note, Page, Report, Told, bold
 from ckptool.output import check_target, make_folder, replace_file
-from ckptool.output.hashing import digest_of
+from ckptool.output.sink import digest_of
 from ckptool.pickles.plain import expand
 from ckptool.verbs._options import DryRun
 

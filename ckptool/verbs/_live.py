@@ -23,9 +23,8 @@ try:
     from ckptool.bridge.modules import target_of_code as target_of_code
     from ckptool.bridge.modules import unwrapped as unwrapped
 except Unsupported as error:
-    raise MissingExtra(
-        "torch is not installed", "Live modules need torch; files are read without it.", "pip install 'ckptool[torch]'"
-    ) from error
+    why = "Live modules need torch; files are read without it."
+    raise MissingExtra("torch is not installed", why, "pip install 'ckptool[torch]'") from error
 
 
 def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -36,8 +35,7 @@ def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: b
     `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
     """
 
-    def without_inner(key: str) -> str:
-        # What `torch.compile` and the like put on submodules; a submodule `module` keeps its name.
+    def without_inner(key: str) -> str:  # what `torch.compile` and the like put on submodules; not a submodule `module`
         *modules, name = key.split(".")
         return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
 

@@ -17,11 +17,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptool
-from ckptool.errors import Conflict, UsageError
+from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.model_folder import with_dtype
+from fixtures.engines import cases
 from tests.support.cli import Run
 from tests.support.files import contents, saved
 from tests.support.looped import looped
+from tests.support.part_files import random_weights, saved_below, trainer_folder
 
 CONFIGS = {
     "transformers": ("model", "config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -106,22 +108,6 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "out/config.json").is_symlink() and (tmp_path / "out/config.json").exists()
 
 
-def test_a_folder_is_replaced_only_where_nothing_else_is_in_it(tmp_path: Path) -> None:
-    file, out = model_in(tmp_path / "in"), tmp_path / "out"
-    ckptool.convert(file, f"{out}/")
-    ckptool.convert(file, out, overwrite=True)
-    before = contents(out)
-    (out / "results.csv").write_text("1")
-    with pytest.raises(Conflict, match=r"results\.csv"):
-        ckptool.convert(file, out, overwrite=True)
-    (out / "results.csv").unlink()
-    assert contents(out) == before
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    ckptool.convert(file, empty)
-    assert contents(empty) == before
-
-
 def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) -> None:
     file = saved(state(), tmp_path / "a.pt")
     (tmp_path / "like").mkdir()
@@ -183,3 +169,27 @@ def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
     assert run(*note["fix"][1:]).code == 0
     assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
+
+
+def test_what_the_container_cannot_hold_of_a_member_is_refused(tmp_path: Path) -> None:
+    folder = Path(cases.__file__).parent / "trainer" / "checkpoint"
+    with pytest.raises(CkptoolError, match=r"training_args\.bin"):
+        ckptool.convert(folder, tmp_path / "out.safetensors", all=True)
+
+
+# Weights that stand for a folder of several files ---------------------------------------------------------------------
+
+
+def test_what_is_changed_in_place_leaves_nothing(tmp_path: Path, run: Run) -> None:
+    found = run("add-module", str(trainer_folder(tmp_path / "step-500")), "--in-place")
+    assert found.code == 0 and "left out" not in found.out, found
+
+
+def test_a_folder_of_two_formats_is_not_damaged(tmp_path: Path, run: Run) -> None:
+    saved_below(random_weights("a.weight"), tmp_path / "pytorch_model.bin")
+    ckptool.convert(tmp_path / "pytorch_model.bin", tmp_path / "model.safetensors")
+    found = run("verify", str(tmp_path))
+    assert found.code == 2 and "error[ambiguous]" in found.err and "damaged" not in found.out, found
+    with pytest.raises(CkptoolError, match="2 checkpoints"):
+        ckptool.verify(tmp_path)
+    assert "OSError" not in run("doctor", str(tmp_path)).out
