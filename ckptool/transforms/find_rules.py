@@ -53,7 +53,6 @@ TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of grou
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, three or all are tried
-FEW_RULES = 12  # of which nobody asks why they are so many
 SHOWN = 6
 
 Entries = Mapping[str, TensorEntry]
@@ -623,9 +622,6 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     notes = list[Note]()
     if len(texts) > most:
         what = f"only {most:,} of {counted(len(texts), 'rule')} are here: each is for one key, and applied to all"
-        notes.append(Note("spelled-out", what))
-    elif 2 * len(texts) > len(goals) > 2 * FEW_RULES:
-        what = "most keys have a rule of their own: no rule for several of them was found in time"
         notes.append(Note("spelled-out", what))
     prints = search.prints[1]
     first = {prints[name].digest: name for name in prints if name not in {*missing, *other}}
