@@ -461,7 +461,23 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
     made = {first: _loaded(chosen[name], target.tensors[name], values.get(name)) for name, first in firsts.items()}
-    uses = Counter(id(tensor.storage) for tensor in made.values() if isinstance(tensor, TensorEntry))
+    holders: dict[int, list[str]] = {}
+    for first, tensor in made.items():
+        if isinstance(tensor, TensorEntry):
+            holders.setdefault(id(tensor.storage), []).append(first)
+    for firsts_of in holders.values():
+        tensors: list[Any] = [made[first] for first in firsts_of]
+        bases: list[Any] = [values.get(first) for first in firsts_of]
+        if all(isinstance(base, TensorEntry) for base in bases) and len({id(base.storage) for base in bases}) == 1:
+            layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
+            if layouts[0] == layouts[1]:
+                continue  # views that lie in one storage just so in the target
+        for first, tensor in zip(firsts_of, tensors, strict=True):
+            # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+            if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
+                own = compact(tensor)
+                storage = replace(own.storage) if own.storage is tensor.storage else own.storage
+                made[first] = replace(own, storage=storage)
     items: dict[str, Any] = {}
     for name in order:
         if name not in firsts:
@@ -469,12 +485,6 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
             continue
         tensor, base = made[firsts[name]], values.get(name)
         if isinstance(tensor, TensorEntry):
-            # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
-            if uses[id(tensor.storage)] > 1 or tensor.span() != (0, tensor.storage.nbytes):
-                own = compact(tensor)
-                storage = replace(own.storage) if own.storage is tensor.storage else own.storage
-                tensor = made[firsts[name]] = replace(own, storage=storage)
-                uses[id(storage)] = 1
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
         items[name] = tensor
