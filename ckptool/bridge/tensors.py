@@ -60,7 +60,7 @@ def typed_storage(builder: Builder, ref: StorageRef) -> Any:
 
 def strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     """A plain tensor: a view of its storage."""
-    check_view(entry.storage, entry.dtype, entry.shape, entry.stride, entry.offset)
+    check_view(entry.storage.nbytes, entry.dtype, entry.shape, entry.stride, entry.offset)
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
     made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
     made.set_(storage, entry.offset, entry.shape, entry.stride)

@@ -95,7 +95,7 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "CONTAINER": lambda: [each.name for each in _of("formats").FORMATS if each.writable],
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
     "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
-    "SCHEME": lambda: list(_of("transforms.lora.schemes").SCHEMES),
+    "SCHEME": lambda: list(_of("transforms.lora.adapters").SCHEMES),
     "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],

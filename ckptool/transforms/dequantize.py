@@ -1,6 +1,6 @@
 """Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
 
-`conventions.quantized_formats` has turned every format to the weight's own rows, as strided views; what unpacks
+`conventions.quantized` has turned every format to the weight's own rows, as strided views; what unpacks
 these is `_codes`.
 """
 
@@ -20,8 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
-from ckptool.conventions.quantized import Quantized
-from ckptool.conventions.quantized_formats import QuantizedWeight, parsed
+from ckptool.conventions.quantized import Quantized, QuantizedWeight, parsed
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 

@@ -16,7 +16,7 @@ from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, values_o
 from ckptool.checkpoint import arrays
 from tests.support.entries import entry_of
 from tests.support.looped import examples
-from tests.support.random_tensors import DTYPES
+from tests.support.object_graphs import DTYPES
 
 
 def shown_values(tensor: torch.Tensor) -> numpy.ndarray:

@@ -14,7 +14,7 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict, FileProblem
-from ckptool.training.runs import create, read_config
+from ckptool.training.configfile import create, recorded_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
 from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, forget_record, train_typed
@@ -82,12 +82,12 @@ def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path:
     made.lock.release()
     again = create(config("seed=4", run=made.folder))
     assert again.lock is not None
-    assert (read_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
+    assert (recorded_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
     again.commit(1, {"step": 1}, {})
     again.lock.release()
     with pytest.raises(Conflict, match="is a run already"):
         create(config(run=made.folder))
-    assert read_config(made.folder)[0] == again.id
+    assert recorded_config(made.folder)[0] == again.id
 
 
 def test_a_file_is_in_the_way(tmp_path: Path) -> None:
