@@ -145,7 +145,7 @@ def test_lists_and_escapes() -> None:
     ("call", "code"),
     [
         ("ckptool.load_into()", "missing-extra"),
-        ("ckptool.save_for_cpu()", "missing-extra"),
+        ("ckptool.save_for_cpu(None, 'out.pt')", "missing-extra"),
         ("ckptool.spec('torch.nn:Linear')", "missing-extra"),
         ("ckptool.open('model.npz')['a'].torch()", "missing-extra"),
     ],

@@ -306,12 +306,19 @@ class _HeaderWalk:
         self.window_at, self.window = 0, b""  # what was read last
         pickles: list[Record] = []
         at: int | None = 0
-        stop, begun = 0, False
+        begun = False
         while at is not None and at + LOCAL.size <= source.size and len(self.records) < most:
-            stop, record = at, self._header(at)
+            record = self._header(at)
             if record is None:
-                end = next(self._find(rb"PK\x05\x06", at), None) if self._peek(at, 4) == b"PK\x01\x02" else None
-                at = end + END.size if end is not None else None  # past a directory and its end records
+                # Past a directory and its end records, if there is one; else no header leads on. Where an edit's pickle
+                # stands further on, what leads to it was damaged.
+                is_directory, name = self._peek(at, 4) == b"PK\x01\x02", re.escape(f"{self.root}data.pkl".encode())
+                before = rb"PK\x05\x06|PK\x03\x04.{26}" if is_directory else rb"PK\x05\x06.{18}PK\x03\x04.{26}"
+                end = next(self._find(before + name, at), None)
+                if end is not None and not (is_directory and self._peek(end, 4) == b"PK\x05\x06"):
+                    what = f"{source} was edited in place, and the directory of its state before that is damaged"
+                    raise Corrupt(what, "What of it is old cannot be told.")
+                at = end + END.size if end is not None else None
                 self.ends += [at] if at is not None else []
                 continue
             at = self._measure(record)
@@ -322,15 +329,9 @@ class _HeaderWalk:
                 self.root, self.sizes = record.name.removesuffix("data.pkl"), self.sizes | sizes
                 pickles.append(record)
             begun = begun or _is_pickle(record.name) or "/data/" in record.name
-        if at is None and self.root and not self.why:  # no header leads on; there may be a later pickle
-            edited = rb"PK\x05\x06.{18}PK\x03\x04.{26}" + re.escape(f"{self.root}data.pkl".encode())
-            if next(self._find(edited, stop), None) is not None:
-                what = f"{source} was edited in place, and the directory of its state before that is damaged"
-                raise Corrupt(what, "What of it is old cannot be told.")
-        last = [pickle for pickle in pickles if not self.ends or pickle.header < self.ends[-1]][
-            -1:
-        ]  # that was finished
-        self.records = [record for record in self.records if record in last or record not in pickles]
+        ended = (pickle for pickle in reversed(pickles) if not self.ends or pickle.header < self.ends[-1])
+        current = next(ended, None)  # the last of which the edit was finished
+        self.records = [record for record in self.records if record is current or record not in pickles]
         self._believe_names()
 
     def complete(self) -> Archive | None:

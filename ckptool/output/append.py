@@ -17,9 +17,8 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
-from ckptool.output.copying import write_all
 from ckptool.output.durable import check_space, close, folder_of, settle, sweep_folder, write_problems
-from ckptool.output.sink import Progress, Sink
+from ckptool.output.sink import Progress, Sink, write_all
 
 
 def append_in_place(

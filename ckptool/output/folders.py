@@ -21,13 +21,14 @@ from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_pla
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
-from ckptool.output.copying import attribute_notes, keep_attributes, reserve, system_call
 from ckptool.output.durable import (
+    attribute_notes,
     check_space,
     check_target,
     close,
     folder_of,
     hidden_name,
+    keep_attributes,
     new_file,
     opened,
     remove,
@@ -37,7 +38,7 @@ from ckptool.output.durable import (
     temporary_for,
     write_problems,
 )
-from ckptool.output.sink import Progress, Sink
+from ckptool.output.sink import Progress, Sink, reserve, system_call
 
 ASIDE = "old"  # the end of the old folder's name between two renames: for an instant it is the only one, so not swept
 _HERE = -100  # AT_FDCWD

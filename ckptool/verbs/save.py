@@ -1,17 +1,22 @@
-"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably."""
+"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably; `save_for_cpu`: a module's, for any machine."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from ckptool import formats
-from ckptool.checkpoint import FileRange
+from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import storages
+from ckptool.checkpoint.tree import map_storages, storages
+from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.errors import UsageError
 from ckptool.output import check_target
 from ckptool.verbs._save import change_of, checkpoint_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def save(
@@ -57,3 +62,25 @@ def save(
         plan = target.write(made, keep_unknown=keep_unknown)
     ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
     change.put(plan, out, list({id(data.file): data.file for data in ranges}.values()))
+
+
+def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes a model's state dict as any machine can load it: unwrapped, on the CPU, without wrappers' prefixes.
+
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
+    weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
+    `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    """
+
+    from ckptool import bridge
+    from ckptool.bridge.modules import unwrapped
+    from ckptool.transforms.rename import apply
+
+    def without_inner(key: str) -> str:  # what `torch.compile` and the like put on submodules; not a submodule `module`
+        *modules, name = key.split(".")
+        return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
+
+    state: Any = unwrapped(model, averages=True).state_dict()
+    tree = map_storages(bridge.from_torch(state), lambda storage: replace(storage, location="cpu"))
+    whole = Checkpoint(tree, formats.LIVE)
+    save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

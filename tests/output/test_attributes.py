@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.output import replace_file
-from ckptool.output.copying import ACCESS_LIST
+from ckptool.output.durable import ACCESS_LIST
 from ckptool.output.folders import replace_folder
 from tests.support.files import saved, weights
 
@@ -150,7 +150,7 @@ def test_what_the_system_does_not_let_is_told(tmp_path: Path, monkeypatch: pytes
     def refused(*args: Any, **options: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    from ckptool.output import copying as module
+    from ckptool.output import durable as module
 
     class System:
         """`os` as somebody sees it who is not the owner."""

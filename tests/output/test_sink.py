@@ -20,7 +20,7 @@ from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
-from ckptool.output import copying, sink
+from ckptool.output import sink
 from ckptool.output.sink import Sink
 from tests.support.looped import looped
 
@@ -95,7 +95,7 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
 def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = source(tmp_path, noise(1_000_000))
     copies: list[tuple[int, int]] = []
-    real = copying.copy_range
+    real = sink.copy_range
 
     def counted(source: Source, offset: int, fd: int, at: int, length: int, progress: Any) -> None:
         copies.append((offset, length))
