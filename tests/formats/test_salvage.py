@@ -264,6 +264,14 @@ def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: P
     assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == originals("by torch", tmp_path / "o.pt")
 
 
+def test_names_that_two_headers_have_swapped_prove_nothing(tmp_path: Path) -> None:
+    data = bytearray(PLAIN)
+    for name, other in (("5", "7"), ("7", "5")):
+        data[header_of(f"archive/data/{name}") + LOCAL.size + 13] = ord(other)
+    found, expected = came_back(salvaged(bytes(data), tmp_path / "h.pt")), originals("by torch", tmp_path / "o.pt")
+    assert expected.keys() - found.keys() == {"model/l5.w", "model/l7.w"}
+
+
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
     """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of
     another."""
