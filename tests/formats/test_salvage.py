@@ -30,6 +30,7 @@ from fixtures.make import make
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
 from tests.support.processes import soon
+from tests.support.zip_layouts import Entry, with_more
 
 Values = dict[str, bytes]
 
@@ -336,6 +337,12 @@ def test_the_byte_order(tmp_path: Path) -> None:
     assert data[at : at + 3] == b"big"
     with pytest.raises(Corrupt, match="byteorder"):
         salvaged(data[:at] + b"bug" + data[at + 3 : -30], tmp_path / "cut.pt")
+
+
+def test_of_two_records_of_one_name_neither_is_believed(tmp_path: Path) -> None:
+    data = with_more(Entry(b"archive/byteorder", b"big")).build()
+    with pytest.raises(Corrupt, match="byteorder"):
+        salvaged(data[: data.index(b"PK\x01\x02")], tmp_path / "two.pt")
 
 
 def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:
