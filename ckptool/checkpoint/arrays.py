@@ -83,11 +83,6 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
     return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
 
 
-def comes_whole(row: int) -> bool:
-    """True if a row of so many elements of one array comes in one block of a `fold`."""
-    return row <= CHUNK
-
-
 def stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     """The rows from one to another, of so many elements each, in parts that are in memory together: about 1 MB of f32.
 

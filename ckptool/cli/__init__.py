@@ -130,7 +130,7 @@ def _run(words: list[str], done: list[Json]) -> int:
             elif form == "json":
                 done.append(answer.content)
             elif form == "markdown":
-                from ckptool.render.markdown import markdown
+                from ckptool.render.html import markdown
 
                 say(("\n" if number else "") + markdown(answer.content))
             else:
@@ -155,7 +155,7 @@ def _told(error: Exception, done: list[Json]) -> int:
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code
         if form == "markdown":
-            from ckptool.render.markdown import markdown
+            from ckptool.render.html import markdown
 
             say(markdown(error_text(problem)))
     tell(as_text)

@@ -118,9 +118,3 @@ def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk
     with patch.multiple(arrays, CHUNK=chunk):
         judge(tensor, side, 1 << 14)
         judge(tensor, side, 20)
-
-
-def test_what_lies_in_another_order_is_read_in_that() -> None:
-    with patch("ckptool.checkpoint.blocks.MadeBlocks.view", side_effect=AssertionError):
-        for tensor in (torch.randn(30, 20).t(), torch.randn(8, 6, 5, 4).to(memory_format=torch.channels_last)):
-            judge(tensor, 4, 1000)

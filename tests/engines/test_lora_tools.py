@@ -72,7 +72,7 @@ def loaded(model: Any, folder: Path) -> Any:
     return adapted.eval()
 
 
-@pytest.mark.parametrize(("chosen", "options"), [("", {"rank": 8}), ("square q_proj", {"rank": 6, "energy": 0.999999})])
+@pytest.mark.parametrize(("chosen", "options"), [("", {"rank": 8}), ("q_proj v_proj", {"rank": 6, "energy": 0.999999})])
 def test_a_full_rank_gives_the_tuned_model(chosen: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Of everything; and of matrices of a low rank, as small as they are."""
     base, tuned = net(), net()
@@ -87,7 +87,7 @@ def test_a_full_rank_gives_the_tuned_model(chosen: str, options: dict[str, Any],
     for model, file in zip((tuned, base), files, strict=True):
         save_file(model.state_dict(), file)
     report = ckptool.lora_extract(*files, tmp_path / "adapter", **options)
-    assert not chosen or report.facts["ranks"] == {"square": 1, "q_proj": 2}
+    assert not chosen or report.facts["ranks"] == {"q_proj": 2, "v_proj": 1}
     adapted = loaded(base, tmp_path / "adapter")
     assert largest(output(adapted), output(tuned)) <= 1e-5, report
     merged = adapted.merge_and_unload()
