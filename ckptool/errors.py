@@ -144,6 +144,14 @@ class NoPermission(FileProblem, PermissionError):
     """It may not be read or written. A `PermissionError`, too."""
 
 
+class IsAFolder(FileProblem, IsADirectoryError):
+    """It is a folder. An `IsADirectoryError`, too."""
+
+
+class NotAFolder(FileProblem, NotADirectoryError):
+    """It lies below a file. A `NotADirectoryError`, too."""
+
+
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
     """The name is a link, and what it leads to is not there."""
 

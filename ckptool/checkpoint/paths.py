@@ -11,15 +11,26 @@ from itertools import count, islice
 from types import MappingProxyType
 
 from ckptool.commands import FILE, arg, other_program
-from ckptool.errors import GIVEN, BrokenLink, CkptoolError, FileMissing, FileProblem, NoPermission, without_secrets
+from ckptool.errors import (
+    GIVEN,
+    BrokenLink,
+    CkptoolError,
+    FileMissing,
+    FileProblem,
+    IsAFolder,
+    NoPermission,
+    NotAFolder,
+    without_secrets,
+)
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
 # By the number that the system gives: the class of the error, and what it means.
 KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.ENOENT: (FileMissing, ""),
+    errno.EISDIR: (IsAFolder, ""),
     errno.EACCES: (NoPermission, _NO_PERMISSION),
     errno.EPERM: (NoPermission, _NO_PERMISSION),
-    errno.ENOTDIR: (FileProblem, "A part of the path is a file, not a folder."),
+    errno.ENOTDIR: (NotAFolder, "A part of the path is a file, not a folder."),
     errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
     errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
     errno.EROFS: (FileProblem, "The file system is mounted read-only."),

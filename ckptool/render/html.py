@@ -1,20 +1,23 @@
 """HTML for notebooks and Markdown for summaries of jobs: of bounded size; whatever a file calls things, it stays text.
 
-The HTML is text in a block, without scripts, at home in light and dark.
+The HTML is plain tables, without scripts, at home in light and dark.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.facts import Report
+from ckptool.errors import printable
+from ckptool.facts import Report, Table, Told, Verbatim
 from ckptool.render.lines import PYTHON, lines
 
-LIMIT = 29_800  # bytes of a text: a notebook keeps each that it shows
+LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
+CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
 MARKDOWN_LIMIT = 60_000  # characters: a summary on GitHub has room for sixteen, a comment for one
 
 
@@ -42,11 +45,44 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
 
 
 def report_html(report: Report) -> str:
-    """A report: its lines in a block of their own, the first as a title, as far as they fit."""
-    shown = [f"{escape(_cut(line, 2_000))}\n" for line in lines(report.told(), PYTHON)]
-    shown[:1] = [f"<b>{line}</b>" for line in shown[:1]]
-    text = fitting(shown, LIMIT, "… and {} more lines")
-    return f'<div style="overflow-x:auto"><pre style="margin:0">{text}</pre></div>'
+    """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
+    pieces: list[str] = []
+    begun: list[Any] = []
+
+    def end_lines() -> None:
+        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun, PYTHON))
+        pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
+        begun.clear()
+
+    for number, part in enumerate(_parts(report.told())):
+        if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
+            pieces.append(f"<b>{escape(_cut(next(lines([part], PYTHON), ''), 1_000))}</b>")
+        elif isinstance(part, Table) and part.rows:
+            end_lines()
+            pieces += _table(part)
+        else:
+            begun.append(part)
+    end_lines()
+    return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
+
+
+def _parts(told: Told) -> Iterator[Any]:
+    for part in told:
+        if callable(part):
+            yield from _parts(part(None))
+        elif part is not None:
+            yield part
+
+
+def _table(table: Table) -> Iterator[str]:
+    rows, _, left = table.cells()
+    title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
+    shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
+    cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
+    more = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{left:,}")).strip())}</td>'
+    body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
+    lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
+    yield f"<table>{title if table.title else ''}{lines}</table>"
 
 
 def markdown(text: str) -> str:
