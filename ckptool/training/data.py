@@ -24,8 +24,8 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
-from ckptool.training.seeds import CPU, derived, generator, order
-from ckptool.training.seeds import seed_all as seed_all
+from ckptool.training.rng import CPU, derived, generator, order
+from ckptool.training.rng import seed_all as seed_all
 from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
 from ckptool.training.toys import Arrays, blobs, digits
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ckptool.errors import UsageError, counted
-from ckptool.training.seeds import CPU, derived, seed_all
+from ckptool.training.rng import CPU, derived, seed_all
 
 Position = dict[str, Any]
 Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -17,6 +18,7 @@ from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
 from ckptool.training import loop
 from ckptool.training.hooks import METHODS, Hooks
 from ckptool.training.start import start
+from tests.support.looped import looped
 from tests.support.programs import python
 from tests.support.small_runs import config, toy, trainer
 
@@ -139,25 +141,13 @@ def test_what_is_raised_anywhere(tmp_path: Path, place: str) -> None:
     assert str(tmp_path / "own.py") in str(found)
 
 
-RETURNS = {"data", "len", "about", "collate", "forward", "loss", "evaluate", "after_backward", "facts", "getitem"}
+RETURNS = ["about", "after_backward", "collate", "data", "evaluate", "facts", "forward", "getitem", "len", "loss"]
 
 
-def test_what_is_returned_anywhere(tmp_path: Path) -> None:
+@looped(("place", "odd"), itertools.product(RETURNS, ODD), here=30)
+def test_what_is_returned_anywhere(tmp_path: Path, place: str, odd: str) -> None:
     """Some of it does; what does not is never called a bug of ckptool's."""
-    dice = random.Random(4)
-    for number, place in enumerate(sorted(RETURNS)):
-        for odd in dice.sample(ODD, 3):
-            path = tmp_path / f"{number}-{ODD.index(odd)}"
-            path.mkdir()
-            assert not isinstance(told(path, place, f"return {odd}"), Bug), (place, odd)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("place", sorted(RETURNS))
-def test_everything_that_is_returned(tmp_path: Path, place: str) -> None:
-    for number, odd in enumerate(ODD):
-        (tmp_path / str(number)).mkdir()
-        assert not isinstance(told(tmp_path / str(number), place, f"return {odd}"), Bug), odd
+    assert not isinstance(told(tmp_path, place, f"return {odd}"), Bug)
 
 
 def test_what_is_no_number_is_named(tmp_path: Path) -> None:
@@ -203,20 +193,17 @@ def misspelt(name: str, dice: random.Random) -> str:
     return dice.choice(ways)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_misspelt_method_is_told_with_the_right_name(tmp_path: Path, method: str, alone: bool) -> None:
-    dice = random.Random(method)
-    for number in range(6):
-        wrong = misspelt(method, dice)
-        if wrong in METHODS:
-            continue
-        other = next(each for each in ("logged", "attach") if each != method)
-        more = "" if alone else f"    def {other}(self, *a):\n        pass\n"
-        (tmp_path / f"own{number}.py").write_text(f"class Own:\n    def {wrong}(self, *a):\n        pass\n{more}")
-        with pytest.raises(UsageError, match=r"would (never )?be called") as raised:
-            Hooks([f"{tmp_path / f'own{number}.py'}:Own"])
-        assert f"Did you mean {method}?" in raised.value.fix, wrong
+@looped(("method", "number"), itertools.product(METHODS, range(6)))
+def test_a_misspelt_method_is_told_with_the_right_name(tmp_path: Path, method: str, number: int) -> None:
+    dice = random.Random(f"{method}{number}")
+    if (wrong := misspelt(method, dice)) in METHODS:
+        return
+    other = next(each for each in ("logged", "attach") if each != method)
+    more = f"    def {other}(self, *a):\n        pass\n" if number % 2 else ""
+    (tmp_path / "own.py").write_text(f"class Own:\n    def {wrong}(self, *a):\n        pass\n{more}")
+    with pytest.raises(UsageError, match=r"would (never )?be called") as raised:
+        Hooks([f"{tmp_path / 'own.py'}:Own"])
+    assert f"Did you mean {method}?" in raised.value.fix, wrong
 
 
 def test_helpers_of_a_hook_are_its_own(tmp_path: Path) -> None:
