@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ckptool.errors import UsageError
-from ckptool.integrations.shared import Fetches, committed, newest, rotate, saved_folders
+from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
-from ckptool.training.store import commit_file
+from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
 _OURS = "ckptool.pt"
@@ -61,10 +61,10 @@ class AcceleratorCheckpoints:
             self._lock = Lock(self.folder, "another folder")
         accelerator.wait_for_everyone()
         say = say if accelerator.is_main_process else lambda text: None
-        path = newest(self.folder, saved_folders(self.folder, _NAME), say)
-        self.resumed = path is not None
-        if path is not None:
-            self._load(path)
+        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check_folder, say)
+        self.resumed = newest is not None
+        if newest is not None:
+            self._load(newest.path)
 
     def batches(self, loader: Any, *, epochs: int | None = None, steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, from 1, and its batch; resumes in the middle of an epoch.

@@ -14,12 +14,12 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 
 import ckptool
-from ckptool.integrations.shared import Fetches, newest
+from ckptool.integrations.shared import Fetches
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import SavedState, check, commit_file, file_digest, read_json, remove_file
+from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
 
 _KEY = "ckptool_ranks"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
@@ -35,7 +35,9 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
     there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
-    return newest(folder, sorted(there, key=lambda saved: saved.step), say, lambda saved: check(saved, "full"))
+    there = sorted(there, key=lambda saved: saved.step)
+    newest = newest_whole(folder, there, lambda saved: check(saved, "full"), say)
+    return newest.path if newest else None
 
 
 def _saved(path: str) -> SavedState:

@@ -18,17 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from ckptool.errors import Conflict, Corrupt, counted, printable
+from ckptool.errors import Conflict, Corrupt, counted
 from ckptool.output import make_folder
 from ckptool.output.folders import move_folder
 from ckptool.training import rng
 from ckptool.training.batches import generators_of, make_ready
 from ckptool.training.saving import to_cpu
-from ckptool.training.store import SavedState, file_digest, newest_whole, read_json, write_json
+from ckptool.training.store import SavedState, file_digest, read_json, write_json
 
 SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
-Say = Callable[[str], Any]
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
@@ -87,8 +86,8 @@ def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:
     return sorted(there, key=lambda saved: saved.step)
 
 
-def check_folder(saved: SavedState) -> None:
-    """Raises `Corrupt` unless every file of a checkpoint is what its sidecar says."""
+def check_folder(saved: SavedState) -> SavedState:
+    """A checkpoint. Raises `Corrupt` unless every file of a checkpoint is what its sidecar says."""
     sidecar = saved.sidecar or {}
     if not isinstance(files := sidecar.get("files"), dict):
         raise Corrupt(f"{saved.path} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")
@@ -99,19 +98,7 @@ def check_folder(saved: SavedState) -> None:
         if there.get(name) != files[name]:
             problem = "does not match its sha256" if name in there else "is missing"
             raise Corrupt(f"{os.path.join(saved.path, name)} {problem}", "It was changed after it was saved.")
-
-
-def newest(
-    folder: str, there: list[SavedState], say: Say, check: Callable[[SavedState], Any] = check_folder
-) -> str | None:
-    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; None where there are none.
-
-    say: called with which it skipped, and why. Raises `NoneValid` where all are damaged or incomplete.
-    """
-    found = newest_whole(
-        folder, there, check, lambda saved, error: say(f"skipped {printable(saved.path)}: {error.what}")
-    )
-    return found.path if found else None
+    return saved
 
 
 # Batches --------------------------------------------------------------------------------------------------------------

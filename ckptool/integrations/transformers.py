@@ -13,12 +13,13 @@ from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
 from ckptool.errors import Conflict, UsageError
-from ckptool.integrations.shared import Fetches, check_folder, committed, newest, rotate, saved_folders
+from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded
+from ckptool.training.store import newest_whole
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _STATE = "trainer_state.json"
@@ -64,12 +65,14 @@ class DurableCheckpoints:
 
     def _checked(self: Any, folder: str, resume: str | bool | None) -> str | None:
         say = to_stderr if self.args.should_save else lambda text: None
-        there = saved_folders(os.path.dirname(os.path.normpath(resume)) if type(resume) is str else folder, _NAME)
+        named = os.path.abspath(resume) if isinstance(resume, str) else ""
+        there = saved_folders(os.path.dirname(named) or folder, _NAME)
         if resume is True:
-            resume = newest(folder, there, say)
-        elif resume:
+            newest = newest_whole(folder, there, check_folder, say)
+            resume = newest.path if newest else None
+        elif named:
             for saved in there:
-                if os.path.basename(saved.path) == os.path.basename(os.path.normpath(resume)) and saved.sidecar:
+                if saved.path == named and saved.sidecar:
                     check_folder(saved)
         elif self.args.should_save and there:
             raise Conflict(
