@@ -144,7 +144,7 @@ def test_what_is_raised_anywhere(tmp_path: Path, place: str) -> None:
 RETURNS = ["about", "after_backward", "collate", "data", "evaluate", "facts", "forward", "getitem", "len", "loss"]
 
 
-@looped(("place", "odd"), itertools.product(RETURNS, ODD), here=30)
+@looped(("place", "odd"), itertools.product(RETURNS, ODD), here=30, at_once=10)
 def test_what_is_returned_anywhere(tmp_path: Path, place: str, odd: str) -> None:
     """Some of it does; what does not is never called a bug of ckptool's."""
     assert not isinstance(told(tmp_path, place, f"return {odd}"), Bug)
