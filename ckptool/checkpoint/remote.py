@@ -7,12 +7,12 @@ once. Every answer has to be of the object that the first one was of. Only so mu
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import threading
-import time
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import Context, copy_context
@@ -43,9 +43,9 @@ from ckptool.errors import (
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
 NEAR = 4 << 10  # bytes that may lie between two reads of one that goes front to back
-PART, AT_ONCE = 512 << 10, 16  # bytes of a range of values, and the ranges that are asked for at once
+PART, AT_ONCE = 1 << 20, 16  # bytes of a range of values, and the ranges that are asked for at once
 WINDOW = PART * AT_ONCE // 2  # bytes that one reader is read ahead of
-KEPT, MOST_KEPT = 2 * PART * AT_ONCE, 1_024  # bytes and pieces of all objects that are kept, or on their way
+KEPT, MOST_KEPT = PART * AT_ONCE, 1_024  # bytes and pieces of all objects that are kept, or on their way
 TABLE = 64 << 20  # bytes that are asked for as one range
 TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doubled before the third
 
@@ -54,13 +54,13 @@ class Served(NamedTuple):
     """The bytes of a range, the size of the object that they are of, what tells it from another of the same name (its
     ETag, or when it was changed), and when it was changed."""
 
-    data: bytes | bytearray
+    data: bytes
     size: int
     tag: str
     when: Any
 
 
-Ask = Callable[[int, int], Served]
+Ask = Callable[[int, int], Awaitable[Served]]
 Result = TypeVar("Result")
 
 
@@ -107,18 +107,16 @@ def is_kind(fs: Any, *kinds: str) -> bool:
 def asking(url: str) -> tuple[Ask, bool]:
     """The way to ask for ranges of an object, and whether each answer says of which object it is."""
     fs, path = file_system(url)
-    from fsspec.asyn import sync
-
     if is_kind(fs, "http", "https"):
-        return partial(sync, fs.loop, _get, fs, path, url, {}), True
+        return partial(_get, fs, path, url, {}), True
     if is_kind(fs, "s3"):
-        return partial(_asked, url, sync, fs.loop, _get_object, fs, path), True
+        return lambda start, stop: _asked(url, _get_object(fs, path, start, stop)), True
     known: dict[str, Any] = {}  # what was said of it before the first range
 
-    def ask(start: int, stop: int) -> Served:
+    async def ask(start: int, stop: int) -> Served:
         if not known or stop <= start:
             fs.invalidate_cache()
-            known.update(_asked(url, fs.info, path))
+            known.update(await _asked(url, asyncio.to_thread(fs.info, path)))
         if known["type"] == "directory":
             raise _IsFolder
         if is_kind(fs, "hf"):
@@ -127,10 +125,10 @@ def asking(url: str) -> tuple[Ask, bool]:
 
             web, headers = filesystem("https", **_of_web()), build_hf_headers(token=fs.token)
             known.setdefault("url", fs.url(path))
-            answer: Served = sync(web.loop, _get, web, known["url"], url, headers, start, stop)
-            return answer
+            return await _get(web, known["url"], url, headers, start, stop)
         size: int = known["size"]
-        data = _asked(url, fs.cat_file, path, start=start, end=min(stop, size)) if start < min(stop, size) else b""
+        stop = min(stop, size)
+        data = await _asked(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
         facts = [known[name] for name in _FACTS if known.get(name)] or [""]
         return Served(data, size, str(facts[0]), facts[-1])
 
@@ -140,10 +138,10 @@ def asking(url: str) -> tuple[Ask, bool]:
 _FACTS = "ETag etag generation md5Hash created mtime LastModified last_modified updated modified".split()
 
 
-def _asked(url: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+async def _asked(url: str, answer: Awaitable[Result]) -> Result:
     """What a file system answers. Raises `FileProblem` where nothing is there or it may not be read, else `_Again`."""
     try:
-        return call(*args, **options)
+        return await answer
     except FileNotFoundError as error:
         raise file_problem(FileNotFoundError(ENOENT, ""), url, "read") from error
     except IsADirectoryError:
@@ -176,8 +174,6 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
     """A range of what a web server has. Raises `FileProblem`, `Unsupported` where it gives no ranges, `_Again`."""
-    from asyncio import TimeoutError as SlowError
-
     from aiohttp import ClientError, ClientPayloadError, ClientTimeout, TooManyRedirects
 
     session, options = await fs.set_session(), {**fs.kwargs}
@@ -204,11 +200,12 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
                 if status == 206 and not (place.startswith(f"bytes {start}-") and size):
                     raise _no_ranges(url, f"It was asked for bytes from {start:,}, and answered with {place[:80]!r}.")
-                data = bytearray()
-                async for chunk in answer.content.iter_chunked(1 << 16):
-                    data += chunk
-                    if len(data) > stop - start:
+                blocks, length = [], 0
+                async for block in answer.content.iter_any():
+                    blocks.append(block)
+                    if (length := length + len(block)) > stop - start:
                         raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
+                data = b"".join(blocks)
                 return Served(data, int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
@@ -224,7 +221,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
         raise FileProblem(f"cannot read {url}: its server sends one from redirect to redirect") from error
     except ClientPayloadError as error:
         raise _Again("its answer was cut short") from error
-    except (ClientError, SlowError) as error:
+    except (ClientError, asyncio.TimeoutError) as error:
         raise _Again(foreign(str(error)) or f"no answer for {PATIENCE} seconds") from error
 
 
@@ -238,21 +235,27 @@ def _no_ranges(url: str, why: str) -> CkptoolError:
     return Unsupported(f"{url}: its server does not support range requests", why, fix)
 
 
-def _tried(url: str, call: Callable[[], Result]) -> Result:
+_at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a loop of its own
+
+
+async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
     """What a call gives, in at most three tries. Raises `FileProblem`."""
-    for number in range(TRIES):
-        try:
-            return call()
-        except _Again as error:
-            why = str(error)
-        if number < TRIES - 1:
-            time.sleep(WAIT * 2**number)
+    async with _at_once(os.getpid()):
+        for number in range(TRIES):
+            try:
+                return await call()
+            except _Again as error:
+                why = str(error)
+            if number < TRIES - 1:
+                await asyncio.sleep(WAIT * 2**number)
     raise FileProblem(f"cannot read {url}: {why}", f"It was tried {TRIES} times.", "Try again later.")
 
 
-@cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="remote")
+def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Work that goes on in fsspec's thread."""
+    from fsspec.asyn import get_loop
+
+    return asyncio.run_coroutine_threadsafe(work, get_loop())
 
 
 # Objects -------------------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ class _Piece(NamedTuple):
 
     start: int
     stop: int
-    bytes: Future[bytes | bytearray]
+    bytes: Future[bytes]
     once: bool
 
 
@@ -279,8 +282,8 @@ class RemoteObject:
         self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
-        first: Future[bytes | bytearray] = Future()
-        first.set_result(self.fetch(0, END))
+        first: Future[bytes] = Future()
+        first.set_result(_begun(self.fetch(0, END)).result())
         if self.size:
             self._keep(_Piece(0, len(first.result()), first, False))
 
@@ -288,11 +291,11 @@ class RemoteObject:
         for piece in getattr(self, "pieces", ()):
             kept.pop(id(piece), None)
 
-    def fetch(self, start: int, stop: int) -> bytes | bytearray:
+    async def fetch(self, start: int, stop: int) -> bytes:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
 
-        def once() -> bytes | bytearray:
-            answer = self.ask(start, stop)
+        async def once() -> bytes:
+            answer = await self.ask(start, stop)
             if self.size < 0:
                 self.size, self.tag = answer.size, answer.tag
                 with suppress(ValueError, TypeError, AttributeError):
@@ -305,12 +308,12 @@ class RemoteObject:
                 raise _Again(f"only {len(answer.data):,} of {wanted:,} bytes arrived")
             return answer.data
 
-        return _tried(self.url, once)
+        return await _tried(self.url, once)
 
     def check_unchanged(self) -> None:
         """Raises `FileChanged` if it is another object now, where its answers do not say of which they are."""
         if not self.is_told:
-            self.fetch(0, 0)
+            _begun(self.fetch(0, 0)).result()
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Asks for tables that will be read soon, near ones as one range, and does not wait for them."""
@@ -395,7 +398,7 @@ class RemoteObject:
             piece, after = self._at(start)
             if piece is None:
                 after = min(stop, after, start + most)
-                later = _pool(os.getpid()).submit(self.fetch, start, after)
+                later = _begun(self.fetch(start, after))
                 self._keep(_Piece(start, after, later, most == PART))
             start = after
 
@@ -449,7 +452,8 @@ def _listing(folder: str) -> _Listing:
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
     found, usual = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
-    for row in _tried(url, partial(_asked, url, fs.ls, path, detail=True)):
+    listed = _tried(url, lambda: _asked(url, asyncio.to_thread(fs.ls, path, detail=True)))
+    for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
         if re.fullmatch(usual, name) and row["name"].strip("/") != path.strip("/"):
             plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
@@ -562,7 +566,8 @@ class RemoteFolder(Folder):
         for at in range(0, len(names), AT_ONCE):
             urls = [os.path.join(self.path, name) for name in names[at : at + AT_ONCE]]
             if files.opened.get() is not None:
-                list(_pool(os.getpid()).map(begin, [copy_context() for _ in urls], urls))
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    list(pool.map(begin, [copy_context() for _ in urls], urls))
             yield from map(self.open, names[at : at + AT_ONCE])
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
