@@ -14,12 +14,13 @@ import torch
 import ckptool
 from ckptool.errors import Conflict
 from ckptool.training.store import SavedState, check, name_of, read_json
-from tests.support.own_loops import parts, train
+from tests.support.own_loops import parts, train, trained
 from tests.support.small_runs import cut_short
 
 TESTS = Path(__file__).parents[1]
 STORE, RETENTION, HERE = "training/test_store.py", "training/test_retention.py", "training/test_harness_promises.py"
 SHAPES = "training/test_run_shapes.py"
+ENDS = "training/test_run_ends.py"
 RUN, RESUME, TRAIN = "training/test_run.py", "verbs/test_resume.py", "verbs/test_train.py"
 
 PROMISES = {
@@ -108,14 +109,14 @@ PROMISES = {
     "SIGTERM to the process group kills loader workers first: they must ignore it": (
         "training/test_kills.py::test_a_signal_saves_at_the_boundary",
     ),
-    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{RUN}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
+    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{ENDS}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
     "exit 2 could not do it (usage, a changed fixed key, an error)": (
         f"{TRAIN}::test_a_changed_fixed_key",
         f"{TRAIN}::test_an_unknown_key",
         f"{TRAIN}::test_a_disk_that_is_full",
     ),
     "130 and 143 stopped by INT and TERM after saving": (
-        f"{RUN}::test_a_signal_saves_and_leaves_the_program",
+        f"{ENDS}::test_a_signal_saves_and_leaves_the_program",
         f"{SHAPES}::test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped",
         "training/test_kills.py::test_a_signal_saves_at_the_boundary",
     ),
@@ -132,17 +133,6 @@ def test_every_promise_has_its_tests() -> None:
 
 
 # Those that no other file has ----------------------------------------------------------------------------------------
-
-
-def trained(folder: Path, steps: int, every: int = 1, say: Any = str, **options: Any) -> ckptool.Run:
-    """A run of a small model to a step."""
-    own = parts()
-    run = ckptool.Run(folder, say=say, **options, **own)
-    for step in run.steps(steps):
-        run.log(loss=train(torch.rand(4, 4), **own))
-        run.save(every=every, acc=1 / step)
-    run.close()
-    return run
 
 
 def steps_of(folder: Path) -> list[int]:
