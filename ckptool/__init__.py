@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ckptool.analysis.warm_start import LoadReport as LoadReport
+    from ckptool.bridge.modules import load_into as load_into
     from ckptool.checkpoint import Checkpoint as Checkpoint
     from ckptool.checkpoint import Composite as Composite
     from ckptool.checkpoint import Note as Note
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ckptool.errors import CkptoolError as CkptoolError
     from ckptool.training.run import Run as Run
     from ckptool.training.run_folder import inspect_run as inspect_run
-    from ckptool.verbs._live import load_into as load_into
-    from ckptool.verbs._live import save_for_cpu as save_for_cpu
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
     from ckptool.verbs.bake import bake as bake
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from ckptool.verbs.report import report as report
     from ckptool.verbs.resume import resume as resume
     from ckptool.verbs.save import save as save
+    from ckptool.verbs.save import save_for_cpu as save_for_cpu
     from ckptool.verbs.scan import scan as scan
     from ckptool.verbs.show import show as show
     from ckptool.verbs.slim import slim as slim
@@ -82,24 +82,21 @@ _HOMES = {
     "inspect_run": "training.run_folder",
     "layouts": "verbs.translate",
     "load": "verbs.load",
-    "load_into": "verbs._live",
+    "load_into": "bridge.modules",
     "open": "verbs.open",
     "save": "verbs.save",
-    "save_for_cpu": "verbs._live",
+    "save_for_cpu": "verbs.save",
 }
 
 # What a type offers and a layer above it does: `Type.form` -> the module and the function in it.
 PROVIDERS = {
+    "ArrayLike.cast": "transforms.casting:cast_lazily",
+    "ArrayLike.torch": "bridge.to_live:to_torch",
     "Checkpoint.entry": "checkpoint.tree:find_named",
     "Checkpoint.html": "render.html:checkpoint_html",
     "Checkpoint.names": "checkpoint.tree:names_of",
     "Checkpoint.tensors": "checkpoint.tree:addressed",
-    "Composite.cast": "transforms.casting:cast_lazily",
-    "Composite.numpy": "bridge.to_live:to_numpy",
-    "Composite.torch": "bridge.to_live:to_torch",
     "Memory.torch": "bridge.from_live:torch_memory",
-    "TensorEntry.cast": "transforms.casting:cast_lazily",
-    "TensorEntry.torch": "bridge.to_live:to_torch",
 }
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
 from ckptool.errors import Command as Command
@@ -258,24 +258,9 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 
     def declare(function: Function) -> Function:
         vars(function)["verb"] = Declared(examples, **more)
-        return _for_lists(function)
+        return function
 
     return declare
-
-
-def _for_lists(function: Function) -> Function:
-    """The function, which takes a list of paths, too, where several files can be typed."""
-
-    @wraps(function)
-    def called(*given: Any, **options: Any) -> Any:
-        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
-        are_files = paths and all(isinstance(each, (str, os.PathLike)) for each in paths)
-        if are_files and next(parameters_of(function)).option.each:
-            many = import_module("ckptool.verbs._many_files")
-            return many.of_list(called, [*map(os.fspath, paths)], given[1:], options)
-        return function(*given, **options)
-
-    return cast(Function, called)
 
 
 @cache
@@ -284,21 +269,13 @@ def signature_of(function: Any) -> inspect.Signature:
     given = inspect.signature(function, eval_str=True)
     parameters: list[inspect.Parameter] = []
     for each in given.parameters.values():
-        if not _stands_for_options(each):
+        if each.kind is not each.VAR_KEYWORD or not hasattr(each.annotation, "__required_keys__"):
             parameters.append(each)
             continue
         for name, kind in get_type_hints(each.annotation, include_extras=True).items():
-            default = None if type(None) in get_args(_plain(kind)) else False
+            default = None if type(None) in get_args(getattr(kind, "__origin__", kind)) else False
             parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
     return given.replace(parameters=parameters)
-
-
-def _stands_for_options(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is parameter.VAR_KEYWORD and hasattr(parameter.annotation, "__required_keys__")
-
-
-def _plain(kind: Any) -> Any:
-    return kind.__origin__ if hasattr(kind, "__metadata__") else kind
 
 
 def parameters_of(function: Any) -> Iterator[Parameter]:
@@ -325,9 +302,6 @@ def watched(function: Any) -> dict[str, str]:
     return {name: meta.how for name, meta in metas if isinstance(meta, Watched)}
 
 
-_FLAG = re.compile(r"--[a-z-]+")
-
-
 class _Shown(str):
     """A type as `help()` prints it: without the modules of its names."""
 
@@ -338,19 +312,32 @@ class _Shown(str):
 
 
 def for_python(function: Any) -> Any:
-    """A verb with the signature that `help()` shows: plain types, and every option by its name, with what its help
-    says."""
+    """A verb as `ckptool.NAME`: it takes a list of paths, too, where several files can be typed, and gives what it made
+    of a checkpoint in memory. `help()` shows plain types, and every option by its name with what its help says."""
     if "verb" not in vars(function):
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
+
+    @wraps(function)
+    def called(*given: Any, **options: Any) -> Any:
+        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
+        if paths and typed[0].option.each and all(isinstance(each, (str, os.PathLike)) for each in paths):
+            many = import_module("ckptool.verbs._many_files")
+            return many.of_list(function, [*map(os.fspath, paths)], given[1:], options)
+        report = function(*given, **options)
+        return report.made[0] if getattr(report, "made", ()) else report
+
     names = {flag: each.name for each in typed for flag in each.option.flags}
-    more = filter(_stands_for_options, inspect.signature(function, eval_str=True).parameters.values())
-    plain = [each.replace(annotation=_Shown(_plain(each.annotation))) for each in whole.parameters.values()]
-    function.__signature__ = whole.replace(parameters=plain)
-    about = [f"{each.name}: {_FLAG.sub(lambda flag: names.get(flag[0], flag[0]), each.option.help)}" for each in typed]
-    about += [each.annotation.__doc__.strip() for each in more]
-    function.__doc__ = "\n    ".join([function.__doc__.rstrip() + "\n", *about, ""])
-    return function
+    kinds = ((each, getattr(each.annotation, "__origin__", each.annotation)) for each in whole.parameters.values())
+    vars(called)["__signature__"] = whole.replace(
+        parameters=[each.replace(annotation=_Shown(of)) for each, of in kinds]
+    )
+    about = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
+    more = inspect.signature(function, eval_str=True).parameters.values()
+    about += [each.annotation.__doc__ or "" for each in more if hasattr(each.annotation, "__required_keys__")]
+    called.__module__ = "ckptool"  # where processes that it is sent to find it
+    called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *about, ""])
+    return called
 
 
 def several(texts: str | Iterable[str], pair: str = "") -> list[str]:

@@ -15,8 +15,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from errno import EEXIST
-from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 SHORT = 12  # lines of an error in a notebook
@@ -113,11 +111,12 @@ class MissingKey(UsageError, KeyError):
             raise AttributeError(attribute)
         from difflib import get_close_matches
 
-        name, there = self._looked[0], self._looked[1]()
-        below = [f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")]
-        meant = below[:1] or [*filter(None, [self._looked[2]()])] or get_close_matches(name, there[:2000], 1)
+        (name, names, below), dotted = self._looked, ""
+        if there := names():
+            dotted = next((f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")), "")
+        meant = dotted or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
         self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
-        self.fix = printable(f"Did you mean {meant[0]}?") if meant else ""
+        self.fix = printable(f"Did you mean {meant}?") if meant else ""
         return self.why if attribute == "why" else self.fix
 
 
@@ -143,14 +142,6 @@ class FileMissing(FileProblem, FileNotFoundError):
 
 class NoPermission(FileProblem, PermissionError):
     """It may not be read or written. A `PermissionError`, too."""
-
-
-class IsAFolder(FileProblem, IsADirectoryError):
-    """It is a folder. An `IsADirectoryError`, too."""
-
-
-class NotAFolder(FileProblem, NotADirectoryError):
-    """It lies below a file. A `NotADirectoryError`, too."""
 
 
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
@@ -279,61 +270,24 @@ def quoted(path: str) -> str:
     path = without_secrets(path) if "://" in path else path
     if path.isprintable():
         return shlex.quote(path)
-    escapes = {c: "".join(f"\\x{byte:02x}" for byte in _encoded(c)) for c in set(path) if not c.isprintable()}
-    return "$'" + "".join(escapes.get(c, f"\\{c}" if c in "\\'" else c) for c in path) + "'"
+    escapes = {c: f"\\{c}" for c in "\\'"}
+    for odd in (c for c in set(path) if not c.isprintable()):
+        try:
+            data = os.fsencode(odd)
+        except UnicodeEncodeError:  # of a key: half of a surrogate pair, which no file has
+            data = odd.encode("utf-8", "surrogatepass")
+        escapes[odd] = "".join(f"\\x{byte:02x}" for byte in data)
+    return "$'" + "".join(escapes.get(c, c) for c in path) + "'"
 
 
-# What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
-_USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
-_URL = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?")
-_GIVEN: dict[str, str] = {}  # URLs as they were given, by what they are called from then on
-
-
-def named_urls(text: str) -> str:
-    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
-
-    def name_of(found: re.Match[str]) -> str:
-        scheme, user, place, query = found.groups()
-        if found[0] in _GIVEN or not (user or query):
-            return found[0]
-        if user:
-            _GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
-        names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
-        return next(name for name in names if _GIVEN.setdefault(name, found[0]) == found[0])
-
-    return _URL.sub(name_of, text) if "://" in text else text
-
-
-def given_url(name: str) -> str:
-    """The URL that a name stands for; with the password for its host, where another one came with that."""
-    host = "/".join(name.split("/", 3)[:3])
-    return _GIVEN.get(name) or _GIVEN.get(host, host) + name[len(host) :]
-
-
-def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """All of them, for another process; `known`: those of the process that started this one."""
-    _GIVEN.update(known)
-    return _GIVEN
+GIVEN: dict[str, str] = {}  # URLs as they were given, by the names that stand for those with secrets in them
 
 
 def without_secrets(text: str) -> str:
     """A text in which the URLs that were given with secrets stand by their names."""
-    for name, url in sorted(_GIVEN.items(), key=lambda pair: -len(pair[1])):
+    for name, url in sorted(GIVEN.items(), key=lambda pair: -len(pair[1])):
         text = text.replace(url, name)
     return text
-
-
-def foreign(text: str) -> str:
-    """What another program says, without the secrets of any URL in it: a redirect brings its own."""
-    return _URL.sub(r"\1\3", without_secrets(text))
-
-
-def _encoded(character: str) -> bytes:
-    """The bytes of a character of a file name, or of a key, which may be half of a surrogate pair that no file has."""
-    try:
-        return os.fsencode(character)
-    except UnicodeEncodeError:
-        return character.encode("utf-8", "surrogatepass")
 
 
 def printable(text: str) -> str:
@@ -341,7 +295,7 @@ def printable(text: str) -> str:
 
     Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is.
     """
-    text = without_secrets(text) if _GIVEN and "://" in text else text
+    text = without_secrets(text) if GIVEN and "://" in text else text
     if text.isprintable():
         return text
     if _MARKED.search(text):
@@ -356,18 +310,10 @@ _MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
 
 
 class Slot(str):
-    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, OUT.pt."""
+    """A word that is filled in when the file is known; until then it reads as what it stands for: FILE#fc, or OUT.pt,
+    an output with a suffix other than the input's."""
 
     __slots__ = ()
-
-    @property
-    def is_output(self) -> bool:
-        return self.startswith("OUT")
-
-    @property
-    def suffix(self) -> str | None:
-        """That of an output, where it is another than the input's."""
-        return self[3:] or None
 
     def __truediv__(self, address: str) -> Slot:
         """The part of the input at an address; the whole for the empty one."""
@@ -395,15 +341,9 @@ class Command(tuple[str, ...]):
         words = ("-+"[isinstance(word, Slot)] + word for word in self)
         return f"{_MARK}({_MARK.join([self.python, *words])}{_MARK})"
 
-    @classmethod
-    def marked(cls, text: str) -> Command:
-        """The command that was formatted so."""
-        python, *words = text.split(_MARK)
-        return cls((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
-
     @property
     def writes(self) -> bool:
-        return any(isinstance(word, Slot) and word.is_output for word in self)
+        return any(isinstance(word, Slot) and word.startswith("OUT") for word in self)
 
     def with_words(self, words: Mapping[str, str]) -> Command:
         """The command with a word in place of each slot of that name, and of the name in FILE#ADDRESS."""
@@ -477,5 +417,8 @@ def _parts(text: str | Command) -> Iterator[str | Command]:
         yield from text.parts or (text,)
     else:
         for number, part in enumerate(_MARKED.split(text)):
-            if part:
-                yield Command.marked(part) if number % 2 else printable(part)
+            if number % 2:
+                python, *words = part.split(_MARK)
+                yield Command((Slot(word[1:]) if word[0] == "+" else word[1:] for word in words), python)
+            elif part:
+                yield printable(part)

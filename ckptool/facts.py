@@ -229,7 +229,7 @@ def _unit(hint: Any) -> Unit:
 
 
 class Report:
-    """The base of all that verbs answer: text, plain values, and a table for notebooks, whatever it is about.
+    """The base of all that verbs answer: text, plain values, and a block of text for notebooks, whatever it is about.
 
     schema: name and version of its JSON, `scan/2`; by default that of the class.
     verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess.

@@ -78,8 +78,6 @@ def text(length: int = 32, samples: int = 256, seed: int = 0) -> Arrays:
 class Sequences(Dataset[Any]):
     """Sequences of several lengths, for `collate: pad`: the numbers of one digit, how often it comes is the class."""
 
-    random = False
-
     def __init__(self, samples: int = 256, longest: int = 12, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
         lengths = torch.randint(2, longest + 1, (samples,), generator=g).tolist()

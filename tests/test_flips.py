@@ -7,22 +7,27 @@ data is seen in that tensor and nowhere else, and a changed header means what th
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import random
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import CkptoolError
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.verbs.convert import convert
+from fixtures.torch_tar import tar_bytes, tar_members
 from tests.support.files import torch_bytes, written
 from tests.support.same import assert_same_tree
 from tests.support.zip_layouts import Layout, honest
@@ -224,3 +229,64 @@ def test_any_length_of_a_safetensors_file(kind: str, tmp_path: Path) -> None:
         os.truncate(path, size)
         with pytest.raises(CkptoolError):
             read(path)
+
+
+# Other containers, which have no checksums or few ---------------------------------------------------------------------
+
+
+def saved_by(save: Callable[..., object], *values: Any, **named: Any) -> bytes:
+    save(buffer := io.BytesIO(), *values, **named)
+    return buffer.getvalue()
+
+
+def script() -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3, bias=False)), buffer)
+    return buffer.getvalue()
+
+
+def arrays(save: Callable[..., object]) -> bytes:
+    return saved_by(save, a=np.arange(3.0), b=np.array(["x"]))
+
+
+TAR = tar_bytes(tar_members(STATE), pax=False)
+# The file, and from which length on it is cut off and nothing else.
+OTHERS: dict[str, tuple[bytes, int]] = {
+    "npy": (saved_by(np.save, np.arange(6.0)), 10),
+    "npz": (arrays(np.savez), 60),
+    "npz, deflated": (arrays(np.savez_compressed), 60),
+    "legacy": (torch_bytes(TREE, _use_new_zipfile_serialization=False), 41),
+    "tar": (TAR[: -(-len(TAR.rstrip(b"\0")) // 512) * 512 + 1024], 512),
+    "script": (script(), 4),
+    **{
+        f"pickle of protocol {protocol}": (
+            pickle.dumps({"m": {"a.w": np.arange(3), "t": torch.ones(2)}}, protocol),
+            9 if protocol > 1 else 513,
+        )
+        for protocol in range(6)
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_byte_of_other_files_changed(name: str, tmp_path: Path) -> None:
+    data, _ = OTHERS[name]
+    check: Callable[[Path, int], None] = readable
+    if name.startswith("npz"):  # whose values have checksums
+        check = same_as(read(written(data, tmp_path / "right.npz")))
+    step = max(1, len(data) // 700)
+    refused, passed = sweep(data, [*seeded(len(data), 1)][::step], tmp_path / "a.bin", check)
+    assert refused and passed
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_length_of_other_files(name: str, tmp_path: Path) -> None:
+    data, cut_off = OTHERS[name]
+    whole = data.rstrip(b"\0") if name == "tar" else data  # blocks of zeros end it
+    for size in range(1, len(whole), max(1, len(whole) // 700)):
+        with pytest.raises((Truncated, Corrupt, NotACheckpoint, Unsupported, Ambiguous)) as caught:
+            read(written(data[:size], tmp_path / "a.bin"))
+        assert size < cut_off or isinstance(caught.value, (Truncated, Corrupt)), (size, caught.value)

@@ -19,7 +19,7 @@ import pytest
 import ckptool
 from ckptool.cli import main
 from ckptool.errors import FileProblem
-from ckptool.output import copying
+from ckptool.output import sink
 from tests.support.files import load, saved
 from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, temporaries, wrapped_state
 from tests.support.same import assert_same_objects
@@ -198,7 +198,7 @@ def test_verify_and_recover_note_a_folder_that_cannot_be_synced(
 def test_short_and_interrupted_calls_are_completed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "PAUSE", 0.0)
+    monkeypatch.setattr(sink, "PAUSE", 0.0)
     counts: dict[str, int] = {}
 
     def odd(name: str, shortened: Callable[..., Any]) -> None:

@@ -118,32 +118,26 @@ def test_the_layout_in_the_documents(tmp_path: Path) -> None:
 # Wrong files ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@looped("name", CASES)
 def test_a_file_of_neither_side(name: str, tmp_path: Path) -> None:
     save_file({"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2)}, tmp_path / "m.safetensors")
     error = refused(tmp_path / "m.safetensors", name)
     assert error.exit_code == 1 and f"the weights are not of the layout {name}: there is no " in error.what
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_one_key_too_many(name: str, tmp_path: Path) -> None:
+@looped("name", WHOLE, at_once=4)
+def test_one_key_too_many_or_missing(name: str, tmp_path: Path) -> None:
     for file in sides_of(name, tmp_path):
-        more = tmp_path / "more.safetensors"
-        save_file({**load_file(file), "a.surplus.key": torch.ones(2)}, more)
+        weights, other = load_file(file), tmp_path / "other.safetensors"
+        save_file({**weights, "a.surplus.key": torch.ones(2)}, other)
         if name == "bert-gamma":  # which takes every key along
-            ckptool.translate(more, out=tmp_path / f"{file.stem}.out.safetensors", rules_file=name)
-            continue
-        assert "no rule takes 1 key: a.surplus.key" in refused(more, name).what
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_one_key_missing(name: str, tmp_path: Path) -> None:
-    for file in sides_of(name, tmp_path):
-        weights, less = load_file(file), tmp_path / "less.safetensors"
+            ckptool.translate(other, out=tmp_path / f"{file.stem}.out.safetensors", rules_file=name)
+        else:
+            assert "no rule takes 1 key: a.surplus.key" in refused(other, name).what
         keys = [key for key in sorted(weights) if not MAY_BE_MISSING.get(name, re.compile("$")).search(key)]
         for key in random.Random(name).sample(keys, min(TRIED, len(keys))):
-            save_file({each: value for each, value in weights.items() if each != key}, less)
-            refused(less, name)
+            save_file({each: value for each, value in weights.items() if each != key}, other)
+            refused(other, name)
 
 
 # A model has these or not, and nothing else in the file tells; in bert-gamma, all other keys stay as they are.
@@ -172,11 +166,14 @@ def test_what_has_no_place_in_the_other_side_is_refused(name: str, side: str, pa
     assert refused(file, name).what == f"{key}: {why}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "changed", "why"),
     [
         ("resnet-torchvision", {"layer1.0.conv2.weight": [4, 2, 3, 3]}, "no grouped convolutions (ResNeXt)"),
         ("resnet-torchvision", {"layer1.0.conv3.weight": [32, 4, 1, 1]}, "no wide bottlenecks (Wide ResNet)"),
+        ("vit-timm", {"pos_embed": [1, 16, 8]}, "positions without a row for the class token"),
+        ("vit-timm", {"blocks.0.mlp.fc1.weight": [48, 8]}, "gated MLPs"),
+        ("clip-openclip", {"logit_scale": [1]}, "a scale of the shape [1]"),
     ],
 )
 def test_shapes_that_the_other_side_does_not_have(
@@ -300,19 +297,10 @@ def test_a_configuration_of_both_sides_goes_along(tmp_path: Path) -> None:
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [layout.name for layout in ckptool.layouts().layouts] == sorted(shipped())
     assert main(["translate", "--list"]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"^vit-timm +timm ViT ↔ transformers ViT$", text, re.MULTILINE)
-    assert all(len(line) <= 120 for line in text.splitlines())
+    assert re.search(r"^vit-timm +timm ViT ↔ transformers ViT$", capsys.readouterr().out, re.MULTILINE)
     assert main(["translate", "--list", "--rules", "resnet-torchvision"]) == 0
-    text = capsys.readouterr().out
-    assert "\n  torchvision: " in text and "transformers' ResNet has no grouped convolutions (ResNeXt)" in text
+    assert "transformers' ResNet has no grouped convolutions (ResNeXt)" in capsys.readouterr().out
     assert main(["translate", "--list", "--rules", "nothing"]) == 2 and "vit-timm" in capsys.readouterr().err
-    assert main(["translate", "--list", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["schema"] == "ckptool.layouts/2"
-    (vit,) = (each for each in facts["layouts"] if each["name"] == "vit-timm")
-    assert vit["new"]["name"] == "transformers" and vit["old"]["refuse"][0]["what"] == "fc_norm.*"
-    assert main(["translate"]) == 2 and "ckptool translate --list" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -95,7 +95,7 @@ def test_verb(name: str) -> None:
     assert inspect.isfunction(function) and function.__module__ == f"ckptool.verbs.{name}"
     first = (inspect.getdoc(function) or "").splitlines()[0]
     assert re.match(r"[A-Z`].*[.:]", first), first
-    assert getattr(ckptool, name) is function and name in ckptool.__all__
+    assert inspect.unwrap(getattr(ckptool, name)) is function and name in ckptool.__all__
 
 
 @looped("name", VERBS)
@@ -145,7 +145,7 @@ def test_lists_and_escapes() -> None:
     ("call", "code"),
     [
         ("ckptool.load_into()", "missing-extra"),
-        ("ckptool.save_for_cpu()", "missing-extra"),
+        ("ckptool.save_for_cpu(None, 'out.pt')", "missing-extra"),
         ("ckptool.spec('torch.nn:Linear')", "missing-extra"),
         ("ckptool.open('model.npz')['a'].torch()", "missing-extra"),
     ],

@@ -82,36 +82,23 @@ def test_every_verb_meets_the_budget(share: float, tmp_path: Path) -> None:
                 command_meets_budget(*(word.replace(f"out{number}", out.name) for word in words))
 
 
+TOOK_LONGER = [("row 72-modules", "doctor"), ("row 72-modules", "report"), ("row one-key-of-many-dots", "report")]
+
+
 @pytest.mark.parametrize("share", [0.005, pytest.param(1.0, marks=pytest.mark.soak)])
 def test_every_verb_meets_the_budget_for_every_hostile_file(share: float, tmp_path: Path) -> None:
     chosen = random.Random(5)
     torch.save({"w": torch.ones(3, 4)}, tmp_path / "base.pt")
-    for number, (_, data) in enumerate(each for each in everything() if len(each[1]) <= SMALL):
+    for number, (title, data) in enumerate(each for each in everything() if len(each[1]) <= SMALL):
         file = tmp_path / f"{number}.pt"
         for place, words in enumerate(commands(file, tmp_path / "out")):
-            if chosen.random() < share:
+            if chosen.random() < share or (title, words[0]) in TOOK_LONGER:
                 file.write_bytes(data)
                 placed = (word.replace(f"{os.sep}out", f"{os.sep}out{place}") for word in words)
                 command_meets_budget(*placed, characters=8 * SMALL)  # numbers in JSON are longer than in a pickle
         for path in tmp_path.glob("out*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         file.unlink(missing_ok=True)
-
-
-TOOK_LONGER = {  # by the sweep above
-    "row 72-modules": ("doctor FILE", "report FILE -o OUT.html", "convert FILE --weights-only -o OUT"),
-    "row one-key-of-many-dots": ("report FILE -o OUT.html",),
-}
-
-
-def test_what_took_longer_once_meets_the_budget(tmp_path: Path) -> None:
-    contents = {title: data for title, data in everything() if title in TOOK_LONGER}
-    assert contents.keys() == TOOK_LONGER.keys()
-    for title, lines in TOOK_LONGER.items():
-        (tmp_path / "m.pt").write_bytes(contents[title])
-        for number, line in enumerate(lines):
-            places = {"FILE": str(tmp_path / "m.pt"), "OUT": str(tmp_path / f"out{number}")}
-            command_meets_budget(*(_placed(word, places) for word in line.split(" ")))
 
 
 def test_verify_counts_a_tensor_once(tmp_path: Path, run: Run) -> None:

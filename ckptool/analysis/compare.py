@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.numeric import dot, has_numbers, numbers, scratch, total
-from ckptool.checkpoint.strided import in_storage_order, storage_axes
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ class ValueDifference:
     both sides.
     cosine: of the angle between the two, over the same elements; None where one side is all zero.
     within_tolerance: |a - b| <= atol + rtol * |b| everywhere; NaN agrees with NaN, an infinity with itself.
-    first: the index of the first changed element (in row-major order; in storage order if both are permuted alike).
+    first: the index of the first changed element, in row-major order.
     Complex numbers differ by magnitude. Packed types have no numbers: all but the counts and `first` is None.
     """
 
@@ -54,11 +52,6 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
 
     if a.shape != b.shape:
         raise UsageError(f"cannot compare values of shape {list(a.shape)} with shape {list(b.shape)}")
-    order: Sequence[int] = range(len(a.shape))
-    if a.stride == b.stride and not a.is_contiguous:  # permuted alike: nothing has to be gathered
-        turned_a, turned_b = in_storage_order(a), in_storage_order(b)
-        if turned_a and turned_b:
-            order, a, b = storage_axes(a), turned_a, turned_b
     if a.dtype is b.dtype and a.flags.lazy == b.flags.lazy:
         if same_bytes(a.row_major(), b.row_major()):
             return None
@@ -66,7 +59,7 @@ def compare_values(a: TensorEntry, b: TensorEntry, atol: float = 0.0, rtol: floa
     comparison = _Comparison(a, b, atol, rtol)
     with numpy.errstate(all="ignore"):
         fold(comparison.add, a, b)
-    return None if a.dtype is b.dtype and not comparison.changed else comparison.result(order)
+    return None if a.dtype is b.dtype and not comparison.changed else comparison.result()
 
 
 def change_of(values: ValueDifference) -> float:
@@ -184,14 +177,10 @@ class _Comparison:
         self.max_rel = max(self.max_rel, top)
         self.sum_rel += total(relative)
 
-    def result(self, order: Sequence[int]) -> ValueDifference:
-        """The result. `order`: the dimensions of the tensor those of the compared view are."""
+    def result(self) -> ValueDifference:
         import numpy
 
-        first = None
-        if self.first is not None:
-            place = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
-            first = tuple(place[axis] for axis in range(len(place)))
+        first = None if self.first is None else tuple(map(int, numpy.unravel_index(self.first, self.a.shape)))
         lengths = sqrt(self.aa) * sqrt(self.bb)
         return ValueDifference(
             changed=self.changed,

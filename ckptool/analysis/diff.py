@@ -97,7 +97,7 @@ class Diff(Report):
         if quiet:
             return
         same = green("same in what matches" if self.only else "same")
-        yield same if self.same else red("differ"), f": {self._verdict()}"
+        yield same if self.same else red("differ"), f": {self.summary(self.left, self.right)}"
         yield ""
         yield from self.remarks
         places = {"the order of keys": self.order_differs, "_metadata": self.metadata_differs}
@@ -117,7 +117,8 @@ class Diff(Report):
             patterns = listed(self.only, 20)
             yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"
 
-    def _verdict(self) -> str:
+    def summary(self, left: str, right: str) -> str:
+        """What the verdict rests on, in a line.  left, right: what the two are called."""
         evidence = EVIDENCE[self.evidence]
         if self.same:
             return f"{counted(self.tensors, 'tensor')}, {evidence}"
@@ -125,18 +126,18 @@ class Diff(Report):
         entries = len(self.changed) - tensors
         facts = [f"{tensors:,} of {counted(self.tensors, 'tensor')} changed"] if tensors else []
         facts += [f"{counted(entries, 'entry', 'entries')} changed"] if entries else []
-        facts += [f"{len(only):,} only in {side}" for side, only in self._only() if only]
+        onlys = ((left, self.only_left), (right, self.only_right))
+        facts += [f"{len(only):,} only in {side}" for side, only in onlys if only]
         facts += ["different ties"] if self.ties else []
         facts += ["a different order"] if self.order_differs and self.strict else []
         equal = f"; {counted(self.equal, 'tensor')} the same, {evidence}" if self.equal else ""
         return f"{', '.join(facts)}{equal}"
 
-    def _only(self) -> list[tuple[str, tuple[Unpaired, ...]]]:
-        return [(self.left, self.only_left), (self.right, self.only_right)]
-
     def differs_by_prefix(self) -> bool:
         """True if the names of what is in one file only differ by nothing but a wrapper's prefix."""
-        left, right = ({bare(path) for path, node in only if is_tensor(node)} for _, only in self._only())
+        left, right = (
+            {bare(path) for path, node in only if is_tensor(node)} for only in (self.only_left, self.only_right)
+        )
         return bool(left) and left == right and "prefix" not in self.ignored
 
     def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int = ROWS) -> Told:
@@ -188,7 +189,7 @@ class Diff(Report):
 
     def _counts(self) -> Told:
         aspects = Counter(name for change in self.changed for name in change.aspects)
-        rows = [(f"only in {side}", len(only)) for side, only in self._only()]
+        rows = [(f"only in {self.left}", len(self.only_left)), (f"only in {self.right}", len(self.only_right))]
         rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
         rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
         yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -220,34 +220,21 @@ def read_digests(file: PathLike) -> Digests:
     source = Source(file)
     if source.size > MAX_FILE:
         raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")
-    try:
+    record: Any = None
+    schema: str | None = None
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(source.read(0, source.size))
-        schema, kind = record["schema"], f"Its schema is {str(record['schema'])[:60]}."
-    except (ValueError, KeyError, TypeError, RecursionError):
-        schema, kind = None, "It is not a JSON object with a schema."
+        schema = str(record["schema"])[:60]
     if schema != SCHEMA:
-        version = re.fullmatch(r"ckptool\.digests/(\d+)", schema) if isinstance(schema, str) else None
-        what = f"holds digests of version {version[1][:20]}" if version else "is not a file of digests"
-        why = f"This version of ckptool reads {SCHEMA}." if version else kind
-        create = f"Create {'it again' if version else 'one'}: {command('verify', FILE, write_digest=Slot('DIGESTS'))}"
-        raise Unsupported(f"{source} {what}", why, create)
-    rows = record.get("tensors")
-    digests = table([_row(row, source) for row in rows] if isinstance(rows, list) else [])
-    if digests.root != record.get("root"):
-        what = f"{source} does not match its own root digest"
-        raise Corrupt(what, "The file of digests itself was changed or damaged.")
-    return digests
-
-
-def _row(row: Any, source: Source) -> TensorDigest:
-    try:
-        key, dtype, shape, digest = row
-        sizes = None if shape is None else tuple(shape)
-        if type(dtype) is str and type(digest) is str and re.fullmatch("[0-9a-f]{64}", digest):
-            return TensorDigest(key, dtype, sizes, digest)
-    except (ValueError, TypeError):
-        pass
-    raise Corrupt(f"{source}: a line is damaged: {str(row)[:80]}")
+        what = f"{source} is not a file of digests, or one of another version"
+        why = f"Its schema is {schema}, and not {SCHEMA}." if schema else "It is not a JSON object with a schema."
+        raise Unsupported(what, why, f"Create one: {command('verify', FILE, write_digest=Slot('DIGESTS'))}")
+    with suppress(ValueError, KeyError, TypeError):
+        rows = map(TensorDigest._make, record["tensors"])
+        digests = table(row._replace(shape=None if row.shape is None else tuple(row.shape)) for row in rows)
+        if digests.root == record["root"]:
+            return digests
+    raise Corrupt(f"{source} does not match its own root digest", "The file of digests itself was changed or damaged.")
 
 
 class Differing(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.fixes import Chain, Fix
 from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot, command
-from ckptool.errors import listed, printable
+from ckptool.errors import printable
 from ckptool.facts import LIVE, Report, Told, bold, cyan, dim, green, red, yellow
 
 
@@ -186,8 +186,6 @@ _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
     "<q>": "[\"']",
 }
-# The device that a message is about: torch's own words where it names the tag.
-_DEVICE = re.compile(r"tagged with ([a-zA-Z]+)|\b(cuda|mps|xpu|hpu|npu)\b", re.IGNORECASE)
 
 
 class KnownError(NamedTuple):
@@ -231,25 +229,12 @@ def first_line(text: str, known: KnownError | None = None) -> str:
     return printable((named or errors or lines or [""])[0])[:200]
 
 
-def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
-    """The meaning of an error message. Looks at no file; without the name of one, its commands speak of FILE and OUT.
-
-    devices: those that the file's tensors were saved on, where they are known.
-    """
+def of_error_text(text: str, file: str = "") -> Diagnosis:
+    """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT."""
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
-    if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        tags = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
-        meant = _DEVICE.search(text)
-        kind = (meant[1] or meant[2]).lower() if meant else ""
-        if finding.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):
-            finding = replace(finding, what=f"{finding.what} {tags}.")
-        else:
-            what = f"{tags}: the message is of another file, or the code itself asks for the device."
-            advice = "Name the file that the code loads."
-            finding = replace(finding, what=what, commands=(), advice=advice, advised=(), certain=False)
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

@@ -200,14 +200,15 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     pairs = {name: names[name] for name in theirs if name in names}
     missing = [name for name in theirs if name not in pairs]
     free = {name: key for name, key in names.items() if name not in theirs}
-    older = accepted(pairs, missing, free, root.node.metadata if isinstance(root.node, OrderedDict) else None)
-    used = {*older.pairs.values(), *older.dropped}
-    pairs |= older.pairs
+    metadata = root.node.metadata if isinstance(root.node, OrderedDict) else None
+    renamed, supplied, dropped = accepted(pairs, missing, free, metadata)
+    used = {*renamed.values(), *dropped}
     extra = [name for name, key in free.items() if key not in used]
+    pairs |= renamed
     if target.kind == CHECKPOINT:
         newer = set(also_newer(extra, theirs, target.metadata))
         extra = [name for name in extra if name not in newer]
-    missing = [name for name in missing if name not in older.pairs and name not in older.supplied]
+    missing = [name for name in missing if name not in renamed and name not in supplied]
     shapes = []
     for name, key in pairs.items():
         value, expected = root.node[key], target.tensors.get(name)

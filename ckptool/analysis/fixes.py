@@ -46,8 +46,8 @@ class Chain:
         """The command for the file as the commands before left it; that for what is in memory stays as it is."""
         words, output, place = list[str](), "", ""
         for word in command:
-            if isinstance(word, Slot) and word.is_output:
-                word = output = self._free(word.suffix)
+            if isinstance(word, Slot) and word.startswith("OUT"):
+                word = output = self._free(word[3:] or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current

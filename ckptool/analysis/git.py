@@ -1,14 +1,33 @@
-"""Git as both of its verbs ask it, and what git-lfs puts in the place of a large file."""
+"""Git as both of its verbs ask it; what git-lfs puts in the place of a large file; the text that git compares."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any, get_args
 
-from ckptool.errors import FileProblem, RunFailed
+from ckptool import formats
+from ckptool.analysis.digests import tensor_digests
+from ckptool.analysis.inspect import listing
+from ckptool.analysis.words import value_text
+from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
+from ckptool.checkpoint.blocks import sha256_of
+from ckptool.checkpoint.files import Source, unchanged
+from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
+from ckptool.checkpoint.tree import Path, address
+from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, RunFailed, counted, printable
+from ckptool.facts import WHOLE
+from ckptool.output.sink import digest_of
+from ckptool.pickles.plain import expand
 
+CACHE = "refs/notes/textconv/ckptool"
+DIGITS = 12
+TEXT = 1 << 20  # bytes: what is no checkpoint, and no longer than this, is shown if it is a text
+WIDTH = 200  # characters of a value
 SMALL = 1024  # bytes, which no pointer of git-lfs has
 POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
@@ -28,3 +47,75 @@ def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | N
         said = os.fsdecode(done.stderr).strip().partition("\n")[0]
         raise RunFailed(f"git {words[0]} ended with code {done.returncode}: {said}")
     return None if done.returncode else os.fsdecode(done.stdout)
+
+
+def text_for_git(path: str) -> list[str]:
+    """The tensors and entries of a file, sorted, a line each, so that git can compare them.
+
+    A line says address, dtype, shape and the first digits of the tensor's digest, which are equal for equal values in
+    any container. What is no checkpoint, or a damaged one, is said without the name of the file, which is git's.
+    Raises only `FileProblem`: git caches the text, and a passing trouble of this machine must not be cached.
+    """
+    source = Source(path)
+    if pointer := POINTER.match(source.read(0, min(source.size, SMALL))):
+        oid = pointer[1].decode()
+        here = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
+        path = os.path.join(here, oid[:2], oid[2:4], oid)
+        if not os.path.isfile(path):
+            head = ["a git-lfs pointer: the file itself is not here", f"oid sha256:{oid}", f"size {int(pointer[2])}"]
+            return [*head, f"To compare the files: git lfs pull; git update-ref -d {CACHE}"]
+        source = Source(path)
+    try:
+        with unchanged(source):
+            return sorted(_lines(source))
+    except FileProblem:
+        raise
+    except CkptoolError as error:
+        content = source.read(0, source.size) if isinstance(error, NotACheckpoint) and source.size <= TEXT else b"\0"
+        with suppress(UnicodeDecodeError):
+            if b"\0" not in content:
+                return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
+        said = error.what.replace(printable(source.path), "this file")
+        return [f"{error.code}: {said}", f"{source.size:,} bytes  {digest_of(source.path)[:DIGITS]}"]
+
+
+def _lines(source: Source) -> Iterator[str]:
+    checkpoint = formats.read_alone(source)
+    found = listing(checkpoint)
+    pairs = [(row.path, row.tensor) for row in found.tensors]
+    kinds = [""] * len(pairs)
+    inside: Path | None = None  # of an object that is shown as one value
+    for row in found.entries:
+        # Versions of modules are in no other container.
+        if row.same_as is not None or "_metadata" in row.path or (inside and row.path[: len(inside)] == inside):
+            continue
+        inside = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
+        array = array_entry(row.value)
+        if array is None:
+            yield f"{printable(row.address) or WHOLE}  {_value(row.value)}"
+        else:
+            pairs.append((row.path, array))
+            kinds.append("numpy ")
+    digests = tensor_digests(checkpoint.tree, pairs)
+    for (path, _), tensor, kind in zip(pairs, digests, kinds, strict=True):
+        shape, digest = list(tensor.shape or ()), tensor.sha256[:DIGITS]
+        yield f"{printable(address(path)) or WHOLE}  {kind}{tensor.dtype} {shape}  {digest}"
+    if found.unlisted:  # a change of one of them is to be seen, too
+        more = counted(found.unlisted, "more entry", "more entries")
+        yield f"… and {more}, in a file with the digest  {digest_of(source.path)[:DIGITS]}"
+    for key, value in found.metadata.items() if formats.named(checkpoint.container).tensors_only else ():
+        if not re.match(r"format$|ckptool\.", str(key)):  # which say who wrote a file, and not what is in it
+            yield f"metadata {printable(str(key))}  {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """A value in a line; with a digest where the line cannot hold all of it."""
+    content: Any = expand(value) if isinstance(value, Object) else value
+    while isinstance(content, (StorageRef, Storage, Array, LazyBytes)):
+        content = content.storage if isinstance(content, StorageRef) else content.data
+    if isinstance(content, str) and (len(content) > WIDTH // 2 or "\\" in content):  # which escapes others, too
+        content = content.encode("utf-8", "surrogatepass")
+    if isinstance(content, (bytes, bytearray)):
+        content = InlineBytes(bytes(content))
+    digest = f"  {sha256_of(content).hexdigest()[:DIGITS]}" if isinstance(content, get_args(Data)) else ""
+    return value_text(value, WIDTH) + digest

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.analysis import words
 from ckptool.analysis.fixes import runnable
@@ -247,33 +246,31 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
             add(row.outline, "  ")
     if hidden:
         lines.append((bold("…"), None, f"{hidden:,} more (--all lists every tensor)"))
-    biggest = max((row.bytes or 0 for row in shown), default=0)
-    sized = any(nbytes is not None for _, nbytes, _ in lines)
+    biggest, sized = max((row.bytes or 0 for row in shown), default=0), any(row.bytes is not None for row in shown)
 
     def aligned(width: int | None) -> Told:
-        hang = min(NAMES, max((width or 1_000) - 40, 12))
-        if not sized:
-            yield Table([(label, detail) for label, _, detail in lines], indent=0, hang=hang)
-            return
-        length = BAR if width is None or width >= 100 else BAR // 2
+        hang, length = min(NAMES, max((width or 1_000) - 40, 12)), BAR if width is None or width >= 100 else BAR // 2
         rows = []
         for label, total, detail in lines:
-            rows.append((label, "" if total is None else size(total), blue(bar(total or 0, biggest, length)), detail))
-        yield Table(rows, right=(1,), indent=0, hang=hang)
+            sizes = ("" if total is None else size(total), blue(bar(total or 0, biggest, length)))
+            rows.append((label, *(sizes if sized else ()), detail))
+        yield Table(rows, right=(1,) if sized else (), indent=0, hang=hang)
 
     yield aligned
 
 
 def _cells(row: TensorRow, first: TensorRow | None) -> tuple[str, ...]:
     """A tensor in a line of `--all`.  first: what it is tied to."""
-    tensor = row.tensor
+    also = [*unusual(row.tensor), *([f"tied to {first.address}"] if first else [])]
+    return row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(also)
+
+
+def unusual(tensor: Tensor) -> list[str]:
+    """What is not so of most tensors: a device, a kind, strides."""
     also = [] if tensor.location == "cpu" else [tensor.location]
     if isinstance(tensor, Composite):
-        also.append(tensor.kind)
-    elif not tensor.is_contiguous:
-        also.append(f"strides {list(tensor.stride)}")
-    also += [f"tied to {first.address}"] if first else []
-    return row.address or WHOLE, *_type(tensor), size(tensor.nbytes), ", ".join(also)
+        return [*also, tensor.kind]
+    return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
 
 
 def _numbers(row: TensorRow) -> tuple[str, ...]:
@@ -555,8 +552,6 @@ def _optimizer_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartSummary:
@@ -596,42 +591,17 @@ class PartSummary:
 
 def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
     """A root and its tensors."""
-    tied = _tied(rows)
-    known: dict[tuple[object, object], tuple[int, int]] = {}  # many tensors are of few shapes
-    sizes: list[int] = []
-    elements = 0
-    for index, row in enumerate(rows):
-        if index in tied:
-            sizes.append(0)
-            continue
-        tensor, is_entry = row.tensor, isinstance(row.tensor, TensorEntry)
-        kind = tensor.dtype, tensor.shape
-        fact = known.get(kind) if is_entry else None
-        if fact is None:
-            fact = 0 if tensor.shape is None else prod(tensor.shape), tensor.nbytes
-            known.update({kind: fact} if is_entry else {})
-        elements += fact[0]
-        sizes.append(fact[1])
-    dtypes = [dtype.name if dtype else "unknown" for dtype in _most_frequent([row.tensor.dtype for row in rows])]
-    locations = _most_frequent([row.tensor.location for row in rows])
-    return PartSummary(root, rows, sizes, tied, elements, sum(sizes), tuple(dtypes), tuple(locations))
-
-
-def _most_frequent(values: list[_T]) -> list[_T]:
-    """The different ones, the most frequent first. Mostly there is one: a Counter for each part would be felt."""
-    kinds = dict.fromkeys(values)
-    return list(kinds) if len(kinds) < 2 else [value for value, _ in Counter(values).most_common()]
-
-
-def _tied(rows: Sequence[TensorRow]) -> dict[int, int]:
-    """The rows that are the same memory as one before; a conjugate or negative view is, too."""
+    # The rows that are the same memory as one before; a conjugate or negative view is, too.
     shared = {number for number, count in Counter([row.storage for row in rows]).items() if count > 1}
-    if not shared:
-        return {}
     first: dict[tuple[object, ...], int] = {}
     tied: dict[int, int] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows) if shared else ():
         if row.storage in shared and isinstance(row.tensor, TensorEntry):
             before = first.setdefault((row.storage, row.tensor.layout), index)
             tied.update({index: before} if before != index else {})
-    return tied
+    sizes = [0 if index in tied else row.tensor.nbytes for index, row in enumerate(rows)]
+    elements = sum([row.tensor.numel for index, row in enumerate(rows) if index not in tied])
+    dtypes = Counter([row.tensor.dtype.name if row.tensor.dtype else "unknown" for row in rows])
+    places = Counter([row.tensor.location for row in rows])
+    kinds, locations = (tuple(each for each, _ in counts.most_common()) for counts in (dtypes, places))
+    return PartSummary(root, rows, sizes, tied, elements, sum(sizes), kinds, locations)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ckptool.analysis.inspect import PartSummary
 
 LINES = 40  # of a file, unless more is asked for
-ROOTS = 200  # parts with a line of their own
-MANY = 4  # repeated parts, from which on they share a line
+ROOTS = 60  # parts with a line of their own
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 FOLDED = 3  # siblings that are shown as one, at least
@@ -223,7 +222,7 @@ def _is_next(run: list[Branch], other: Branch, at: int) -> bool:
 
 
 class OverviewRow(NamedTuple):
-    """A part, or several that look alike, with the outline of what is in it. bytes: None where there are no tensors."""
+    """A part with the outline of what is in it. bytes: None where there are no tensors."""
 
     part: PartSummary
     name: str
@@ -237,31 +236,24 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
 
     lines: of all outlines together; 0 for what a screen has room for."""
     alike = {} if depth is not None else like_others(divided)
-    runs: list[list[PartSummary]] = []
-    for twin, together in groupby(divided, key=alike.get):
-        run = list(together)  # a hundred clients' weights, one after the other
-        is_one = twin is not None and len(run) >= MANY and len({(part.bytes, part.locations) for part in run}) == 1
-        runs += [run] if is_one else [[part] for part in run]
-    shown = runs if depth is not None else runs[:ROOTS]
+    shown = divided if depth is not None else divided[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
-    first = [run[0] for run in shown if run[0] not in alike]
+    first = [part for part in shown if part not in alike]
     several = [part for part in first if len(part.rows) > 1 or (part.rows and part.rows[0].path != part.root.path)]
     # Optimizers repeat the model's names: their one line is enough, unless a depth was asked for.
     outlined = [part for part in several if depth is not None or part.root.is_model or part.root.kind == PLAIN]
     if depth is None:
         outlined = sorted(outlined, key=lambda part: -part.bytes)[: max(room // 4, 1)]
     with_outline, rows = set(outlined), []
-    for run in shown:
-        part = run[0]
-        name = " … ".join([each.root.address or WHOLE for each in (part, *run[1:][-1:])])
-        detail = (f"{len(run):,} × " if run[1:] else "") + root_detail(part)
+    for part in shown:
+        name, detail = part.root.address or WHOLE, root_detail(part)
         if part in alike:
             twins = zip(_weights(part), _weights(alike[part]), strict=True)
             prefix = "" if all(path == twin for (path, _), (twin, _) in twins) else ", but for a prefix"
             detail += f"; like {alike[part].root.address or WHOLE}{prefix}"
         below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
-        rows.append(OverviewRow(part, name, sum(each.bytes for each in run) if part.rows else None, detail, below))
-    return rows, sum(len(run) for run in runs[len(shown) :])
+        rows.append(OverviewRow(part, name, part.bytes if part.rows else None, detail, below))
+    return rows, len(divided) - len(shown)
 
 
 def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:

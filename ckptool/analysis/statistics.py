@@ -9,13 +9,12 @@ from math import gcd, sqrt
 from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import comes_whole, fold
+from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.numeric import Array, dot, numbers, scratch
-from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
+from ckptool.checkpoint.strided import in_storage_order, without_repeats
 
 BINS = 24  # of a histogram
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-MAX_TURNED = 1 << 24  # rows that are looked at side by side, a byte for each
 # By the number of tensors: cells along a side of a thumbnail, and values in a histogram. All thumbnails of a file have
 # some 60,000 cells at most.
 _DETAIL = ((50, 32, 1 << 14), (250, 16, 1 << 12), (1000, 8, 1 << 10))
@@ -86,9 +85,8 @@ def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
     """
     once, times = without_repeats(entry)
     sketch = _Sketch(once, side, sample)
-    found = _read(sketch.entry, times, sketch)
-    zero_rows = int(sketch.zero_columns.sum()) if sketch.is_turned else sketch.zero_rows
-    return Values(found, sketch.picture(found), zero_rows if once is entry and len(entry.shape) > 1 else None)
+    found = _read(once, times, sketch)
+    return Values(found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None)
 
 
 def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
@@ -144,32 +142,18 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
 
 
 class _Sketch:
-    """The running picture of a tensor as a matrix, its first dimension by the others, read as it lies in the storage.
-
-    is_turned: column by column, where it was saved transposed.  inner: how what is read of a row is brought into its
-    own order (shape, axes), where the storage has another, as that of `channels_last` has.
-    """
+    """The running picture of a tensor as a matrix, its first dimension by the others."""
 
     def __init__(self, entry: TensorEntry, side: int, values: int) -> None:
         import numpy
 
         count, self.rows = entry.numel, entry.shape[0] if len(entry.shape) > 1 else 1
         self.row = count // self.rows
-        stored = None if entry.is_contiguous else in_storage_order(entry)
-        axes = [] if stored is None else storage_axes(entry)
-        self.is_turned = stored is not None and axes == [*range(1, len(axes)), 0] and self.rows <= MAX_TURNED
-        self.inner: tuple[tuple[int, ...], list[int]] | None = None
-        if stored is not None and axes[0] == 0 and comes_whole(self.row):
-            self.inner = stored.shape[1:], [0, *(axes.index(axis) for axis in range(1, len(axes)))]
-        self.entry = stored if stored is not None and (self.is_turned or self.inner) else entry
-        if self.is_turned:
-            self.rows, self.row = self.row, self.rows
         step = max(1, -(-count // values))
         while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
         self.step, self.place, self.sample = step, 0, list[Array]()
         self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
-        self.zero_columns = numpy.ones(self.row if self.is_turned else 0, bool)
         # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
         self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
@@ -185,10 +169,7 @@ class _Sketch:
         self.sample.append(values[-self.place % self.step :: self.step].copy())
         self.place += count
         lines = max(1, count // self.row)
-        if self.is_turned:
-            columns = self.zero_columns[left : left + count // lines]
-            columns &= zero.reshape(lines, -1).all(axis=0) if zeros >= lines else False
-        elif count < self.row:
+        if count < self.row:
             self.is_zero = zeros == count and (left == 0 or self.is_zero)
             self.zero_rows += self.is_zero and left + count == self.row
         elif zeros >= self.row:
@@ -199,20 +180,9 @@ class _Sketch:
         blocks = slice(y, y + len(ups) - 1), slice(x, x + len(lefts) - 1)
         if shifted is None:
             odd = ~numpy.isfinite(values)
-            self.missing[blocks] += self._sums(odd.astype(numpy.float64), ups, lefts)
+            self.missing[blocks] += _sums(odd.astype(numpy.float64), ups, lefts)
             shifted, mean = numpy.where(odd, 0, values).astype(numpy.float64), 0.0
-        self.sums[blocks] += self._sums(shifted, ups, lefts) + mean * _areas(ups, lefts)
-
-    def _sums(self, values: Array, ups: list[int], lefts: list[int]) -> Array:
-        """The sums of the blocks between these rows and these columns."""
-        import numpy
-
-        lines = values.reshape(ups[-1], -1)
-        if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
-            lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
-        if self.inner:
-            lines = lines.reshape(-1, *self.inner[0]).transpose(self.inner[1]).reshape(len(lines), -1)
-        return numpy.add.reduceat(lines, lefts[:-1], axis=1)
+        self.sums[blocks] += _sums(shifted, ups, lefts) + mean * _areas(ups, lefts)
 
     def picture(self, found: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
@@ -237,7 +207,6 @@ class _Sketch:
             return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
             means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
-        means = means.T if self.is_turned else means
         rows = tuple(tuple(mean if mean == mean else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles.tolist()), rows)
 
@@ -252,6 +221,16 @@ def _within(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
     """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
     number = bisect_right(starts, first) - 1
     return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
+
+
+def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
+    """The sums of the blocks between these rows and these columns."""
+    import numpy
+
+    lines = values.reshape(ups[-1], -1)
+    if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
+        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
+    return numpy.add.reduceat(lines, lefts[:-1], axis=1)
 
 
 def _areas(ups: list[int], lefts: list[int]) -> Array:

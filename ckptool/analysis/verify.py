@@ -42,7 +42,6 @@ _EXPONENTS = {"f64": _F64, "c128": _F64, "f32": _F32, "c64": _F32, "f16": _F16, 
 
 BLOCK = 4 << 20  # bytes that are read at once
 SHOWN = 20  # of a kind
-WORTH_A_PROCESS = 256 << 20  # bytes of members, below which starting another process costs more than it saves
 # What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
 _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
@@ -258,11 +257,10 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         if each.has_checksums:
             checked += len(each.records)
             nbytes += sum(record.size for record in each.records.values())
-    extent = ALL if archive is not None and checked else NONE
+    extent = ALL if checked else NONE
     if archive is None:
-        wrong, *counts = check_storages(checkpoint.tree, progress, elsewhere)
+        wrong, extent, *counts = check_storages(checkpoint.tree, progress, elsewhere)
         problems, checked, nbytes = problems + wrong, checked + counts[0], nbytes + counts[1]
-        extent = extent_of(checkpoint.tree)
     # A file that was recovered is not what was once written, whatever its checksums say.
     said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
@@ -272,9 +270,6 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     extents, others = {extent} if count else set(), 0
     if folder is not None:
         paths = [os.path.join(folder.path, name) for name in names]
-        if isinstance(jobs, int) and jobs > 1:
-            nbytes_of_files = sum(map(os.path.getsize, filter(os.path.isfile, paths)))
-            jobs = min(jobs, 1 + nbytes_of_files // WORTH_A_PROCESS)
         with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
             for name, path, task in zip(names, paths, tasks, strict=True):
                 try:
@@ -400,13 +395,6 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
             signature, *_, name, extra = LOCAL.unpack(record.archive.source.read(record.header, LOCAL.size))
             leads_there = record.header + LOCAL.size + name + extra == record.data_at
             wrong.append((error, signature != b"PK\3\4" or not leads_there))
-    for storage in storages(checkpoint.tree) if archive is None else ():
-        for data in (each.data for each in storage.below()):
-            try:
-                if isinstance(data, FileRange):
-                    data.ready()
-            except (Corrupt, Ambiguous) as error:
-                wrong.append((error, True))
     return max(wrong, key=itemgetter(1), default=None)
 
 
@@ -495,16 +483,16 @@ def _below(storage: Storage) -> Iterator[Storage]:
 
 def check_storages(
     tree: Any, progress: Progress | None = None, but: Iterable[Source] = ()
-) -> tuple[list[Problem], int, int]:
-    """The storages of a tree with checksums of their own: problems, how many storages, their bytes. but: files that are
-    checked otherwise."""
-    others = {id(file) for file in but}
-    own = {
-        id(part): part
-        for storage in storages(tree)
-        for part in _below(storage)
-        if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others)
-    }
+) -> tuple[list[Problem], str, int, int]:
+    """The storages of a tree with checksums of their own: problems, whether all, some or none of the data in files has
+    one (not what is made of other data), how many storages, their bytes. but: files that are checked otherwise."""
+    others, own, has_sum = {id(file) for file in but}, dict[int, Storage](), set[bool]()
+    for part in (part for storage in storages(tree) for part in _below(storage)):
+        if part.nbytes and not (isinstance(part.data, Computed) and part.crc is None and part.data.inputs):
+            has_sum.add(part.crc is not None)
+        if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others):
+            own[id(part)] = part
+    extent = SOME if len(has_sum) == 2 else ALL if True in has_sum else NONE
     sums = checksums([part.data for part in own.values()], progress)
     names: dict[int, list[str]] = defaultdict(list)
     if any(total != part.crc for total, part in zip(sums, own.values(), strict=True)):
@@ -515,18 +503,7 @@ def check_storages(
         file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
         about = (file, offset, tuple(names[id(part)]))
         problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
-    return problems, len(own), sum(part.nbytes for part in own.values())
-
-
-def extent_of(tree: Any) -> str:
-    """Whether all, some or none of the data in files have checksums: not what is made of other data, or of no file."""
-    has_sum = {
-        part.crc is not None
-        for storage in storages(tree)
-        for part in _below(storage)
-        if part.nbytes and not (isinstance(part.data, Computed) and part.crc is None and part.data.inputs)
-    }
-    return SOME if len(has_sum) == 2 else ALL if True in has_sum else NONE
+    return problems, extent, len(own), sum(part.nbytes for part in own.values())
 
 
 def check_by_reading(tree: Any) -> Iterator[Problem]:

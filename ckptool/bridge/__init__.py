@@ -16,11 +16,9 @@ try:  # first of all: the modules of this package take it for granted
     import torch as torch
 except ImportError as error:
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-    raise MissingExtra(
-        "torch is not installed" if is_missing else f"torch cannot be imported: {error}",
-        "Only torch's own tensors need it; everything else in ckptool works without it.",
-        "pip install 'ckptool[torch]'",
-    ) from error
+    what = "torch is not installed" if is_missing else f"torch cannot be imported: {error}"
+    why = "Only torch's own tensors need it; everything else in ckptool works without it."
+    raise MissingExtra(what, why, "pip install 'ckptool[torch]'") from error
 
 from ckptool.bridge.from_live import from_torch as from_torch
 from ckptool.bridge.to_live import build as build

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ckptool.bridge.storages import data_of, restorer, untyped
+from ckptool.bridge.storages import Storages, data_of, untyped
 from ckptool.bridge.tensors import GET_LAYOUT, TENSOR_CLASSES, is_from_type
 from ckptool.bridge.to_live import Builder, Unknown
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef
@@ -96,11 +96,9 @@ class TorchReader(LiveReader):
             self.dtypes[key] = dtype
         elif found.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
-            raise Conflict(
-                f"two tensors view one storage as {names[0]} and as {names[1]}",
-                "A torch file gives each storage one type; torch.save refuses this too.",
-                "Save a copy of one of them: tensor.clone()",
-            )
+            what = f"two tensors view one storage as {names[0]} and as {names[1]}"
+            why = "A torch file gives each storage one type; torch.save refuses this too."
+            raise Conflict(what, why, "Save a copy of one of them: tensor.clone()")
         return StorageRef(found, dtype)
 
 
@@ -134,7 +132,7 @@ class _LiveBuilder(Builder):
     """Makes objects of a tree, but those that are in memory already."""
 
     def __init__(self, tree: Any, memory: Memory) -> None:
-        super().__init__(Checkpoint(tree, LIVE), restorer(None), map_files=True)
+        super().__init__(Checkpoint(tree, LIVE), Storages(None, map_files=True))
         self.memory = memory
         self.storages.made.update(memory.memories)
 

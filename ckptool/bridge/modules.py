@@ -61,11 +61,9 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
     while True:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
-            raise Unsupported(
-                "a model wrapped in FSDP holds only shards of its tensors on each rank",
-                "Its names and shapes are not the model's.",
-                "Load before it is wrapped; or use torch.distributed.checkpoint",
-            )
+            what = "a model wrapped in FSDP holds only shards of its tensors on each rank"
+            why = "Its names and shapes are not the model's."
+            raise Unsupported(what, why, "Load before it is wrapped; or use torch.distributed.checkpoint")
         if isinstance(model, _WRAPPERS) or (averages and isinstance(model, swa_utils.AveragedModel)):
             inner = model.module
         elif type(model).__name__ == "OptimizedModule":
@@ -89,11 +87,9 @@ def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str,
     """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
-        raise Unsupported(
-            f"the model has tensors that are not plain: {listed(odd)}",
-            "Sharded, quantized and lazy tensors are filled by their own code.",
-            "Load before the model is sharded or quantized; run a lazy model once on a batch",
-        )
+        what = f"the model has tensors that are not plain: {listed(odd)}"
+        why = "Sharded, quantized and lazy tensors are filled by their own code."
+        raise Unsupported(what, why, "Load before the model is sharded or quantized; run a lazy model once on a batch")
     first: dict[Any, str] = {}
     made = {}
     for name, tensor in tensors.items():
@@ -131,11 +127,8 @@ def target_of(made: Any, name: str) -> Target:
         # the prefix that the wrappers around the model put before its names
         wrapper = next((f"{place}." for place, module in made.named_modules() if module is model and place), "")
     elif not isinstance(made, Mapping):
-        raise UsageError(
-            f"{name} made {type(made).__name__}, not a torch.nn.Module",
-            "A target is a module, or a state dict.",
-            "For example: def build(): return MyModel()",
-        )
+        what = f"{name} made {type(made).__name__}, not a torch.nn.Module"
+        raise UsageError(what, "A target is a module, or a state dict.", "For example: def build(): return MyModel()")
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     values: Mapping[str, Any] | None = None
     if not any(tensor.device.type == "meta" for tensor in tensors.values()):
@@ -184,11 +177,9 @@ def load_into(
     demands: dict[str, Any] = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
     options = match_options(rename, rules_file, only, exclude, missing, resize, **demands)
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"load_into was given {type(model).__name__}, not a torch.nn.Module",
-            "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)",
-            "To get a checkpoint's values without a model: ckptool.load(FILE)",
-        )
+        what = f"load_into was given {type(model).__name__}, not a torch.nn.Module"
+        why = "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)"
+        raise UsageError(what, why, "To get a checkpoint's values without a model: ckptool.load(FILE)")
     bare = unwrapped(model)
     slots = _slots(bare)
     expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
@@ -204,17 +195,33 @@ def load_into(
     zeros = [name for name in plan.report.supplied if slots[name].on_meta and name.endswith(COUNTER)]
     chosen = plan.chosen | {name: Assignment(name, zero) for name in zeros}
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
-    report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *_notes(bare)))
+    left = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in bare.named_modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers.get(name)) is not None and buffer.device.type == "meta"
+    ]
+    what = f"buffers that are not saved stay on the meta device: {listed(left)}"
+    notes = [Note("meta-buffers", what)] if left else []
+    report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
     state, names = None, list[str]()
     if optimizer is not None:
-        names = _names_in(optimizer, slots)
-        if any(assign or slots[name].on_meta for name in names):
-            raise UsageError(
-                "the optimizer would keep the tensors that the model loses",
-                "With assign (and on the meta device) parameters are replaced by new ones.",
-                "Load first, then create the optimizer and load again with it",
+        called: dict[int, str] = {}
+        for name, slot in slots.items():
+            called.setdefault(id(slot.tensor), name)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) not in called for parameter in held):
+            what, why = (
+                "the optimizer has parameters that are not the model's",
+                "State is carried along by their names.",
             )
+            raise UsageError(what, why, "Create it from this model: torch.optim.X(model.parameters())")
+        names = [called[id(parameter)] for parameter in held]
+        if any(assign or slots[name].on_meta for name in names):
+            what = "the optimizer would keep the tensors that the model loses"
+            why = "With assign (and on the meta device) parameters are replaced by new ones."
+            raise UsageError(what, why, "Load first, then create the optimizer and load again with it")
         state = carried(whole, root, target, chosen, names)
         report = replace(report, optimizer=state.report)
     if dry_run:
@@ -254,26 +261,14 @@ def _refusals(
         what = f"tensors in the checkpoint that are not plain: {listed(odd)}"
         yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
     written = {name: slots[name].tensor for name in chosen if assign is not True and name not in on_meta}
-    if stuck := [printable(name) for name, tensor in written.items() if _is_stuck(tensor)]:
+    repeated = {
+        name: any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        for name, tensor in written.items()
+    }
+    is_normal = not torch.is_inference_mode_enabled()
+    if stuck := [printable(n) for n, each in written.items() if repeated[n] or (is_normal and each.is_inference())]:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
         yield Refusal("read-only", what, "Replace them with new ones: assign=True")
-
-
-def _is_stuck(tensor: torch.Tensor) -> bool:
-    repeated = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return repeated or (tensor.is_inference() and not torch.is_inference_mode_enabled())
-
-
-def _notes(model: nn.Module) -> Iterator[Note]:
-    """A word on buffers that no checkpoint has and that have no values either."""
-    names = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-        if (buffer := module._buffers.get(name)) is not None and buffer.device.type == "meta"
-    ]
-    if names:
-        yield Note("meta-buffers", f"buffers that are not saved stay on the meta device: {listed(names)}")
 
 
 def _staged(
@@ -284,9 +279,13 @@ def _staged(
     firsts: dict[str, str] = {}  # the first name of each tensor -> the first of its names that is loaded
     for name in chosen:
         firsts.setdefault(target.tensors[name].tied_to or name, name)
-    entries = {first: _bare_entry(chosen[name]) for first, name in firsts.items()}
-    for entry in entries.values():
-        verify(entry)
+    entries: dict[str, TensorEntry] = {}
+    for first, name in firsts.items():
+        tensor, part = chosen[name].tensor, chosen[name].part
+        assert isinstance(tensor, TensorEntry)  # others were refused
+        entry = tensor if part is None else first_part(tensor, part)
+        entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no parameter of the checkpoint
+        verify(entries[first])
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = bridge.build(Checkpoint(in_files, ""))
     seen, tied = set[int](), tie_groups(target.tensors.values())
@@ -321,28 +320,6 @@ def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bo
         held[attribute] = new
 
 
-def _bare_entry(choice: Assignment) -> TensorEntry:
-    """The tensor or its part, without what it was in the checkpoint: a parameter, one with gradients."""
-    assert isinstance(choice.tensor, TensorEntry)  # others were refused
-    entry = choice.tensor if choice.part is None else first_part(choice.tensor, choice.part)
-    return replace(entry, flags=Flags(False, False, *entry.flags.lazy))
-
-
-def _names_in(optimizer: torch.optim.Optimizer, slots: Mapping[str, _Slot]) -> list[str]:
-    """The names of an optimizer's parameters, in its order."""
-    names: dict[int, str] = {}
-    for name, slot in slots.items():
-        names.setdefault(id(slot.tensor), name)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in held):
-        raise UsageError(
-            "the optimizer has parameters that are not the model's",
-            "State is carried along by the names that the model gives them.",
-            "Create it from this model: torch.optim.X(model.parameters())",
-        )
-    return [names[id(parameter)] for parameter in held]
-
-
 def _load_optimizer(optimizer: torch.optim.Optimizer, carried: Any, names: Sequence[str]) -> None:
     """Gives an optimizer the state by name, all or none; settings and other state stay its own."""
     state = bridge.build(Checkpoint(carried, ""), mmap=False)
@@ -352,8 +329,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, carried: Any, names: Seque
     try:
         optimizer.load_state_dict({"state": mine["state"] | new, "param_groups": mine["param_groups"]})
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise Conflict(
-            f"the optimizer rejects the state: {str(error)[:200]}",
-            "It may not be the kind of optimizer that was saved. Nothing was changed.",
-            "Go without it: omit optimizer",
-        ) from error
+        what = f"the optimizer rejects the state: {str(error)[:200]}"
+        why = "It may not be the kind of optimizer that was saved. Nothing was changed."
+        raise Conflict(what, why, "Go without it: omit optimizer") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -17,43 +16,6 @@ from ckptool.errors import FileChanged, LimitExceeded, Unsupported, UsageError
 untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
 
 # Locations ------------------------------------------------------------------------------------------------------------
-
-Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
-
-
-class Restorer:
-    """Puts storages where `map_location` wants them, all of them on `device` where it is known. meta: without bytes."""
-
-    def __init__(self, restore: Restore, device: torch.device | None = None) -> None:
-        self.restore, self.device = restore, device
-        self.meta = device is not None and device.type == "meta"
-
-
-def restorer(map_location: Any) -> Restorer:
-    """The `Restorer` for a `map_location`; raises `UsageError` for what is not a device, dictionary or function."""
-    device, name = None, ""
-    if isinstance(map_location, (str, bytes, torch.device)):
-        given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
-        try:
-            device, name = torch.device(given), str(torch.device(given))
-        except RuntimeError:
-            what, why = f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
-            raise UsageError(what, why) from None
-    elif map_location is not None and not isinstance(map_location, dict) and not callable(map_location):
-        what = f"map_location={map_location!r} is not a device, dictionary or function"
-        raise UsageError(what, "", "For example: map_location='cpu'")
-
-    def restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        if device is not None:
-            return _at_home(storage, name)
-        if map_location is None:
-            return storage if _is_absent(location) else _at_home(storage, location)
-        if isinstance(map_location, dict):
-            return _at_home(storage, str(map_location.get(location, location)))
-        found = map_location(storage, location)
-        return _at_home(storage, location) if found is None else getattr(found, "_untyped_storage", found)
-
-    return Restorer(restore, device)
 
 
 @cache
@@ -75,30 +37,54 @@ def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStora
     try:
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
-        raise Unsupported(
-            f"tensors were saved on {location}, which this machine or this torch does not have",
-            str(error).splitlines()[0][:300] if str(error) else "",
-            f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}",
-        ) from error
+        what = f"tensors were saved on {location}, which this machine or this torch does not have"
+        why = str(error).splitlines()[0][:300] if str(error) else ""
+        fix = f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}"
+        raise Unsupported(what, why, fix) from error
 
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
 
-def is_faking() -> bool:
-    """True under torch's `FakeTensorMode`, where tensors have no bytes."""
-    return untyped._guards.detect_fake_mode(None) is not None
-
-
 class Storages:
-    """The torch storage for each storage of the tree, mapped or read when it is first asked for."""
+    """The torch storage for each storage of the tree, mapped or read when it is first asked for, where `map_location`
+    wants it.
 
-    def __init__(self, restorer: Restorer, map_files: bool) -> None:
-        self.restorer, self.map_files = restorer, map_files
-        self.faking = is_faking()
+    device: of all of them, where it is known.  meta: they have no bytes. Raises `UsageError` for a `map_location` that
+    is not a device, dictionary or function.
+    """
+
+    def __init__(self, map_location: Any, map_files: bool) -> None:
+        if untyped._guards.detect_fake_mode(None) is not None:
+            what, why = "nothing is loaded under torch's FakeTensorMode", "Its tensors have no bytes."
+            raise Unsupported(what, why, "Load it outside that mode; for shapes alone: map_location='meta'")
+        self.map_location, self.map_files = map_location, map_files
+        self.device: torch.device | None = None
+        if isinstance(map_location, (str, bytes, torch.device)):
+            given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
+            try:
+                self.device = torch.device(given)
+            except RuntimeError:
+                what, why = f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
+                raise UsageError(what, why) from None
+        elif map_location is not None and not isinstance(map_location, dict) and not callable(map_location):
+            what = f"map_location={map_location!r} is not a device, dictionary or function"
+            raise UsageError(what, "", "For example: map_location='cpu'")
+        self.meta = self.device is not None and self.device.type == "meta"
         self.made: dict[int, torch.UntypedStorage] = {}
         self.maps: dict[Source, torch.UntypedStorage] = {}
         self.mapped: set[int] = set()  # the ids of data
+
+    def restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """The storage on the device where it is wanted. location: of where it was saved."""
+        if self.device is not None:
+            return _at_home(storage, str(self.device))
+        if self.map_location is None:
+            return storage if _is_absent(location) else _at_home(storage, location)
+        if isinstance(self.map_location, dict):
+            return _at_home(storage, str(self.map_location.get(location, location)))
+        found = self.map_location(storage, location)
+        return _at_home(storage, location) if found is None else getattr(found, "_untyped_storage", found)
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         made = self.made.get(id(storage))
@@ -107,13 +93,8 @@ class Storages:
         return made
 
     def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
-        if self.restorer.meta:
+        if self.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
-        if self.faking:
-            # A storage without bytes that knows which device its fake tensors say that they are on.
-            made = untyped.UntypedStorage(storage.nbytes, device="meta")
-            made._fake_device = self.restorer.restore(untyped.UntypedStorage(0), storage.location).device
-            return cast(torch.UntypedStorage, made)
         data = storage.data
         # Of two storages in one place of a file, one has its own memory.
         mapped = self.map_files and id(data) not in self.mapped
@@ -121,23 +102,21 @@ class Storages:
         if mapped and isinstance(data, FileRange) and data.length:
             self.mapped.add(id(data))
             data.ready()
-            whole = self.maps.get(data.file) or self._map(data.file)
-            made = whole[data.offset : data.offset + data.length]
+            if data.file not in self.maps:
+                # The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: a map
+                # of Python's has a descriptor, and a folder may have more files than a process may.
+                data.file.check_unchanged()
+                try:
+                    fd = data.file.descriptor()
+                    whole = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, data.file.size)
+                    self.maps[data.file] = whole
+                except RuntimeError as error:
+                    what, why = f"{data.file} cannot be mapped into memory", str(error).splitlines()[0][:300]
+                    raise FileChanged(what, why, "Read it instead: mmap=False") from error
+            made = self.maps[data.file][data.offset : data.offset + data.length]
         else:
             made = _in_memory(data, storage.crc)
-        return self.restorer.restore(made, storage.location)
-
-    def _map(self, source: Source) -> torch.UntypedStorage:
-        """The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: Python's maps
-        each have a descriptor, and a folder may have more files than a process may."""
-        source.check_unchanged()
-        try:
-            fd = source.descriptor()
-            whole = self.maps[source] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, source.size)
-        except RuntimeError as error:
-            why = str(error).splitlines()[0][:300]
-            raise FileChanged(f"{source} cannot be mapped into memory", why, "Read it instead: mmap=False") from error
-        return cast(torch.UntypedStorage, whole)
+        return self.restore(made, storage.location)
 
 
 def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
@@ -145,11 +124,8 @@ def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
     try:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
-        raise LimitExceeded(
-            f"a storage of {data.length:,} bytes does not fit into memory",
-            "",
-            "Choose a part of the file: FILE#ADDRESS",
-        ) from error
+        what = f"a storage of {data.length:,} bytes does not fit into memory"
+        raise LimitExceeded(what, "", "Choose a part of the file: FILE#ADDRESS") from error
     if not data.length:
         return storage
     memory, total = memoryview(cast(Any, _bytes_of(storage).numpy())), Crc(expected=crc, name=name_of(data))

@@ -37,11 +37,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     """Torch's own element type; raises `Unsupported` where this torch is too old for it."""
     found = getattr(torch, dtype.torch, None)
     if not isinstance(found, torch.dtype):
-        raise Unsupported(
-            f"this torch ({torch.__version__}) has no type {dtype.torch}",
-            "It was added in a later version.",
-            "pip install --upgrade torch",
-        )
+        what = f"this torch ({torch.__version__}) has no type {dtype.torch}"
+        raise Unsupported(what, "It was added in a later version.", "pip install --upgrade torch")
     return found
 
 
@@ -61,18 +58,12 @@ def typed_storage(builder: Builder, ref: StorageRef) -> Any:
     return untyped.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def strided(builder: Builder, entry: TensorEntry) -> Any:
+def strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     """A plain tensor: a view of its storage."""
-    return builder.guarded(entry, lambda: _strided(builder, entry))
-
-
-def _strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
-    check_view(entry.storage, entry.dtype, entry.shape, entry.stride, entry.offset)
+    check_view(entry.storage.nbytes, entry.dtype, entry.shape, entry.stride, entry.offset)
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
     made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
     made.set_(storage, entry.offset, entry.shape, entry.stride)
-    if builder.storages.faking and (device := getattr(storage, "_fake_device", None)) is not None:
-        cast(Any, made).fake_device = device
     flags = entry.flags
     if flags is NO_FLAGS:
         return made
@@ -112,9 +103,8 @@ def _with_attributes(builder: Builder, made: Any, state: Any = None) -> Any:
     found = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
     attributes = [(key, value) for part in found for key, value in part.items()]
     if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
-        raise Corrupt(
-            "a tensor with attributes that have no plain names", "Setting them could change what the tensor is."
-        )
+        what, why = "a tensor with attributes that have no plain names", "Setting them could change what it is."
+        raise Corrupt(what, why)
 
     def later(of: Of) -> None:
         for key, value in attributes:
@@ -164,7 +154,10 @@ def _parameter(builder: Builder, node: Any, data: Any, requires_grad: bool, hook
 def _quantized(
     builder: Builder, node: Any, ref: StorageRef, offset: Any, shape: Any, stride: Any, parameters: Any, *rest: Any
 ) -> Any:
-    _check_packed(ref, offset, shape, stride)
+    per_byte = {"qu4x2": 2, "qu2x4": 4}.get(ref.dtype.name if ref.dtype else "")
+    numbers = all(type(number) is int and number >= 0 for number in (offset, *shape, *stride))
+    if per_byte is not None and not (numbers and math.prod(shape) <= ref.storage.nbytes * per_byte):
+        raise BadTensor(f"a quantized tensor of shape {list(shape)} in a storage of {ref.storage.nbytes:,} bytes")
     tensors = [part for part in parameters if not isinstance(part, list)]
 
     def make(storage: Any, *made: Any) -> Any:
@@ -179,7 +172,7 @@ def _quantized(
 def _sparse(builder: Builder, node: Any, layout: Any, parts: Any) -> Any:
     # torch.load does not check, and indices that point outside are followed all the same. On meta there is nothing to
     # check.
-    check, layout = not builder.storages.restorer.meta, layout_of(layout)
+    check, layout = not builder.storages.meta, layout_of(layout)
 
     def make(*made: torch.Tensor) -> Any:
         if layout is torch.sparse_coo:
@@ -192,7 +185,7 @@ def _sparse(builder: Builder, node: Any, layout: Any, parts: Any) -> Any:
 
 def _nested(builder: Builder, node: Any, *args: Any) -> Any:
     def make(*made: torch.Tensor) -> Any:
-        if not builder.storages.restorer.meta:
+        if not builder.storages.meta:
             _check_nested(*made)
         return untyped._nested_view_from_buffer(*made)
 
@@ -208,22 +201,12 @@ def _device_tensor(builder: Builder, node: Any, data: Any, dtype: Any, location:
 
     def make(made: Any, kind: torch.dtype) -> Any:
         here = (made if isinstance(made, torch.Tensor) else torch.from_numpy(made)).to(kind).contiguous()
-        there = builder.storages.restorer.restore(here.untyped_storage(), str(location))
+        there = builder.storages.restore(here.untyped_storage(), str(location))
         moved = torch.empty(0, dtype=kind, device=there.device)
         moved.set_(there, here.storage_offset(), here.shape, here.stride())
         return moved.requires_grad_(requires_grad)
 
     return builder.parts(node, (data, dtype), make)
-
-
-def _check_packed(ref: StorageRef, offset: Any, shape: Any, stride: Any) -> None:
-    """Raises `BadTensor` for a view of packed quantized elements that reaches outside of its storage."""
-    per_byte = {"qu4x2": 2, "qu2x4": 4}.get(ref.dtype.name if ref.dtype else "")
-    if per_byte is None:
-        return
-    numbers = all(type(number) is int and number >= 0 for number in (offset, *shape, *stride))
-    if not numbers or math.prod(shape) > ref.storage.nbytes * per_byte:
-        raise BadTensor(f"a quantized tensor of shape {list(shape)} in a storage of {ref.storage.nbytes:,} bytes")
 
 
 def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -236,9 +219,8 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
             raise BadTensor("a nested tensor whose sizes, strides or offsets are not numbers")
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
-            raise BadTensor(
-                f"a part of shape {size} of a nested tensor lies outside of its {counted(buffer.numel(), 'element')}"
-            )
+            whole = counted(buffer.numel(), "element")
+            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {whole}")
 
 
 _REBUILD: dict[str, Callable[..., Any]] = {

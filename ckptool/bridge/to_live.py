@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from ckptool.bridge import live_objects, tensors
-from ckptool.bridge.storages import Restorer, Storages, is_faking, restorer, untyped
+from ckptool.bridge.storages import Storages, untyped
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.files import Source
@@ -18,7 +18,7 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
-from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, Unsupported, listed
+from ckptool.errors import CkptoolError, Corrupt, UnsafeObject, listed
 from ckptool.pickles.calls import uses
 from ckptool.pickles.reduce import places_in
 
@@ -35,19 +35,10 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
         start, stop = entry.span()
         part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
         entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
-    made: torch.Tensor = Builder(Checkpoint(entry, ""), restorer(device), map_files=False).build()
+    made: torch.Tensor = Builder(Checkpoint(entry, ""), Storages(device, map_files=False)).build()
     if isinstance(given, TensorEntry):
         check_files(given)
     return made
-
-
-def to_numpy(composite: Composite) -> Any:
-    """The array that torch gives for it. Raises `Unsupported` where it gives none."""
-    try:
-        return to_torch(composite).numpy(force=True)
-    except (TypeError, RuntimeError) as error:
-        why = str(error).splitlines()[0][:200]
-        raise Unsupported(f"{composite!r} has no numpy array", why, "As a tensor of torch: entry.torch()") from None
 
 
 def build(
@@ -63,20 +54,17 @@ def build(
     Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is
     not there.
     """
-    places = restorer(map_location)
-    if not is_faking() and (found := load_plain(checkpoint, places.device)) is not None:
+    storages = Storages(map_location, map_files=mmap)
+    if (found := load_plain(checkpoint, storages.device)) is not None:
         return found
-    return Builder(checkpoint, places, map_files=mmap, text=text).build()
+    return Builder(checkpoint, storages, text).build()
 
 
 class Builder:
     """Makes the live objects of one tree. What it does not know is collected and named at the end, all at once."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, restorer: Restorer, map_files: bool, text: Callable[[bytes], Any] = bytes
-    ) -> None:
-        self.checkpoint, self.text = checkpoint, text
-        self.storages = Storages(restorer, map_files)
+    def __init__(self, checkpoint: Checkpoint, storages: Storages, text: Callable[[bytes], Any] = bytes) -> None:
+        self.checkpoint, self.storages, self.text = checkpoint, storages, text
         handlers = {kind: partial(self._handle, handler) for kind, handler in _HANDLERS.items()}
         self.mapper = GraphMapper({**COPY, **handlers})
         self.unknown: list[tuple[Any, str]] = []
@@ -95,28 +83,23 @@ class Builder:
         return made
 
     def refusal(self) -> UnsafeObject:
-        """The error for what was refused, with where it is."""
+        """The error for what was refused, with where it is, and advice to load a part that holds nothing unknown."""
         places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
-        source = self.checkpoint.source
-        return UnsafeObject(
-            f"{source or 'the checkpoint'} holds {listed(names)}",
-            "Loading these would run code that the file names; ckptool does not run it.",
-            f"{self._advice(places.values())}See what is there: {command('inspect', input_of(source))}",
-        )
+        source, tree, advice = self.checkpoint.source, self.checkpoint.tree, ""
+        if source:
+            from ckptool.conventions.state_dicts import find_state_dicts
 
-    def _advice(self, bad: Iterable[str]) -> str:
-        """Advice to load the first dictionary at the top that holds nothing unknown, if there is one."""
-        tops = {place.partition("/")[0] for place in bad}
-        tree, source = self.checkpoint.tree, self.checkpoint.source
-        for key, value in tree.items() if isinstance(tree, dict) and source else ():
-            if isinstance(value, dict) and value and address((key,)) not in tops:
-                return f"Load a part without them: ckptool.load({f'{source}#{address((key,))}'!r}). "
-        from ckptool.conventions.state_dicts import find_state_dicts
-
-        if source and any(root.module is not None for root in find_state_dicts(self.checkpoint)):
-            return f"Take its weights: {command('convert', input_of(source), out=OUT_SAFETENSORS)}. "
-        return ""
+            bad = {place.partition("/")[0] for place in places.values()}
+            parts = tree.items() if isinstance(tree, dict) else ()
+            tops = [address((key,)) for key, value in parts if isinstance(value, dict) and value]
+            if good := [top for top in tops if top not in bad]:
+                advice = f"Load a part without them: ckptool.load({f'{source}#{good[0]}'!r}). "
+            elif any(root.module is not None for root in find_state_dicts(self.checkpoint)):
+                advice = f"Take its weights: {command('convert', input_of(source), out=OUT_SAFETENSORS)}. "
+        what = f"{source or 'the checkpoint'} holds {listed(names)}"
+        why = "Loading these would run code that the file names; ckptool does not run it."
+        return UnsafeObject(what, why, f"{advice}See what is there: {command('inspect', input_of(source))}")
 
     def refuse(self, node: Any, name: str) -> Unknown:
         """Stands something in for a node that is not made, and remembers what to call it."""
@@ -138,10 +121,6 @@ class Builder:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             why = str(error).splitlines()[0][:300] if str(error) else ""
-            if is_faking():
-                raise Unsupported(
-                    f"torch cannot create {node!r} under FakeTensorMode", why, "Load it outside that mode."
-                ) from error
             raise Corrupt(f"torch cannot create {node!r}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:
@@ -160,7 +139,7 @@ class Unknown:
 
 
 _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
-    TensorEntry: tensors.strided,
+    TensorEntry: lambda builder, node: builder.guarded(node, lambda: tensors.strided(builder, node)),
     Composite: tensors.composite,
     StorageRef: tensors.typed_storage,
     dict: live_objects.dictionary,
@@ -182,44 +161,28 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
     None where it is not, or cannot do it: then our own way is taken.
     """
     source, tree = checkpoint.source, checkpoint.tree
-    if device is None or not _is_quicker(device) or not isinstance(source, Source) or source.far:
+    if device is None or device.type not in ("cuda", "mps") or not isinstance(source, Source) or source.far:
         return None
-    if not _is_plain(checkpoint):
+    is_plain = checkpoint.container == "safetensors" and checkpoint.tensors_only and not checkpoint.base
+    is_plain = is_plain and len({id(entry.storage.data) for entry in tree.values()}) == len(tree)  # without ties
+    if not is_plain or not untyped.get_device_module(device.type).is_available():
         return None
     from safetensors import SafetensorError, safe_open
 
+    # To torch `cuda` is the current device, to the stock library the first.
+    name = f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
+    way = "prefetch" if device.type == "cuda" else "get_tensors"
+    if not hasattr(safe_open, way):
+        return None
     try:
         fd = source.descriptor()
-        with safe_open(f"/dev/fd/{fd}", "pt", _name(device), backend="pread") as file:
-            found = _prefetched(file) if device.type == "cuda" else file.get_tensors()
+        with safe_open(f"/dev/fd/{fd}", "pt", name, backend="pread") as file:
+            if way == "get_tensors":
+                found = file.get_tensors()
+            else:
+                with file.prefetch() as loader:
+                    found = dict(loader)
     except (SafetensorError, RuntimeError, TypeError, OSError):  # whatever it is, our own way names it, or can do it
         return None
     source.check_unchanged()
     return {name: found[name] for name in tree} if found.keys() == tree.keys() else None
-
-
-def _prefetched(file: Any) -> dict[str, Any]:
-    with file.prefetch() as loader:
-        return dict(loader)
-
-
-def _is_quicker(device: torch.device) -> bool:
-    """True for a device that is there, if the stock library has a way of its own to it."""
-    if device.type not in ("cuda", "mps") or not untyped.get_device_module(device.type).is_available():
-        return False
-    from safetensors import safe_open
-
-    there = device.type == "mps" or (device.index or 0) < torch.cuda.device_count()
-    return there and hasattr(safe_open, "prefetch" if device.type == "cuda" else "get_tensors")
-
-
-def _name(device: torch.device) -> str:
-    """The device with its number: to torch `cuda` is the current one, to the stock library the first."""
-    return f"cuda:{torch.cuda.current_device()}" if str(device) == "cuda" else str(device)
-
-
-def _is_plain(checkpoint: Checkpoint) -> bool:
-    """True for a whole file of names and tensors, none of which shares its bytes with another."""
-    if checkpoint.container != "safetensors" or not checkpoint.tensors_only or checkpoint.base:
-        return False
-    return len({id(entry.storage.data) for entry in checkpoint.tree.values()}) == len(checkpoint.tree)

@@ -25,7 +25,13 @@ def import_user_code(name: str, what: str) -> Any:
     """
     place, _, attribute = name.rpartition(":")
     try:
-        module = _from_file(place, what) if place.endswith(".py") else _from_search_path(place)
+        if place.endswith(".py"):
+            module = _from_file(place, what)
+        else:
+            here = absolute(os.curdir)
+            if here not in sys.path:
+                sys.path.insert(0, here)  # named by the user, who is in this folder
+            module = importlib.import_module(place)
     except CkptoolError:
         raise
     except Exception as error:
@@ -46,13 +52,6 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
         raise
     except (Exception, SystemExit) as error:
         raise _failed(what, name, error) from error
-
-
-def _from_search_path(place: str) -> Any:
-    here = absolute(os.curdir)
-    if here not in sys.path:
-        sys.path.insert(0, here)  # named by the user, who is in this folder
-    return importlib.import_module(place)
 
 
 def _from_file(place: str, what: str) -> Any:
@@ -96,21 +95,16 @@ def _set_apart(folder: str) -> None:
         sys.path += _ADDED
     own = _ASIDE.setdefault(folder, {})
     for name, module in list(sys.modules.items()):
-        top, home = name.partition(".")[0], _home(name, module)
-        beside = os.path.join(folder, top)
+        file, beside = getattr(module, "__dict__", {}).get("__file__"), os.path.join(folder, name.partition(".")[0])
+        if not isinstance(file, str) or name == "__main__":
+            continue
+        # Where it is found: beside its package, for a module within one.
+        home = file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
         if home in _ASIDE and home != folder and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
             _ASIDE[home][name] = sys.modules.pop(name)
     sys.modules.update(own)
     own.clear()
     importlib.invalidate_caches()
-
-
-def _home(name: str, module: Any) -> str:
-    """The folder in which a module is found: that of its package, for one within a package."""
-    file = getattr(module, "__dict__", {}).get("__file__")
-    if not isinstance(file, str) or name == "__main__":
-        return ""
-    return file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
 
 
 def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
@@ -119,7 +113,10 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
         words = rest.rpartition("\n")[2].partition(": ")[2] or words
     # The traceback from the first line of the user's code on.
     place = error.__traceback__
-    while place is not None and place.tb_next is not None and _is_ours(place.tb_frame.f_code.co_filename):
+    while place is not None and place.tb_next is not None:
+        file = place.tb_frame.f_code.co_filename
+        if file != __file__ and not file.startswith("<frozen importlib") and "importlib" not in file.split(os.sep):
+            break
         place = place.tb_next
     return UserCodeFailed(
         f"{what}: {name} raised {type(error).__name__}: {words[:200]}",
@@ -128,7 +125,3 @@ def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
         if names_code(name)
         else "It does not fit what it was given: check the data, the model and their args.",
     )
-
-
-def _is_ours(file: str) -> bool:
-    return file == __file__ or file.startswith("<frozen importlib") or "importlib" in file.split(os.sep)

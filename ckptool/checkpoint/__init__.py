@@ -204,10 +204,7 @@ class TensorEntry(ArrayLike):
 
     @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -279,10 +276,6 @@ class TensorEntry(ArrayLike):
 
         return indexed(self, key)
 
-    def torch(self) -> Any:
-        """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
-        return provide("torch", self)
-
     def __repr__(self) -> str:
         kind = "parameter" if self.flags.parameter else "tensor"
         place = "" if self.location == "cpu" else f" on {printable(self.location)}"
@@ -341,9 +334,7 @@ class Composite(ArrayLike):
     def view(self) -> tuple[Any, ...]:
         """Equal for tensors that are made of the same views, with the same numbers."""
         parts = [part.view if isinstance(part, TensorEntry) else id(part.storage) for part in self.parts()]
-        numbers = [
-            arg for arg in self.made.args if type(arg) is int or (type(arg) is tuple and {*map(type, arg)} <= {int})
-        ]
+        numbers = [each for each in self.made.args if {*map(type, each if type(each) is tuple else (each,))} <= {int}]
         return self.kind, self.dtype, self.shape, *parts, *numbers
 
     @property
@@ -360,13 +351,9 @@ class Composite(ArrayLike):
         return next((part.storage.location for part in self.parts()), "cpu")
 
     def numpy(self) -> numpy.ndarray[Any, Any]:
-        """A new array of the values, through torch. Raises `Unsupported` where torch gives none (sparse, quantized)."""
-        array: numpy.ndarray[Any, Any] = provide("numpy", self)
+        """A new array of the values, as torch gives it, which has none of sparse and quantized tensors."""
+        array: numpy.ndarray[Any, Any] = self.torch().numpy(force=True)
         return array
-
-    def torch(self) -> Any:
-        """A new `torch.Tensor`. Needs the `torch` extra."""
-        return provide("torch", self)
 
     def __repr__(self) -> str:
         shape = "" if self.shape is None else list(self.shape)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -52,13 +51,12 @@ def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> Tens
 
     They are rounded as in `computed_tensor`. `make` keeps nothing of what it is given.
     """
-    values = partial(_side_by_side, make, _Sources(arrays))
-    step = _step(len(arrays))
-    return computed_tensor(dtype, arrays[0].shape, values, arrays, arrays[-1].location, step)
+    sources = _Sources(arrays)
 
+    def values(start: int, stop: int) -> Array:
+        return make(start, *sources.blocks("each", start, stop))
 
-def _side_by_side(make: Callable[..., Array], sources: _Sources, start: int, stop: int) -> Array:
-    return make(start, *sources.blocks("each", start, stop))
+    return computed_tensor(dtype, arrays[0].shape, values, arrays, arrays[-1].location, _step(len(arrays)))
 
 
 def resolved(entry: TensorEntry) -> TensorEntry:
@@ -83,11 +81,6 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
     words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
     return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
-
-
-def comes_whole(row: int) -> bool:
-    """True if a row of so many elements of one array comes in one block of a `fold`."""
-    return row <= CHUNK
 
 
 def stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:

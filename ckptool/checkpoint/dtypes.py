@@ -137,22 +137,13 @@ def dtype_of(given: object) -> DType:
     """
     if isinstance(given, DType):
         return given
-    name = given if isinstance(given, str) else _foreign_name(given)
+    name, numpy = given if isinstance(given, str) else "", sys.modules.get("numpy")
+    if (type(given).__module__, type(given).__name__) == ("torch", "dtype"):
+        name = str(given)
+    elif numpy and (isinstance(given, numpy.dtype) or (isinstance(given, type) and issubclass(given, numpy.generic))):
+        name = numpy.dtype(given).name
     try:
         return by_name(name)
     except KeyError:
-        what = repr(given)
-        if given is float or given is int:
-            name = given.__name__
-            write = f"Write torch.{name}32 or torch.{name}64."
-            raise UsageError(f"{what} is not a dtype", "Its size differs between torch and numpy.", write) from None
-        raise UsageError(f"{what} is not a dtype", "", "For example: 'bf16', torch.bfloat16, numpy.float32") from None
-
-
-def _foreign_name(given: object) -> str:
-    """The name of a dtype of torch or numpy, found without importing either; empty for another object."""
-    if (type(given).__module__, type(given).__name__) == ("torch", "dtype"):
-        return str(given)
-    numpy = sys.modules.get("numpy")
-    scalar = numpy and isinstance(given, type) and issubclass(given, numpy.generic)
-    return numpy.dtype(given).name if numpy and (scalar or isinstance(given, numpy.dtype)) else ""
+        example = "For example: 'bf16', torch.bfloat16, numpy.float32"
+        raise UsageError(f"{given!r} is not a dtype", "", example) from None

@@ -4,20 +4,22 @@ A mapped file that another process cuts short kills the reader with SIGBUS; a re
 with words. The descriptor stays open for as long as anything refers to it, so a checkpoint stays readable after its
 file was replaced or unlinked. A checkpoint of several files is a `Folder`, which looks at each of them once. Of the
 files of folders only so many are open at a time: a system allows a process some hundreds, and an engine may write
-thousands. The others are opened again when they are read, and have to be the same.
+thousands. The others are opened again when they are read, and have to be the same. An open file in the place of a path
+is a `Source`, too.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from itertools import islice
-from threading import RLock
 from typing import Any
 
 from ckptool.checkpoint.paths import file_problem, is_url
@@ -37,13 +39,7 @@ from ckptool.errors import (
 MAX_FILES = 100_000  # that one looks at in a folder
 
 # File modes that are not a regular file's, as people call them.
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 # O_NONBLOCK: a FIFO without a writer would otherwise hang here.  O_NOCTTY: a terminal stays whose it is.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -57,14 +53,10 @@ def open_descriptor(path: str) -> tuple[int, str, os.stat_result]:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            open_files.close_idle()
+            shared.clear()
             fd = os.open(path, _FLAGS)
         status = os.fstat(fd)
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.ENXIO:
-            raise UsageError(
-                f"{path} is a socket, not a regular file", "A socket has nothing to read at once.", "Name a file."
-            ) from None
         raise file_problem(error, path, "read") from error
     return fd, _KINDS.get(stat.S_IFMT(status.st_mode), ""), status
 
@@ -81,43 +73,15 @@ class Descriptor(int):
             pass
 
 
-class OpenFiles:
-    """The descriptors of the files of folders: the least recently used is closed for the next one.
-
-    limit: how many there are at most, beside those in use at the moment; 0 until the system was asked.
-    """
-
-    def __init__(self) -> None:
-        self.limit = 0
-        self._open: dict[int, Descriptor] = {}  # by the `id` of their owners, the least recently used first
-        self._lock = RLock()  # a signal's handler may read, too
-
-    def get(self, owner: object, opened: Callable[[], Descriptor]) -> Descriptor:
-        """The descriptor of an owner, which `opened` gives where it has none or had to close it."""
-        with self._lock:
-            found = self._open.pop(id(owner), None) or opened()
-            self._open[id(owner)] = found
-            self.limit = self.limit or _share_of_descriptors()
-            while len(self._open) > self.limit:
-                # An iterator would not allow that `forget` changes it meanwhile.
-                self._open.pop(list(self._open)[0], None)  # noqa: RUF015
-            return found
-
-    def forget(self, owner: object) -> None:
-        """Drops the descriptor of an owner that ends. Without the lock: this thread may have it already."""
-        self._open.pop(id(owner), None)
-
-    def close_idle(self) -> None:
-        """Closes all that are not in use."""
-        self._open.clear()
+# Those of the files of folders, by the `id` of their sources. All are dropped where they are too many; one that is in
+# use stays open until its reader is done.
+shared: dict[int, Descriptor] = {}
 
 
-open_files = OpenFiles()
-
-
-def _share_of_descriptors() -> int:
-    """The number of files that may be open at once, a quarter of the system's limit: outputs, the libraries beside
-    ckptool and the program around it need others."""
+@cache
+def most_shared() -> int:
+    """The number of files of folders that may be open at once, a quarter of the system's limit: outputs, the libraries
+    beside ckptool and the program around it need others."""
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,11 +118,8 @@ class Source:
         if kind == "a folder":
             raise is_a_folder(self)
         if kind:
-            raise UsageError(
-                f"{self} is {kind}, not a regular file",
-                "A checkpoint is read in many places, which a pipe or device does not allow.",
-                "Write it to a file first, and name that.",
-            )
+            why = "A checkpoint is read in many places, which a pipe or device does not allow."
+            raise UsageError(f"{self} is {kind}, not a regular file", why, "Write it to a file first, and name that.")
         self.size = status.st_size
         self._identity: tuple[Any, ...] = _identity(status)
 
@@ -168,23 +129,38 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({self.path!r})"
 
-    def __del__(self, forget: Callable[[Source], None] = open_files.forget) -> None:
+    def __del__(self, forget: Callable[[int, None], object] = shared.pop) -> None:
         if self._descriptor is None:
-            forget(self)
+            forget(id(self), None)
 
     def descriptor(self) -> Descriptor:
         """A descriptor of the open file: while somebody holds it, it is neither closed nor used for another file.
 
         Raises `FileChanged` where it was closed meanwhile and its name leads to another file now.
         """
-        return self._descriptor or open_files.get(self, self._reopened)
+        descriptor = self._descriptor or shared.get(id(self))
+        if descriptor is None:
+            try:
+                fd, _, status = open_descriptor(self._path)
+            except FileProblem as error:
+                raise error if os.path.lexists(self._path) else self.changed() from error
+            descriptor = Descriptor(fd)
+            if _identity(status) != self._identity:
+                raise self.changed()
+            self._share(descriptor)
+        return descriptor
+
+    def _share(self, descriptor: Descriptor) -> None:
+        if len(shared) >= most_shared():
+            shared.clear()
+        shared[id(self)] = descriptor
 
     def share_descriptors(self) -> None:
         """Lets it be closed while nobody reads it, so that many may be in use at once. Its name has to stay."""
         descriptor = self._descriptor
         if descriptor is not None:
             self._path = os.path.abspath(self.path)  # the working directory may change
-            open_files.get(self, lambda: descriptor)
+            self._share(descriptor)
             self._descriptor = None
 
     def close(self) -> None:
@@ -192,17 +168,7 @@ class Source:
         if self._descriptor is not None and self.is_at(self.path):
             self.share_descriptors()
         if self._descriptor is None:
-            open_files.forget(self)
-
-    def _reopened(self) -> Descriptor:
-        try:
-            fd, _, status = open_descriptor(self._path)
-        except FileProblem as error:
-            raise error if os.path.lexists(self._path) else self.changed() from error
-        descriptor = Descriptor(fd)
-        if _identity(status) != self._identity:
-            raise self.changed()
-        return descriptor
+            shared.pop(id(self), None)
 
     @property
     def file(self) -> Source:
@@ -223,10 +189,8 @@ class Source:
 
     def _check(self, offset: int, length: int) -> None:
         if length < 0 or offset < 0 or offset + length > self.size:
-            raise Truncated(
-                f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected",
-                "The file was cut off, or its own tables are wrong.",
-            )
+            what = f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected"
+            raise Truncated(what, "The file was cut off, or its own tables are wrong.")
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
@@ -280,20 +244,15 @@ class Source:
 
 def file_changed(path: str) -> FileChanged:
     """The error for a file that somebody else changed while it was read."""
-    return FileChanged(
-        f"{path} changed while it was being read",
-        "Another process wrote to it or cut it short; nothing was written.",
-        "Run the command again when the other process is done.",
-    )
+    why = "Another process wrote to it or cut it short; nothing was written."
+    fix = "Run the command again when the other process is done."
+    return FileChanged(f"{path} changed while it was being read", why, fix)
 
 
 def is_a_folder(source: Source) -> NotACheckpoint:
     """The error for a folder in the place of a file."""
-    return NotACheckpoint(
-        f"{source} is a folder, not a checkpoint file",
-        "ckptool looked for one file of tensors.",
-        f"Name the file: {other_program('ls', source.path)}",
-    )
+    what, fix = f"{source} is a folder, not a checkpoint file", f"Name the file: {other_program('ls', source.path)}"
+    return NotACheckpoint(what, "ckptool looked for one file of tensors.", fix)
 
 
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
@@ -307,11 +266,8 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
     fd, kind, _ = open_descriptor(os.fspath(path))
     if kind:
         os.close(fd)
-        raise UsageError(
-            f"{os.fspath(path)} is {kind}, not {what}",
-            "Only a regular file is read here: anything else might never end.",
-            "Name a file." if kind == "a folder" else "Write it to a file first, and name that.",
-        )
+        why = "Only a regular file is read here: anything else might never end."
+        raise UsageError(f"{os.fspath(path)} is {kind}, not {what}", why, "Name a file.")
     return fd
 
 
@@ -326,10 +282,8 @@ def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
     except OSError as error:
         raise file_problem(error, path, "read") from error
     if len(data) > most:
-        raise LimitExceeded(
-            f"{os.fspath(path)} is larger than {what} can be: it has more than {most:,} bytes",
-            "It is probably not the file that you meant.",
-        )
+        what = f"{os.fspath(path)} is larger than {what} can be: it has more than {most:,} bytes"
+        raise LimitExceeded(what, "It is probably not the file that you meant.")
     return data
 
 
@@ -339,9 +293,8 @@ def read_json(path: str | os.PathLike[str], what: str, most: int) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        why = "It was cut off, or never fully written."
-        name = os.fspath(path)
-        raise Corrupt(f"{name} is not JSON: {str(error)[:100]}", why) from None
+        what = f"{os.fspath(path)} is not JSON: {str(error)[:100]}"
+        raise Corrupt(what, "It was cut off, or never fully written.") from None
 
 
 def json_or_none(path: str | os.PathLike[str], most: int) -> Any:
@@ -357,11 +310,9 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
     try:
         return read_small(path, what, most).decode()
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{os.fspath(path)} is not a text file",
-            f"It should be {what}; byte {error.start:,} is not UTF-8.",
-            f"See what it is: {command('doctor', os.fspath(path))}",
-        ) from None
+        why = f"It should be {what}; byte {error.start:,} is not UTF-8."
+        fix = f"See what it is: {command('doctor', os.fspath(path))}"
+        raise UsageError(f"{os.fspath(path)} is not a text file", why, fix) from None
 
 
 class Part:
@@ -385,9 +336,8 @@ class Part:
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end of the part."""
         if length < 0 or offset < 0 or offset + length > self.size:
-            raise Truncated(
-                f"{self}: bytes {offset:,} to {offset + length:,} of it were expected", "Its tables are wrong."
-            )
+            what = f"{self}: bytes {offset:,} to {offset + length:,} of it were expected"
+            raise Truncated(what, "Its tables are wrong.")
         return self.file.read(self.start + offset, length)
 
 
@@ -581,3 +531,54 @@ def unchanged(*inputs: Input | None) -> Iterator[None]:
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+# Open files in the place of paths: of the system, in memory, compressed, a part of an archive -------------------------
+
+_BINARY = "Open it for reading in binary: open(PATH, 'rb')"
+
+
+def source_of(file: Any) -> Source:
+    """What an open binary file holds from its position on, which is at the end afterwards.
+
+    A regular file of the system that stands at its start is shared, not copied, and stays readable when `file` is
+    closed; of anything else (a `BytesIO`, a gzip file, a pipe, a file that stands further on) the rest is copied once
+    into memory outside of the heap. Raises `UsageError` for a text file and one that is closed or cannot be read,
+    `FileProblem` where reading fails.
+    """
+    name = getattr(file, "name", None)
+    shown = name if type(name) is str and name else f"<{type(file).__name__}>"
+    if not callable(getattr(file, "read", None)):
+        raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
+    if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
+        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
+    raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
+    try:
+        if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode) and not file.tell():
+            if not file.readable():
+                raise io.UnsupportedOperation("it is open for writing only")
+            if file.writable():
+                file.flush()
+            file.seek(0, os.SEEK_END)
+            return Source(shown, os.dup(raw.fileno()))
+        import shutil
+        import tempfile  # with all kinds of random numbers
+
+        on_linux = hasattr(os, "memfd_create")
+        with open(os.memfd_create("ckptool"), "wb") if on_linux else tempfile.TemporaryFile() as copy:
+            try:
+                shutil.copyfileobj(file, copy, 1 << 20)
+            except TypeError:
+                raise UsageError(f"{shown} gives no bytes", "A checkpoint is bytes.", _BINARY) from None
+            copy.flush()
+            if not copy.tell() and file.seekable() and file.tell():
+                what = f"{shown} is at its end, so there is nothing to read"
+                raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+            return Source(shown, os.dup(copy.fileno()))
+    except CkptoolError:
+        raise
+    except (OSError, ValueError) as error:
+        why = str(error)[:200]
+        if isinstance(error, io.UnsupportedOperation) or not isinstance(error, OSError):
+            raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
+        raise FileProblem(f"cannot read {shown}", why) from error

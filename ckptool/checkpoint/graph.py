@@ -109,25 +109,20 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         seen.add(id(node))
         objects += type(node) is Object
         if len(seen) + objects > most:
-            raise LimitExceeded(
-                f"more than {counted(most, 'container')} in {nbytes:,} bytes",
-                "No program packs them this tightly; the file is probably malicious.",
-            )
+            what = f"more than {counted(most, 'container')} in {nbytes:,} bytes"
+            raise LimitExceeded(what, "No program packs them this tightly; the file is probably malicious.")
         if depth > MAX_DEPTH:
-            raise LimitExceeded(
-                f"values nested more than {MAX_DEPTH:,} deep",
-                "Real checkpoints are not nested this deep; the file is probably malicious.",
-            )
+            what = f"values nested more than {MAX_DEPTH:,} deep"
+            raise LimitExceeded(what, "Real checkpoints are not nested this deep; the file is probably malicious.")
         below, size, names = _contents(node, depth + 1, length + 8)
         nodes += size
         text += length * size + names
         below.reverse()
         stack += below
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
-        raise LimitExceeded(
-            f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}",
-            "Real checkpoints are not nested this deep, or under names this long; the file is probably malicious.",
-        )
+        what = f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}"
+        why = "Real checkpoints are not nested this deep, or under names this long; the file is probably malicious."
+        raise LimitExceeded(what, why)
 
 
 def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
@@ -244,10 +239,8 @@ class GraphMapper:
                 if type(part) in SCALARS or id(part) in self.results:
                     continue
                 if id(part) in inside:
-                    raise Corrupt(
-                        "a value that contains itself in a way that cannot be built",
-                        "No program writes this; the file is probably malicious.",
-                    )
+                    what = "a value that contains itself in a way that cannot be built"
+                    raise Corrupt(what, "No program writes this; the file is probably malicious.")
                 below = self.handled(part)
                 if type(below) is FromParts:
                     stack.append((part, below, iter(below.parts)))
@@ -322,10 +315,8 @@ COPY: Mapping[type, Handler] = {
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "what ckptool.open gives is read-only: change a copy (dict(...), list(...)) and ckptool.save that, or use "
-        "ckptool.edit"
-    )
+    how = "change a copy (dict(...), list(...)) and ckptool.save that, or use ckptool.edit"
+    raise TypeError(f"what ckptool.open gives is read-only: {how}")
 
 
 class ReadOnlyDict(dict[Any, Any]):

@@ -201,8 +201,6 @@ def through(values: Array, dtype: DType) -> Array:
 
 def packed(dtype: DType) -> Unsupported:
     """The refusal to compute with a type that numpy has no numbers for."""
-    return Unsupported(
-        f"{dtype.torch} has no numpy type",
-        "Its values are packed or known to torch only, so they cannot be computed with here.",
-        "Use the entry's .torch() (pip install 'ckptool[torch]') or its raw .bytes().",
-    )
+    what = f"{dtype.torch} has no numpy type"
+    why = "Its values are packed or known to torch only, so they cannot be computed with here."
+    return Unsupported(what, why, "Use the entry's .torch() (pip install 'ckptool[torch]') or its raw .bytes().")

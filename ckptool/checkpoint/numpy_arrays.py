@@ -109,11 +109,10 @@ class LazyBytes:
     def whole(self) -> bytes:
         """All of it, for a pickle or a header; raises `Unsupported` where that is too much for one."""
         if len(self) > MAX_LONG_BYTES:
-            raise Unsupported(
-                f"a numpy array of {len(self):,} bytes cannot be pickled again",
-                f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole.",
-                f"Write the arrays as tensors: {command('convert', FILE, out=OUT_SAFETENSORS)} (or OUT.npz)",
-            )
+            what = f"a numpy array of {len(self):,} bytes cannot be pickled again"
+            why = f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole."
+            fix = f"Write the arrays as tensors: {command('convert', FILE, out=OUT_SAFETENSORS)} (or OUT.npz)"
+            raise Unsupported(what, why, fix)
         return bytes(self)
 
     def __repr__(self) -> str:

@@ -1,24 +1,25 @@
-"""Paths as people give them: what is wrong with one, in words, and its parts."""
+"""Paths and URLs as people give them: what is wrong with one, in words, its parts, and the secrets in it."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import count, islice
+from types import MappingProxyType
 
 from ckptool.commands import FILE, arg, other_program
-from ckptool.errors import BrokenLink, CkptoolError, FileMissing, FileProblem, IsAFolder, NoPermission, NotAFolder
+from ckptool.errors import GIVEN, BrokenLink, CkptoolError, FileMissing, FileProblem, NoPermission, without_secrets
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
 # By the number that the system gives: the class of the error, and what it means.
 KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.ENOENT: (FileMissing, ""),
-    errno.EISDIR: (IsAFolder, ""),
     errno.EACCES: (NoPermission, _NO_PERMISSION),
     errno.EPERM: (NoPermission, _NO_PERMISSION),
-    errno.ENOTDIR: (NotAFolder, "A part of the path is a file, not a folder."),
+    errno.ENOTDIR: (FileProblem, "A part of the path is a file, not a folder."),
     errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
     errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
     errno.EROFS: (FileProblem, "The file system is mounted read-only."),
@@ -47,11 +48,10 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
     if name == "-":
-        return FileProblem(
-            f"- stands for standard {'output' if writing else 'input'}, which is not a file",
-            "A checkpoint is read in many places, and gets its name only when it is complete; a stream allows neither.",
-            f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE",
-        )
+        what = f"- stands for standard {'output' if writing else 'input'}, which is not a file"
+        why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."
+        fix = f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE"
+        return FileProblem(what, why, fix)
     found = _ADDRESS.match(name)
     if found is None:
         return None
@@ -59,9 +59,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
         what, why = (f"{name} is not on this machine", "It is written to bit by bit, which takes a local folder.")
         return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
     if not name[found.end() :].strip("/"):
-        return FileProblem(
-            f"{name} names no file", "The file stands after the slashes: hf://org/repo/model.safetensors"
-        )
+        return FileProblem(f"{name} names no file", "It stands after the slashes: hf://org/repo/model.safetensors")
     what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."
     return FileMissing(what, why, f"Name it as {found[1]}://{name[found.end() :]}").about(errno.ENOENT, name)
 
@@ -75,16 +73,13 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     name = os.fspath(path)
     number = getattr(error, "errno", None)
     if number == errno.ENOENT and is_url(path):
-        return FileMissing(f"cannot {doing} {name}: {os.strerror(errno.ENOENT)}", "Nothing is at this URL.").about(
-            number, path
-        )
+        missing = FileMissing(f"cannot {doing} {name}: {os.strerror(number)}", "Nothing is at this URL.")
+        return missing.about(number, path)
     if number == errno.ENOENT and os.path.islink(path):
-        return BrokenLink(
-            f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there",
-            "Hubs keep files as links into a cache: what it led to was deleted or not copied along, or lies on another "
-            "machine.",
-            f"See where it leads: {other_program('ls -l', name)}; then download the file again, or copy with cp -L.",
-        ).about(errno.ENOENT, path)
+        what = f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there"
+        why = "Hubs keep files as links into a cache: what it led to was deleted, not copied along, or is elsewhere."
+        fix = f"See where it leads: {other_program('ls -l', name)}; then download the file again, or copy with cp -L."
+        return BrokenLink(what, why, fix).about(number, path)
     reason = os.strerror(number) if number else str(error)
     kind, why = KINDS.get(number, (FileProblem, ""))
     fix = ""
@@ -94,20 +89,15 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         folder = os.path.dirname(absolute(path))
         why, fix = "No such file.", f"There is no folder {folder} either."
         if os.path.isdir(folder):
-            why = f"Its folder has nothing by that name{_meant(folder, os.path.basename(path))}"
+            import difflib
+
+            why, there = "Its folder has nothing by that name.", list[str]()
+            with suppress(OSError), os.scandir(folder) as entries:
+                there = [entry.name for entry in islice(entries, MANY_NAMES)]
+            if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), there, 1, 0.75):
+                why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
-
-
-def _meant(folder: str, name: str | bytes) -> str:
-    """The end of a sentence that names what is most like a name that is not in the folder."""
-    import difflib
-
-    with suppress(OSError), os.scandir(folder) as entries:
-        there = [entry.name for entry in islice(entries, MANY_NAMES)]
-        close = difflib.get_close_matches(os.fsdecode(name), there, 1, 0.75)
-        return f"; did you mean {close[0]}?" if close else "."
-    return "."
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -121,11 +111,9 @@ def absolute(path: str | os.PathLike[str]) -> str:
     try:
         return os.path.abspath(path)
     except OSError as error:
-        raise FileProblem(
-            f"cannot find {os.fspath(path)}: the working directory is gone",
-            "The folder that this was started in has been removed, or replaced by another of the same name.",
-            'Enter it again: cd "$PWD"; or use absolute paths.',
-        ) from error
+        what = f"cannot find {os.fspath(path)}: the working directory is gone"
+        why = "The folder that this was started in has been removed, or replaced by another of the same name."
+        raise FileProblem(what, why, 'Enter it again: cd "$PWD"; or use absolute paths.') from error
 
 
 _INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
@@ -138,3 +126,42 @@ def parted(path: str) -> tuple[str, str]:
         stem, before = os.path.splitext(stem)
         suffix = before + suffix
     return stem, suffix
+
+
+# URLs, and what is secret in them -------------------------------------------------------------------------------------
+
+# What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
+_USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
+_SECRETS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?")
+
+
+def named_urls(text: str) -> str:
+    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
+
+    def name_of(found: re.Match[str]) -> str:
+        scheme, user, place, query = found.groups()
+        if found[0] in GIVEN or not (user or query):
+            return found[0]
+        if user:
+            GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
+        names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
+        return next(name for name in names if GIVEN.setdefault(name, found[0]) == found[0])
+
+    return _SECRETS.sub(name_of, text) if "://" in text else text
+
+
+def given_url(name: str) -> str:
+    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    host = "/".join(name.split("/", 3)[:3])
+    return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
+
+
+def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """All of them, for another process; `known`: those of the process that started this one."""
+    GIVEN.update(known)
+    return GIVEN
+
+
+def foreign(text: str) -> str:
+    """What another program says, without the secrets of any URL in it: a redirect brings its own."""
+    return _SECRETS.sub(r"\1\3", without_secrets(text))

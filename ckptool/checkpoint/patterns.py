@@ -23,9 +23,8 @@ def matcher(pattern: str) -> Matcher:
         try:
             expression = re.compile(pattern[3:])
         except re.error as error:
-            raise UsageError(
-                f"{pattern!r} is not a regular expression: {error}", "It is what stands after re:."
-            ) from None
+            what = f"{pattern!r} is not a regular expression: {error}"
+            raise UsageError(what, "It is what stands after re:.") from None
         return lambda key: expression.search(key) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
@@ -37,20 +36,13 @@ def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[st
     Raises `NoMatch` naming a pattern that matches nothing.
     """
     keys = list(keys)
-    chosen = {key for pattern in only for key in _matching(keys, pattern)} if only else set(keys)
-    return chosen - {key for pattern in exclude for key in _matching(keys, pattern)}
-
-
-def _matching(keys: list[str], pattern: str) -> list[str]:
-    matches = matcher(pattern)
-    found = [key for key in keys if matches(key)]
-    if not found:
-        raise NoMatch(
-            f"the pattern {pattern!r} matches no key",
-            "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS.",
-            f"See the keys: {command('inspect', FILE, all=True)}",
-        )
-    return found
+    found = {pattern: list(filter(matcher(pattern), keys)) for pattern in (*only, *exclude)}
+    if nothing := [pattern for pattern in found if not found[pattern]]:
+        why = "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS."
+        fix = f"See the keys: {command('inspect', FILE, all=True)}"
+        raise NoMatch(f"the pattern {nothing[0]!r} matches no key", why, fix)
+    chosen = {key for pattern in only for key in found[pattern]} if only else set(keys)
+    return chosen.difference(*(found[pattern] for pattern in exclude))
 
 
 def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:

@@ -80,7 +80,9 @@ def walk_modules(
             if attributes is None:
                 continue
             here = f"{prefix}{name}."
-            spent += 64 + len(here) * (1 + _breadth(attributes))
+            # At most so many names its own tensors have.
+            parts_of_it = (attributes[part] for part in _PARTS if isinstance(attributes.get(part), dict))
+            spent += 64 + len(here) * (1 + len(attributes) + sum(map(len, parts_of_it)))
             if spent > MAX_NAMES:
                 raise LimitExceeded("modules whose names together are too long", "The file is probably malicious.")
             yield here, attributes
@@ -90,11 +92,6 @@ def walk_modules(
         else:
             stack.pop()
             inside.discard(own)
-
-
-def _breadth(attributes: Attributes) -> int:
-    """At most how many names a module's own tensors have."""
-    return len(attributes) + sum(len(attributes[part]) for part in _PARTS if isinstance(attributes.get(part), dict))
 
 
 _WRAPPERS = ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch.autograd.variable.Variable")

@@ -67,6 +67,10 @@ class ArrayLike:
         """`tensor.numpy()[key]`."""
         return self.numpy()[key]
 
+    def torch(self) -> Any:
+        """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
+        return provide("torch", self)
+
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
             raise ValueError("an array of values that are in a file is a copy of them: copy=False cannot be")

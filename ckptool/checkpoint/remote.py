@@ -25,20 +25,9 @@ from weakref import ref
 
 from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
-from ckptool.checkpoint.paths import KINDS, file_problem
+from ckptool.checkpoint.paths import KINDS, file_problem, foreign, given_url, named_urls
 from ckptool.commands import other_program
-from ckptool.errors import (
-    CkptoolError,
-    FileMissing,
-    FileProblem,
-    LimitExceeded,
-    MissingExtra,
-    Unsupported,
-    UsageError,
-    foreign,
-    given_url,
-    named_urls,
-)
+from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them

@@ -38,10 +38,8 @@ def subrange(data: Data, offset: int, length: int) -> Data:
     if offset == 0 and length == data.length:
         return data
     if offset < 0 or length < 0 or offset + length > data.length:
-        raise BadTensor(
-            f"bytes {offset:,} to {offset + length:,} of a storage of {data.length:,} bytes",
-            "A tensor lies outside its storage; the file contradicts itself.",
-        )
+        what = f"bytes {offset:,} to {offset + length:,} of a storage of {data.length:,} bytes"
+        raise BadTensor(what, "A tensor lies outside its storage; the file contradicts itself.")
     if isinstance(data, FileRange):
         return FileRange(data.file, data.offset + offset, length, data.confirm)
     if isinstance(data, InlineBytes):
@@ -107,11 +105,8 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
     try:
         array = numpy.empty(entry.numel, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
-        raise LimitExceeded(
-            f"{entry!r} needs {entry.nbytes:,} bytes of memory",
-            "More than is available.",
-            f"Look at a part: {arg(slice='0:4')}.",
-        ) from error
+        what = f"{entry!r} needs {entry.nbytes:,} bytes of memory"
+        raise LimitExceeded(what, "More than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
     raw = array.view(numpy.uint8)
     fill(row_major(entry), 0, raw.data)
     check_files(entry)

@@ -43,23 +43,18 @@ def children(node: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(node, Set):
         yield from enumerate(node.items)
     elif isinstance(node, Object):
-        yield from _object_children(node)
-
-
-def _object_children(node: Object) -> Iterator[tuple[Any, Any]]:
-    if isinstance(node.fn, _CONTAINERS):
-        yield "(callable)", node.fn
-    if node.args:
-        yield "(args)", node.args
-    if node.kwargs:
-        yield "(kwargs)", node.kwargs
-    yield from (node.items or {}).items()
-    yield from enumerate(node.elements or ())
-    attributes = node.attributes
-    if attributes:
-        yield from attributes.items()
-    elif node.state is not MISSING and node.state is not None:
-        yield "(state)", node.state
+        if isinstance(node.fn, _CONTAINERS):
+            yield "(callable)", node.fn
+        if node.args:
+            yield "(args)", node.args
+        if node.kwargs:
+            yield "(kwargs)", node.kwargs
+        yield from (node.items or {}).items()
+        yield from enumerate(node.elements or ())
+        if attributes := node.attributes:
+            yield from attributes.items()
+        elif node.state is not MISSING and node.state is not None:
+            yield "(state)", node.state
 
 
 def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
@@ -82,18 +77,15 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
                 elif id(node) in inside or repeated > 0:
                     continue
                 else:
-                    repeated += _width(node) * (1 + _length(here) // 64)
+                    # About how many characters its address has, and as much for each segment.
+                    length = sum([8 + len(each) if type(each) is str else 16 for each in here])
+                    repeated += _width(node) * (1 + length // 64)
                 inside.append(id(node))
                 stack.append((here, children(node)))
                 break
         else:
             stack.pop()
             inside.pop()
-
-
-def _length(path: Path) -> int:
-    """About how many characters an address has, and as much for each segment."""
-    return sum([8 + len(segment) if type(segment) is str else 16 for segment in path])
 
 
 def _width(node: Any) -> int:
@@ -110,11 +102,9 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
 def check_names(names: int, tensors: int) -> None:
     """Raises `LimitExceeded` where a few tensors stand under very many names each."""
     if names > MANY_NAMES and names > 4 * tensors:
-        raise LimitExceeded(
-            f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}",
-            "No model ties so many; the file is probably malicious.",
-            f"Look at a part of it: {command('show', FILE / 'ADDRESS')}",
-        )
+        what = f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}"
+        why = "No model ties so many; the file is probably malicious."
+        raise LimitExceeded(what, why, f"Look at a part of it: {command('show', FILE / 'ADDRESS')}")
 
 
 def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
@@ -164,13 +154,11 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
         if not matches:
             where = f"in {address(path)}" if path else "at the top level"
-            raise MissingKey.among(part, partial(_names_in, node), where, partial(first_named, node, path, part))
+            raise MissingKey.among(part, partial(_names_in, node), where, partial(_first_named, node, path, part))
         if len(matches) > 1:
-            raise Ambiguous(
-                f"{part} names {counted(len(matches), 'entry', 'entries')} of "
-                f"{address(path) or 'the top'}: "
-                f"{listed([repr(segment) for segment, _ in matches])}"
-            )
+            found = listed([repr(segment) for segment, _ in matches])
+            what = f"{part} names {counted(len(matches), 'entry', 'entries')} of {address(path) or 'the top'}"
+            raise Ambiguous(f"{what}: {found}")
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
 
@@ -180,7 +168,7 @@ def _names_in(node: Any) -> list[str]:
     return [*map(segment_text, (*(module_state_dict(node) or ()), *(segment for segment, _ in children(node))))]
 
 
-def first_named(node: Any, above: Path, part: str) -> str:
+def _first_named(node: Any, above: Path, part: str) -> str:
     """The first address that ends in a name, of those of a node that are looked at."""
     paths = (path for path, _ in islice(walk(node), MANY_NAMES) if path and segment_text(path[-1]) == part)
     return next((address((*above, *path)) for path in paths), "")
@@ -224,11 +212,8 @@ def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
         raise MissingKey(error.what, error.why, f"Did you mean {address((below[0], name))}?") from None
     if key and node is not tree[name]:
         steps = "".join(f"[{part!r}]" for part in name.split("/"))
-        raise Ambiguous(
-            f"{name} is a key and also the address of something else",
-            "",
-            f"The key: {segment_text(name)!r}; the other, step by step: {steps}",
-        )
+        what = f"{name} is a key and also the address of something else"
+        raise Ambiguous(what, "", f"The key: {segment_text(name)!r}; the other, step by step: {steps}")
     return node
 
 
@@ -274,11 +259,9 @@ def holders(tree: Any, path: Path) -> list[Any]:
     for depth, segment in enumerate(path):
         below = [part for name, part in children(found[-1]) if name == segment]
         if not below:
-            raise UsageError(
-                f"{address(path)} is the name of a tensor in the module's state dict",
-                "In the file it is an attribute of an object inside it.",
-                f"Name what is there: {command('show', FILE / address(path[:depth]))}",
-            )
+            what = f"{address(path)} is the name of a tensor in the module's state dict"
+            why = "In the file it is an attribute of an object inside it."
+            raise UsageError(what, why, f"Name what is there: {command('show', FILE / address(path[:depth]))}")
         found.append(below[0])
     return found[:-1]
 
@@ -319,13 +302,13 @@ def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | N
     Sharing, cycles, order and types stay as they are.
     """
     of_tensor = same if leaf is None else leaf
-    handlers = {**COPY, TensorEntry: of_tensor, StorageRef: of_tensor, Composite: _copy_composite}
+
+    def of_composite(node: Composite) -> FromParts:
+        args = node.made.args
+        return FromParts(args, lambda made: node if alike(tuple(made), args) else node.with_arguments(tuple(made)))
+
+    handlers = {**COPY, TensorEntry: of_tensor, StorageRef: of_tensor, Composite: of_composite}
     return GraphMapper(handlers, replaced).map(tree)
-
-
-def _copy_composite(node: Composite) -> FromParts:
-    args = node.made.args
-    return FromParts(args, lambda made: node if alike(tuple(made), args) else node.with_arguments(tuple(made)))
 
 
 def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:

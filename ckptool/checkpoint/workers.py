@@ -19,9 +19,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from ckptool.checkpoint.paths import given_urls
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError, given_urls
+from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor

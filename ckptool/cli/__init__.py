@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptool.checkpoint.files import while_open
+from ckptool.checkpoint.paths import named_urls
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli.help import FLAGS, program_help, verb_help
 from ckptool.cli.output import (
     FORM,
     LostAnswer,
-    failed_silently,
     in_words,
     names_place,
     say,
@@ -28,11 +27,11 @@ from ckptool.cli.output import (
     unknown_command,
 )
 from ckptool.commands import ALIASES, VERBS, function_of, with_verb
-from ckptool.errors import CkptoolError, named_urls, printable
+from ckptool.errors import CkptoolError
 from ckptool.render.lines import error_text
 
 if TYPE_CHECKING:
-    from ckptool.cli.output import Answer, Json
+    from ckptool.cli.output import Json
 
 INTERRUPTED = 130
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
@@ -74,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = 0 if _interrupts else _told(error, done)
         except Exception as another:  # noqa: BLE001 (not even for that there is room: memory or files have run out)
-            code = _told_in_short(MemoryError() if isinstance(another, MemoryError) else error)
+            problem = in_words(MemoryError() if isinstance(another, MemoryError) else error)
+            tell(f"error[{problem.code}]: {problem.what}\n  Outputs were left as they were.\n")
+            code = 2
     if _interrupts:
         _interrupts.clear()
         tell("interrupted\n")
@@ -113,19 +114,12 @@ def _run(words: list[str], done: list[Json]) -> int:
         return 0
     from ckptool.cli.answers import answers
 
-    return _print(*answers(first, function, parse(first, parameters, words[1:])), done)
-
-
-def _print(answers: Iterable[Answer | CkptoolError], separate: bool, label: str, done: list[Json]) -> int:
-    """Prints the pieces of an answer as they come, or one JSON object at the end. separate: a blank line between.
-
-    label: of the progress of the work that they wait for.
-    """
+    found, separate, label = answers(first, function, parse(first, parameters, words[1:]))
     form, code = FORM.get(), 0
     with shown_progress(label), ExitStack() as stack:
-        if isinstance(answers, Generator):  # whatever happens, no process is left that works for it
-            stack.callback(answers.close)
-        for number, answer in enumerate(answers):
+        if isinstance(found, Generator):  # whatever happens, no process is left that works for it
+            stack.callback(found.close)
+        for number, answer in enumerate(found):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
             if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
                 from ckptool.render.json import error_json
@@ -136,7 +130,7 @@ def _print(answers: Iterable[Answer | CkptoolError], separate: bool, label: str,
             elif form == "json":
                 done.append(answer.content)
             elif form == "markdown":
-                from ckptool.render.markdown import markdown
+                from ckptool.render.html import markdown
 
                 say(("\n" if number else "") + markdown(answer.content))
             else:
@@ -161,24 +155,11 @@ def _told(error: Exception, done: list[Json]) -> int:
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code
         if form == "markdown":
-            from ckptool.render.markdown import markdown
+            from ckptool.render.html import markdown
 
             say(markdown(error_text(problem)))
     tell(as_text)
     return problem.exit_code
-
-
-def _told_in_short(error: Exception) -> int:
-    """Prints an error using only what is imported already: memory or open files have run out."""
-    code, what = "bug", f"{type(error).__name__}: {printable(str(error))}"
-    if isinstance(error, CkptoolError):
-        code, what = error.code, error.what
-    elif isinstance(error, (OSError, ImportError)):
-        code, what = "io", f"a system limit was reached: {printable(str(error))}"
-    elif isinstance(error, MemoryError) or failed_silently(error):
-        code, what = "limit-exceeded", "there is not enough memory"
-    tell(f"error[{code}]: {what}\n  Outputs were left as they were.\n")
-    return 2
 
 
 _interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it
@@ -190,11 +171,10 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _as_program() -> None:
-    # Streams that are closed (`>&-`), or open the wrong way (`1<FILE`), go to nowhere: a file that got the number of a
-    # closed one would have messages written into it.
-    for name, mode, wrong in (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_RDONLY)):
-        stream = getattr(sys, name)
-        if stream is None or fcntl.fcntl(stream.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == wrong:
+    # Streams that are closed (`>&-`) go to nowhere: a file that got the number of one would have messages written into
+    # it.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), mode))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has

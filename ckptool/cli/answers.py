@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from threading import current_thread, main_thread
 from typing import Any
@@ -129,8 +129,16 @@ def _answer(function: Any, given: Arguments, first: str, style: Style | None, fi
         arguments = {name: value for name, value in given.items() if name in signature_of(function).parameters}
         asked = watched(function)
         with ExitStack() as stack:
-            for name, how in asked.items():
-                arguments[name] = stack.enter_context(_watching(how, given))
+            for name, how in asked.items():  # what the function is given to tell how far it is
+                if how == "status":
+                    arguments[name] = stack.enter_context(status_line())
+                elif how == "training":
+                    gc.enable()  # a run lives long, and the models of its user may be rings of objects
+                    arguments[name] = None if given.get("quiet") else stack.enter_context(training_progress())
+                elif how == "lines":
+                    arguments[name] = lambda text: tell(text + "\n")
+                else:
+                    arguments[name] = progress.written if progress.is_watched else None
             if "training" not in asked.values() and current_thread() is main_thread():
                 stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
             try:
@@ -142,19 +150,3 @@ def _answer(function: Any, given: Arguments, first: str, style: Style | None, fi
         if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
             return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
     return answer_of(report, style, _named(report.told, given), report.exit() if declared.exits else 0)
-
-
-@contextmanager
-def _watching(how: str, given: Arguments) -> Iterator[Any]:
-    """What a function is given to tell how far it is."""
-    if how == "status":
-        with status_line() as show:
-            yield show
-    elif how == "training":
-        gc.enable()  # a run lives long, and the models of its user may be rings of objects
-        with nullcontext() if given.get("quiet") else training_progress() as show:
-            yield show
-    elif how == "lines":
-        yield lambda text: tell(text + "\n")
-    else:
-        yield progress.written if progress.is_watched else None

@@ -95,12 +95,12 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "CONTAINER": lambda: [each.name for each in _of("formats").FORMATS if each.writable],
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
     "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
-    "SCHEME": lambda: list(_of("transforms.lora.schemes").SCHEMES),
+    "SCHEME": lambda: list(_of("transforms.lora.adapters").SCHEMES),
     "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
-NUMBERS = {"N", "X", "D", "R", "T", "SHARE", "SECONDS", "STEP", "SIZE", "DECAY", "RxC", "W,W,…", "SLICE"}
+NOT_OFFERED = {*"N X D R T SHARE SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}  # what only a person knows
 
 
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
@@ -155,10 +155,10 @@ def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Cand
     if choices and not ("FILE" in option.metavar and not any(each.startswith(typed) for each in choices)):
         done = typed[: typed.rfind(",") + 1] if option.several else ""
         return [Candidate(done + each) for each in choices]
-    if option.metavar in ("ADDRESS", "PATTERN"):
+    if option.metavar == "ADDRESS":
         file = next((word for word in words[1:] if os.path.lexists(word)), None)
-        return (addresses if option.metavar == "ADDRESS" else keys)(file, typed) if file else []
-    return [] if option.metavar in NUMBERS else None
+        return addresses(file, typed) if file else []
+    return [] if option.metavar in NOT_OFFERED else None
 
 
 def _first_sentence(text: str) -> str:
@@ -181,15 +181,6 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     parts += [(str(key), part) for key, part in (module_state_dict(node) or {}).items() if str(key) not in known]
     there = {name: part for name, part in parts if name and known[name] < 2}  # 0 and '0' read the same
     return [each._replace(text=above + slash + each.text) for each in _next(there, begun)]
-
-
-def keys(path: str, typed: str) -> list[Candidate]:
-    """The keys of the weights in a file, for a pattern; without those in which a letter would be part of one."""
-    from ckptool.conventions.state_dicts import find_state_dicts
-    from ckptool.formats.opening import open_file
-
-    roots = [root for root in find_state_dicts(open_file(path).checkpoint) if root.is_model]
-    return list(_next({name: root.node[name] for root in roots for name in root.names() if "*" not in name}, typed))
 
 
 def _next(there: Mapping[str, Any], begun: str) -> Iterator[Candidate]:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, cast
 
 from ckptool.checkpoint import progress
 from ckptool.checkpoint.paths import may_exist
@@ -24,8 +25,6 @@ from ckptool.render import lines
 from ckptool.render.lines import Style
 
 Json = dict[str, Any]
-
-
 FORM = ContextVar("form", default="text")  # of what the command that runs prints: or json, markdown
 
 
@@ -44,17 +43,6 @@ def answer_of(report: Any, style: Style | None, view: Mapping[str, Any], exit_co
     return Answer(text if view.get("quiet") else style.page(text), exit_code)  # quiet: a line is a name, spaces and all
 
 
-# For streams that cannot say them.
-_ASCII = (
-    {"→": "->", "…": "...", "–": "-", "×": "x", "≤": "<=", "█": "#"}
-    | dict.fromkeys("▏▎▍", "")
-    | dict.fromkeys("▌▋▊▉", "#")
-    | {"▁": "1", "▂": "2", "▃": "3", "▄": "4", "▅": "5", "▆": "6", "▇": "7"}
-    | {"┤": "|", "│": "|", "└": "+", "─": "-"}
-    | dict.fromkeys(map(chr, range(0x2801, 0x2900)), "*")  # braille
-)
-
-
 class LostAnswer(FileProblem):
     """Standard output cannot be written."""
 
@@ -65,11 +53,8 @@ def style_of(stream: TextIO) -> Style:
     if stream is sys.stdout and FORM.get() == "markdown":
         return Style()
     terminal = stream.isatty()
-    colour = terminal and os.environ.get("TERM") != "dumb"
-    if os.environ.get("FORCE_COLOR"):
-        colour = True
-    if os.environ.get("NO_COLOR"):
-        colour = False
+    colour = bool(os.environ.get("FORCE_COLOR")) or (terminal and os.environ.get("TERM") != "dumb")
+    colour = colour and not os.environ.get("NO_COLOR")
     columns = os.environ.get("COLUMNS", "")
     if not terminal:
         return Style(colour)
@@ -87,10 +72,11 @@ def say(text: str) -> None:
 
     Raises `LostAnswer` where it cannot be written for another reason.
     """
-    _line.end()
+    tell("")
     try:
-        with _line.lock:
-            _write(sys.stdout, text)
+        with _Live.lock:
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except (BrokenPipeError, ConnectionResetError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -102,57 +88,35 @@ def say(text: str) -> None:
 def lost_answer(error: OSError) -> LostAnswer:
     """The error for what standard output did not take."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return LostAnswer(
-        f"cannot write to standard output: {reason}",
-        "The printed answer is incomplete; files that were written are complete.",
-    )
+    why = "The printed answer is incomplete; files that were written are complete."
+    return LostAnswer(f"cannot write to standard output: {reason}", why)
 
 
-def tell(text: str) -> None:
-    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them."""
-    _line.end()
-    with _line.lock, suppress(OSError):
-        _write(sys.stderr, text)
+class _Live:
+    """The last line of a terminal, while what is written next replaces it."""
+
+    lock, is_drawn = threading.RLock(), False
 
 
-def _write(stream: TextIO, text: str) -> None:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "backslashreplace").decode()
-    stream.write(text)
-    stream.flush()
+def tell(text: str, live: bool = False) -> None:
+    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them.
 
-
-class _LiveLine:
-    """The last line of a terminal, which shows progress until something is printed: the next line replaces it."""
-
-    def __init__(self) -> None:
-        self.lock, self.is_drawn = threading.RLock(), False
-
-    def show(self, text: str) -> None:
-        with self.lock, suppress(OSError):
-            self.is_drawn = True
-            _write(sys.stderr, f"\r\x1b[K{text}")
-
-    def end(self, with_: str = "\r\x1b[K") -> None:
-        with self.lock, suppress(OSError):
-            if self.is_drawn:
-                self.is_drawn = False
-                _write(sys.stderr, with_)
-
-
-_line = _LiveLine()
+    live: on a terminal, where it is replaced by what is written next.
+    """
+    with _Live.lock, suppress(OSError):
+        wipe = "\r\x1b[K" if live or _Live.is_drawn else ""
+        _Live.is_drawn = live
+        sys.stderr.write(wipe + text)
+        sys.stderr.flush()
 
 
 @contextmanager
-def _live_line(end: str = "\r\x1b[K") -> Iterator[Callable[[str], None] | None]:
+def _live_line() -> Iterator[Callable[[str], None] | None]:
     """Something to show a line in that the next one replaces, and the end wipes; None where there is no terminal."""
     try:
-        yield _line.show if sys.stderr.isatty() else None
+        yield partial(tell, live=True) if sys.stderr.isatty() else None
     finally:
-        _line.end(end)
+        tell("")
 
 
 SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
@@ -217,20 +181,26 @@ def status_line() -> Iterator[Callable[[str], None]]:
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
     line each elsewhere."""
-    with _live_line("\n") as show:
-        width = style_of(sys.stderr).width
+    with _live_line() as show:
+        width, last = style_of(sys.stderr).width, ""
 
         def told(fact: dict[str, Any], rate: float) -> None:
+            nonlocal last
             values = {printable(key): value for key, value in fact.items() if isinstance(value, float)}
             numbers = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
             if show is None or width is None:
                 tell(f"step {fact['step']:,}  {numbers}  {rate:.1f} steps/s\n")
                 return
             share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
-            line = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {numbers}"
-            show(line if len(line) <= width else line[: max(width - 1, 0)] + "…")
+            last = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {numbers}"
+            last = last if len(last) <= width else last[: max(width - 1, 0)] + "…"
+            show(last)
 
-        yield told
+        try:
+            yield told
+        finally:
+            if last:
+                tell(f"{last}\n")
 
 
 def _pace(fact: dict[str, Any], rate: float) -> str:
@@ -253,23 +223,20 @@ def in_words(error: Exception) -> CkptoolError:
     """The error for people, whatever was raised."""
     if isinstance(error, CkptoolError):
         return error
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _LOST and getattr(error, "filename", None) is None:
+        return lost_answer(cast(OSError, error))  # of the help, which the parser prints
     # The system refuses a module, a thread or a file for want of room, and Python says so in four ways.
     words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
-    has_run_out = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
-    if isinstance(error, OSError):
-        has_run_out = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-    if has_run_out:
-        return FileProblem(
-            f"a system limit was reached: {error!s}",
-            "This process cannot open more files, start threads or use more memory. Outputs were left as they were.",
-            "Look at the limits: ulimit -a",
-        )
+    is_refused = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
+    if is_refused or number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+        what = f"a system limit was reached: {error!s}"
+        why = "This process cannot open more files, start threads or use more memory. Outputs were left as they were."
+        return FileProblem(what, why, "Look at the limits: ulimit -a")
     if isinstance(error, (MemoryError, RecursionError)) or failed_silently(error):
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         why = "The file needs more than this machine has, or is malicious. Outputs were left as they were."
         return LimitExceeded(what, why)
-    if isinstance(error, OSError) and error.errno in _LOST and error.filename is None:
-        return lost_answer(error)  # of the help, which the parser prints
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
     return Bug(

@@ -9,18 +9,8 @@ from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
 from ckptool.cli.help import called, usage
-from ckptool.commands import (
-    VERBS,
-    Declared,
-    Parameter,
-    function_of,
-    nearest,
-    option,
-    parameters_of,
-    signature_of,
-    watched,
-)
-from ckptool.errors import UsageError, listed, quoted
+from ckptool.commands import Declared, Parameter, nearest, option, parameters_of, signature_of, watched
+from ckptool.errors import UsageError, quoted
 from ckptool.facts import Report
 from ckptool.verbs._options import QUOTE_RULES, Folder, Jobs, SkipRefused, was_redirected
 
@@ -94,39 +84,28 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
-    """The command of a verb, as typer has it, which gives what was typed."""
+    """The command of a verb, as typer has it, which gives what was typed: None, or False, where nothing was."""
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-    def typed(**given: Any) -> dict[str, Any]:
-        return given
-
-    command: Any = typed
-    command.__signature__ = inspect.Signature([*map(_as_typer_has_it, parameters)])
-    command.__annotations__ = {}
+    typed = []
+    for each in parameters:
+        asked, metavar = each.option, each.option.metavar or None
+        kind: Any = Enum("Choices", [(word, word) for word in asked.choices], type=str) if asked.choices else each.kind
+        meta: Any = typer.Argument(metavar=metavar)
+        if asked.flags:
+            meta = typer.Option(*asked.flags, metavar=metavar, min=asked.least)
+        default: Any = inspect.Parameter.empty if each.is_needed else False if kind is bool else None
+        annotation: Any = Annotated[kind | None if default is None else kind, meta]
+        kinds = inspect.Parameter.KEYWORD_ONLY
+        typed.append(inspect.Parameter(each.name, kinds, default=default, annotation=annotation))
+    command: Any = lambda **given: given  # noqa: E731
+    command.__signature__ = inspect.Signature(typed)
     app.command(verb, add_help_option=False)(command)
     made: Any = typer.main.get_command(app)
     for each in made.params:
         each.process_value = _as_typed(each)
     return made
-
-
-def _as_typer_has_it(parameter: Parameter) -> inspect.Parameter:
-    """A parameter of the function that typer makes a command of: None, or False, where nothing was typed."""
-    import typer
-
-    asked = parameter.option
-    choices = [(word, word) for word in asked.choices]
-    kind: Any = Enum("Choices", choices, type=str) if choices else parameter.kind
-    meta: Any = typer.Argument(metavar=asked.metavar or None)
-    if asked.flags:
-        meta = typer.Option(*asked.flags, metavar=asked.metavar or None, min=asked.least)
-    default: Any = inspect.Parameter.empty
-    if not parameter.is_needed:
-        default = False if kind is bool else None
-    annotation: Any = Annotated[kind | None if default is None else kind, meta]
-    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
@@ -151,10 +130,7 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
         meant = nearest(error.option_name, [name for each in parameters for name in each.option.flags])
-        every = ((name, parameters_of(function_of(name))) for name in VERBS)
-        others = [name for name, own in every if any(error.option_name in each.option.flags for each in own)]
         why = f"Did you mean {meant}?" if meant else why
-        why = f"It is an option of {listed(others, 4)}." if others else why
     elif type(error).__name__ == "MissingParameter":
         missing = next(each for each in parameters if each.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""

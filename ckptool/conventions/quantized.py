@@ -1,30 +1,418 @@
-"""The quantized weights of a state dict, identified by the names of their parts and by the configuration beside them.
+"""The quantized weights of a state dict, identified by the names of their parts and by the configuration beside them;
+their formats, and the sizes that the parts have to have.
 
 What cannot be identified is reported by name, never guessed: a scale without its weight, codes without their scale.
-torchao's file format: torchao/prototype/safetensors/safetensors_support.py.
+`FORMATS` has a line for each format. Its function checks the parts of a weight and turns them to the weight's own
+orientation, [out, in], as strided views: codes by rows, and tables [rows, groups] of scales and zero points. Nothing is
+computed here, and only what a shape is written in is read. What does not fit raises `Unsupported`.
+
+Sources: transformers/integrations (finegrained_fp8.py, mxfp4.py), compressed_tensors/compressors,
+bitsandbytes/functional.py (`QuantState`), AutoGPTQ, AutoAWQ (`WQLinear_GEMM`), and of torchao's files
+torchao/prototype/safetensors/safetensors_support.py.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, TensorEntry
-from ckptool.conventions.quantized_formats import (
-    FORMATS,
-    TORCHAO,
-    QuantizedFormat,
-    QuantizedWeight,
-    Scheme,
-    are_sizes,
-    is_f8,
-    parsed,
-    scheme_of,
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.errors import CkptoolError, Unsupported, counted, listed
+
+MAX_WIDTH = 1 << 20  # elements of a row
+MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON
+EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight that several tensors stand for.
+
+    name: what the weight itself is called.  parts: by role.  keys: of all of them in the state dict, that of the codes
+    first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.
+    grid, block: how many scales there are along each dimension, and the size of what shares one.
+    facts: what else the arithmetic needs.
+    """
+
+    name: str
+    parts: Mapping[str, TensorEntry]
+    keys: tuple[str, ...]
+    codes: str = ""
+    kind: str = ""
+    shape: tuple[int, ...] = ()
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    bits: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """The format, for people: `fp8 in 128 × 128 blocks`."""
+        *rows, columns = self.block or (0,)
+        if not rows:
+            return self.kind
+        if self.block == self.shape:
+            return f"{self.kind} with a scale for each tensor"
+        if any(size != 1 for size in rows):
+            return f"{self.kind} in {rows[-1]} × {columns} blocks"
+        each = columns == self.shape[-1]
+        return f"{self.kind} with a scale for each channel" if each else f"{self.kind} in groups of {columns}"
+
+
+# The configuration ---------------------------------------------------------------------------------------------------
+
+_CT = "compressed-tensors"
+_KNOWN = {
+    _CT: "dense float-quantized int-quantized naive-quantized pack-quantized mixed-precision nvfp4-pack-quantized "
+    "mxfp4-pack-quantized mxfp8-quantized".split(),
+    "gptq": ["gptq", "gptq_v2"],
+    "awq": ["gemm"],
+}
+# The fields of configurations that are read here, or say nothing of the values: how they were found and are computed
+# with. Any other that is not empty, as a rotation, may be a step that is not known here.
+_FIELDS: dict[str, Sequence[str]] = {
+    "": """activation_scale_ub activation_scheme backend bits checkpoint_format config_groups dataset dequantize
+        desc_act dynamic expert_dtype exllama_config fmt format global_compression_ratio group_size ignore
+        ignored_layers kv_cache_scheme include_input_output_embeddings is_checkpoint_fp8_serialized lm_head meta
+        modules_in_block_to_quantize modules_to_convert modules_to_fuse modules_to_not_convert pack_dtype quant_method
+        quant_type quantization_status run_compressed scale_fmt static_groups sym tokenizer true_sequential
+        untie_embedding_weights use_optimized_inference version weight_block_size zero_point act_group_aware batch_size
+        block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent do_fuse disable_exllama
+        fuse_max_seq_len max_input_length model_file_base_name model_name_or_path model_seqlen
+        module_name_preceding_first_block mse pad_token_id quantizer use_cuda_fp16 use_exllama bnb_4bit_compute_dtype
+        bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload
+        llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit _load_in_4bit
+        _load_in_8bit""".split(),
+    "group": "format input_activations output_activations targets weights".split(),
+    "weights": """actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype strategy
+        symmetric type zp_dtype""".split(),
+}
+# The texts that fields may have whose other values would be of another computation.
+_VALUES = {
+    "actorder": "weight static group dynamic",
+    "bnb_4bit_quant_type": "nf4 fp4",
+    "fmt": "e4m3 e4m3fn e5m2",
+    "scale_fmt": "float ue8m0",
+    "strategy": "tensor channel group block tensor_group",
+    "type": "int float",
+}
+_TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # of the values, by format
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The facts of a configuration that shapes may leave open; empty where it does not say.
+
+    blocks: (rows, columns) that share a scale, where 0 is all of them.  symmetric: None where it does not say.
+    reordered: columns are in no order of groups.  forms: names of the file's format.  unknown: why it is not known.
+    """
+
+    method: str = ""
+    bits: frozenset[int] = frozenset()
+    blocks: frozenset[tuple[int, int]] = frozenset()
+    symmetric: bool | None = None
+    reordered: bool = False
+    forms: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme:
+    """The facts of a `quantization_config`."""
+    method = _text(config.get("quant_method"))
+    groups = config.get("config_groups")  # of compressed-tensors
+    divided = [each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict)]
+    nodes = [each for each in (config, *divided) if isinstance(each, dict)]
+    names = ["checkpoint_format", "format", *(["version"] if method == "awq" else [])]
+    forms = tuple(text.lower() for node in nodes for name in names if (text := _text(node.get(name))))
+    weights = [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
+    unknown = next(_unknown(method, forms, config, divided, weights), "")
+    nodes = [] if config.get("dynamic") else [*nodes, *weights]  # GPTQModel: other facts by module
+    bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
+    signs = {sign for node in nodes for name in ("symmetric", "sym") if type(sign := node.get(name)) is bool}
+    return Scheme(
+        method,
+        frozenset(number for number in bits if type(number) is int),
+        frozenset(block for node in nodes for block in _blocks_of(node)),
+        signs.pop() if len(signs) == 1 else None,
+        any(node.get("desc_act") is True or node.get("actorder") in ("group", "dynamic") for node in nodes),
+        forms,
+        unknown,
+    )
+
+
+def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any], weights: list[Any]) -> Iterator[str]:
+    """What of a configuration is not known: its method, its format, its fields. divided: its groups."""
+    if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
+        yield f"the quantization method {method!r} is not known"
+    for form in forms:
+        if form not in _KNOWN.get(method, forms):
+            yield f"the format {form!r} of {method} is not known"
+    odd = "the field {!r} of its quantization configuration is not known"
+    for level, nodes in (("", [config]), ("group", divided), ("weights", weights)):
+        for key, value in (item for node in nodes for item in node.items()):
+            if key not in _FIELDS[level] and value and value != {"format": "dense"}:
+                yield odd.format(key[:60])
+    for name, value in (item for node in (config, *weights) for item in node.items()):
+        if name in _VALUES and isinstance(value, str) and value.lower() not in _VALUES[name].split():
+            yield odd.format(f"{name}={value[:60]}")
+    for node in (each for each in divided if each.get("weights") in weights):
+        form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
+        if kind in ("int", "float") and _TYPES.get(form, kind) != kind:
+            yield odd.format(f"type={kind}")
+
+
+def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The rows and columns that share a scale, as far as the configuration says."""
+    sizes, group = fields.get("weight_block_size") or fields.get("block_structure"), fields.get("group_size")
+    if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
+        return [(sizes[0], sizes[1])]
+    if type(group) is int and group < 1 << 40:
+        return [(1, max(group, 0))]
+    strategy = fields.get("strategy")
+    return [(0, 0)] if strategy == "tensor" else [(1, 0)] if strategy == "channel" else []
+
+
+def _text(value: Any) -> str:
+    return value[:60] if isinstance(value, str) else ""
+
+
+def are_sizes(values: Any) -> bool:
+    return all(type(size) is int and 0 < size < 1 << 40 for size in values)
+
+
+def parsed(text: Any, kind: type) -> Any:
+    """The JSON value in a text, if it is of this type; else an empty one."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    return found if isinstance(found, kind) else kind()
+
+
+# Sizes ---------------------------------------------------------------------------------------------------------------
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise Unsupported(what)
+
+
+def is_f8(dtype: DType) -> bool:
+    """True for the float8 types that codes have."""
+    return dtype.is_float and dtype.itemsize == 1 and dtype is not EXPONENTS
+
+
+def ceil_div(size: int, by: int) -> int:
+    return -(-size // by)
+
+
+def _shaped(*entries: TensorEntry) -> str:
+    return ", ".join(f"{entry.dtype}{list(entry.shape)}" for entry in entries)
+
+
+def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> QuantizedWeight:
+    """The weight with the sizes of its blocks, which follow from its scale: one number, one for each row, or a grid.
+
+    even: blocks that are a power of two and divide a row are told by shapes.
+    """
+    shape, scale = weight.shape, weight.parts["scale"]
+    scale = replace(scale, dtype=EXPONENTS) if scale.dtype.name == "u8" else scale
+    found = f"scales {_shaped(scale)} for a weight {list(shape)[:8]}"
+    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH and scale.dtype.is_float, found)
+    grid = (*scale.shape, *(1,) * (len(shape) - 1)) if scale.shape == shape[:1] else scale.shape
+    grid = (1,) * len(shape) if scale.numel == 1 else grid
+    require(len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True)), found)
+    require(all(n in (1, size) for n, size in zip(grid[:-2], shape, strict=False)), found)
+    wanted = scheme.blocks or {(_own_block(shape[-2], grid[-2], False), _own_block(shape[-1], grid[-1], even))}
+    wanted = {(rows or shape[-2], columns or shape[-1]) for rows, columns in wanted}
+    fitting = [pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]]
+    told = [axis for axis in (-2, -1) if grid[axis] not in (1, shape[axis])]  # by the configuration alone
+    same = len({tuple(pair[axis] for axis in told) for pair in fitting}) == 1
+    require(same, f"{found}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(wanted)])}")
+    block = list(map(ceil_div, shape, grid))
+    for axis in told:
+        block[axis] = fitting[0][axis]
+    parts = dict(weight.parts) | {"scale": scale.reshape((prod(grid[:-1]), grid[-1]))}
+    if (zeros := parts.get("zeros")) is not None and weight.codes == "plain":
+        fits = zeros.shape == scale.shape and zeros.dtype.kind in ("int", "float")
+        require(fits, f"zero points {_shaped(zeros)}, {found}")
+        parts["zeros"] = zeros.reshape(parts["scale"].shape)
+    index = parts.get("g_idx")
+    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{found}, another g_idx")
+    missing = scheme.reordered and index is None and weight.codes == "bits" and grid[-1] > 1
+    require(not missing, "no g_idx, and columns that were reordered, as the configuration has it")
+    missing = scheme.symmetric is False and "zeros" not in parts and weight.kind.startswith("int")
+    require(not missing, "no zero points, and codes that are not symmetric, as the configuration has it")
+    return replace(weight, parts=parts, grid=grid, block=tuple(block))
+
+
+def _own_block(size: int, count: int, even: bool) -> int:
+    """The size of so many blocks of a dimension, the last of which may be cut. even: a power of two that fits is it."""
+    least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
+    told = count in (1, size) or least == most or (even and size % count == 0 and not least & (least - 1))
+    require(told, f"{count} scales for {size}, blocks of {least} to {most}: name the block size")
+    return least
+
+
+# The formats ---------------------------------------------------------------------------------------------------------
+
+
+def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """Float8 or int8 codes in the weight's place, with a scale for all, for each row, group or block."""
+    codes, scale = weight.parts["codes"], weight.parts["scale"]
+    known = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
+    require(known, f"codes of type {codes.dtype}")
+    if scale.dtype.name == "u8" and not scheme.blocks:
+        scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
+    kind = "int8" if codes.dtype.name == "i8" else "fp8"
+    return _gridded(replace(weight, codes="plain", kind=kind, shape=codes.shape), scheme)
+
+
+def _int8(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    codes, scale, layout = weight.parts["codes"], weight.parts["scale"], weight.parts.get("layout")
+    fits = codes.dtype.name == "i8" and len(codes.shape) == 2 and scale.shape == codes.shape[:1]
+    fits = fits and (layout is None or (layout.numel == 1 and not any(layout.bytes())))  # 0: by rows
+    require(fits, f"codes, SCB and weight_format {_shaped(*weight.parts.values())}")
+    made = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme())
+    return replace(made, codes="int8", kind="bitsandbytes int8")
+
+
+def _packed(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """compressed-tensors: int32 words of any number of bits, or bytes of two e2m1 floats."""
+    parts, codes = dict(weight.parts), weight.parts["codes"]
+    given = parts.pop("shape", None)
+    if codes.dtype.name == "u8":
+        return _fp4(replace(weight, parts=parts))
+    require(given is not None and given.dtype.kind == "int" and 2 <= given.numel <= 8, "no weight_shape")
+    assert given is not None
+    shape = tuple(int(size) for size in given.numpy().reshape(-1))
+    fits = codes.dtype.name == "i32" and are_sizes(shape) and codes.shape[:-1] == shape[:-1]
+    fitting = {b for b in range(1, 9) if fits and ceil_div(shape[-1] * b, 32) == codes.shape[-1]}
+    fitting = fitting & scheme.bits if scheme.bits else fitting
+    require(len(fitting) == 1 and "global" not in parts, f"words {_shaped(codes)} for a weight {list(shape)[:8]}")
+    bits = fitting.pop()
+    made = replace(weight, parts=parts, codes="bits", bits=bits, kind=f"int{bits}", shape=shape)
+    made = _gridded(made, scheme, even=True)
+    rows, groups = made.parts["scale"].shape
+    zeros = parts.get("zeros")
+    fits = zeros is None or (
+        zeros.dtype.name == "i32" and zeros.shape == (ceil_div(rows * bits, 32), groups) and len(shape) == 2
+    )
+    require(fits and all(size == 1 for size in made.block[:-1] if rows > 1), f"parts {_shaped(*parts.values())}")
+    return made
+
+
+def _fp4(weight: QuantizedWeight) -> QuantizedWeight:
+    parts, codes, scale = weight.parts, weight.parts["codes"], weight.parts["scale"]
+    mx = scale.dtype is EXPONENTS or scale.dtype.name == "u8"
+    shape, size = (*codes.shape[:-1], 2 * (codes.shape or (0,))[-1]), 32 if mx else 16
+    fits = (mx or is_f8(scale.dtype)) and scale.shape == (*shape[:-1], shape[-1] // size) and shape[-1] % size == 0
+    fits = fits and parts.keys() == {"codes", "scale"} | (set() if mx else {"global"})
+    fits = fits and (mx or (parts["global"].numel == 1 and parts["global"].dtype.is_float))
+    require(fits, f"parts {_shaped(*parts.values())}")
+    made = replace(weight, codes="fp4", kind="mxfp4" if mx else "nvfp4", shape=shape)
+    return _gridded(made, Scheme(blocks=frozenset({(1, size)})))
+
+
+def _mxfp4(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """gpt-oss: bytes of two e2m1 floats [experts, rows, groups, 16]; the weight is [experts, 32 · groups, rows]."""
+    codes, scale = weight.parts["codes"], weight.parts["scale"]
+    fits = len(codes.shape) == 4 and codes.shape[3] == 16 and scale.shape == codes.shape[:3] and codes.numel > 0
+    fits = fits and codes.dtype.name == scale.dtype.name == "u8" and codes.shape[1] * 32 <= MAX_WIDTH
+    require(fits, f"blocks and scales {_shaped(codes, scale)}")
+    experts, rows, groups, _ = codes.shape
+    parts = {"codes": codes.permute((0, 2, 1, 3)), "scale": replace(scale, dtype=EXPONENTS).permute((0, 2, 1))}
+    shape, kind = (experts, 32 * groups, rows), "mxfp4 in groups of 32"
+    return replace(weight, codes="gpt-oss", kind=kind, shape=shape, parts=parts)
+
+
+def _bitsandbytes(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    parts = dict(weight.parts)
+    state, codes, absmax, table = parts.pop("state"), parts["codes"], parts["absmax"], parts["map"]
+    require(state.dtype.name == "u8" and state.nbytes <= MAX_STATE, f"a state {_shaped(state)}")
+    facts = parsed(state.bytes(), dict)
+    shape, size, kind = facts.get("shape"), facts.get("blocksize"), facts.get("quant_type")
+    readable = kind in ("nf4", "fp4") and isinstance(shape, list) and 0 < len(shape) <= 8 and are_sizes([*shape, size])
+    require(readable, "a state that cannot be read")
+    blocks, nested = ceil_div(prod(shape), size), "nested_absmax" in parts
+    fits = codes.nbytes == ceil_div(prod(shape), 2) and absmax.numel == blocks and table.numel == 16
+    fits = fits and table.dtype.is_float and (absmax.dtype.name == "u8" if nested else absmax.dtype.is_float)
+    if nested:
+        outer, offset = facts.get("nested_blocksize"), facts.get("nested_offset")
+        fits = fits and "nested_map" in parts and type(offset) is float and are_sizes([outer])
+        fits = fits and parts["nested_absmax"].numel == ceil_div(blocks, outer) and parts["nested_map"].numel == 256
+    require(fits, f"parts {_shaped(*parts.values())} for a weight {shape} in blocks of {size}")
+    words = f"bitsandbytes {kind} in blocks of {size}{', nested' if nested else ''}"
+    return replace(weight, codes="bitsandbytes", kind=words, shape=tuple(shape), parts=parts, facts=facts)
+
+
+def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
+    """Words of 32 bits: GPTQ's go down the rows of [in, out], AWQ's along them. The weight is [out, in]."""
+    codes, zeros, scale = (weight.parts[role] for role in ("codes", "zeros", "scale"))
+    found = f"parts {_shaped(*weight.parts.values())}"
+    fits = all(len(each.shape) == 2 and each.numel > 0 for each in (codes, zeros, scale))
+    require(fits and codes.dtype.name == zeros.dtype.name == "i32" and zeros.shape[0] == scale.shape[0], found)
+    out, width = scale.shape[1], zeros.shape[1]
+    awq = "g_idx" not in weight.parts and codes.shape[1] * 8 == width * 8 == out
+    bits = 4 if awq else next((b for b in (2, 3, 4, 8) if b * out == width * 32 and codes.shape[1] == out), 0)
+    columns = codes.shape[0] if awq or not bits else codes.shape[0] * 32 // bits
+    require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), found)
+    method = "awq" if awq else "gptq"
+    require(scheme.method in ("", method), f"{method.upper()} by its shapes, and not by the configuration")
+    require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
+    parts = dict(weight.parts) | {"codes": codes.transpose(), "zeros": zeros.transpose(), "scale": scale.transpose()}
+    facts = {"symmetric": scheme.symmetric, "forms": scheme.forms, "stored": "" if awq else "gptq"}
+    made = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
+    return _gridded(replace(made, kind=f"{method.upper()} {bits} bit"), scheme, even=True)
+
+
+class QuantizedFormat(NamedTuple):
+    """A way to name the parts of a weight. All their names begin alike; these are the ends, by role.
+
+    marker: the end of the key that identifies it.  weight: the end of the weight's own name.  methods: those of
+    configurations that have it.  weak: names of other things end so as well: the codes are integers or float8, and all
+    that is needed is there.
+    """
+
+    marker: str
+    weight: str
+    needs: dict[str, str]
+    may: dict[str, str]
+    methods: tuple[str, ...]
+    read: Callable[[QuantizedWeight, Scheme], QuantizedWeight]
+    weak: bool = False
+
+
+_STATE = ".quant_state.bitsandbytes__"
+_BNB = {"codes": "", "absmax": ".absmax", "map": ".quant_map"}
+_NESTED = {"nested_absmax": ".nested_absmax", "nested_map": ".nested_quant_map"}
+_SCB = {"codes": ".weight", "scale": ".SCB"}
+_GPTQ = {"codes": ".qweight", "zeros": ".qzeros", "scale": ".scales"}
+_WORDS = {"shape": "_shape", "zeros": "_zero_point", "g_idx": "_g_idx", "global": "_global_scale"}
+_ROWS = {"zeros": "_zero_point", "g_idx": "_g_idx"}
+
+FORMATS: tuple[QuantizedFormat, ...] = (
+    QuantizedFormat(f"{_STATE}nf4", "", _BNB | {"state": f"{_STATE}nf4"}, _NESTED, ("bitsandbytes",), _bitsandbytes),
+    QuantizedFormat(f"{_STATE}fp4", "", _BNB | {"state": f"{_STATE}fp4"}, _NESTED, ("bitsandbytes",), _bitsandbytes),
+    QuantizedFormat(".SCB", ".weight", _SCB, {"layout": ".weight_format"}, ("bitsandbytes",), _int8),
+    QuantizedFormat(".qweight", ".weight", _GPTQ, {"g_idx": ".g_idx"}, ("gptq", "awq"), _gptq_or_awq),
+    QuantizedFormat("_blocks", "", {"codes": "_blocks", "scale": "_scales"}, {}, ("mxfp4",), _mxfp4, weak=True),
+    QuantizedFormat("_packed", "", {"codes": "_packed", "scale": "_scale"}, _WORDS, (_CT,), _packed, weak=True),
+    QuantizedFormat("_scale_inv", "", {"codes": "", "scale": "_scale_inv"}, {}, ("fp8",), scaled, weak=True),
+    QuantizedFormat(
+        "_scale", "", {"codes": "", "scale": "_scale"}, _ROWS, (_CT, "fp8", "fbgemm_fp8"), scaled, weak=True
+    ),
 )
-from ckptool.errors import CkptoolError, counted
+TORCHAO = QuantizedFormat("", "", {"codes": "qdata", "scale": "scale"}, {"zeros": "zero_point"}, ("torchao",), scaled)
+
+
+# Weights by the names of their parts ---------------------------------------------------------------------------------
 
 _MARKERS = tuple(each.marker for each in FORMATS)
 _TORCHAO = {"Float8Tensor": 2, "Int8Tensor": 2, "IntxUnpackedToInt8Tensor": 3}  # and their parts

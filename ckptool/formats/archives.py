@@ -2,8 +2,8 @@
 them.
 
 The tree has each file under its name: those of torch and safetensors as what is in them, JSON and short texts as such;
-others are named in a note. Files that are stored as they are, are read in place; a compressed one is inflated, up to a
-limit, to a file that has no name. A zip with a `data.pkl` is torch's own, or nobody's, and never one of these.
+others are named in a note. They are read in place, and so refused where they are compressed. A zip with a `data.pkl` is
+torch's own, or nobody's, and never one of these.
 
 Source: stable_baselines3/common/save_util.py (`save_to_zip_file`), nemo/core/connectors/save_restore_connector.py.
 """
@@ -11,9 +11,7 @@ Source: stable_baselines3/common/save_util.py (`save_to_zip_file`), nemo/core/co
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,16 +19,14 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import other_program
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import LEADS_ELSEWHERE
-from ckptool.formats.zip.record import Record
 
 NAME = "archive"
 OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes
 MAX_TEXT = MAX_TABLE = 1 << 20
-MAX_INFLATED = 32 << 20  # bytes of all compressed files of an archive
 _WEIGHTS = re.compile(r"\.(?:pth|pt|th|ckpt|bin|safetensors)\Z")
 _NAMED = re.compile(rb"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
 # Archives of other kinds that may hold such files: torch's, TorchServe's, Java's, Office's.
@@ -55,8 +51,8 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint that the files in an archive are. Reads their tables, no tensor data.
 
-    Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `LimitExceeded` for large
-    compressed files, and what reading each file raises.
+    Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `Unsupported` for compressed
+    files, and what reading each file raises.
     """
     values: dict[str, Any] = {}
     notes: list[Note] = []
@@ -147,29 +143,11 @@ def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]
     archive = directory.read_archive(source)
     notes += archive.notes
     torch_zip.confirm_the_rest(archive)
-    compressed = [record for record in archive.records.values() if record.method]
-    if (inflated := sum(record.size for record in compressed)) > MAX_INFLATED:
-        what = f"{source}: its compressed files have {inflated:,} bytes when unpacked"
-        raise LimitExceeded(what, f"At most {MAX_INFLATED:,} are inflated to be read.", _unpack(source))
-    unpacked, at = _inflated(source, compressed) if compressed else source, 0
+    if compressed := next((record for record in archive.records.values() if record.method and record.size), None):
+        raise Unsupported(f"{source}: its {compressed} is compressed", "Files are read in place.", _unpack(source))
     for name, record in archive.records.items():
         if not name.endswith("/"):
-            yield name, unpacked.part(at, record.size) if record.method else source.part(record.data_at, record.stored)
-        at += record.size if record.method else 0
-
-
-def _inflated(source: Source, records: list[Record]) -> Source:
-    """The contents of compressed records, one after the other, in a file without a name."""
-    descriptor, path = tempfile.mkstemp()
-    try:
-        with open(descriptor, "wb") as file:
-            for record in records:
-                file.write(record.contents(MAX_INFLATED))
-        found = Source(path)
-    finally:
-        os.unlink(path)
-    found.path = source.path
-    return found
+            yield name, source.part(record.data_at, record.stored)
 
 
 def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:

@@ -39,7 +39,7 @@ class Piece:
 
     tensor: TensorEntry | Stored
     offsets: tuple[int, ...]
-    owner: str = ""
+    owner: str = "a block"
     replicas: tuple[Piece, ...] = ()
 
     @property
@@ -61,29 +61,16 @@ class Piece:
     def box(self) -> Box:
         return self.offsets, self.like.shape
 
-    def within(self, box: Box) -> Piece | None:
-        """The part of it that is in a box, with offsets that count from the box's; None where they do not overlap."""
-        common = overlap(box, self.box)
-        if common is None:
-            return None
-        begin = tuple(lo - at for lo, at in zip(common[0], box[0], strict=True))
-        return Piece(part_in(self, common), begin, self.owner)
+    def part(self, box: Box) -> TensorEntry:
+        """The part of it that is in a box which lies within it."""
+        entry = self.entry
+        steps = zip(box[0], self.offsets, entry.stride, strict=True)
+        return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
     """The overlap of two boxes; None without one."""
-    begin, sizes = [], []
-    for a, n, b, m in zip(*one, *other, strict=True):
-        lo, hi = max(a, b), min(a + n, b + m)
-        if lo >= hi:
-            return None
-        begin.append(lo)
-        sizes.append(hi - lo)
-    return tuple(begin), tuple(sizes)
-
-
-def part_in(piece: Piece, box: Box) -> TensorEntry:
-    """The part of a piece that is in a box which lies within it."""
-    entry = piece.entry
-    steps = zip(box[0], piece.offsets, entry.stride, strict=True)
-    return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))
+    edges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
+    if any(lo >= hi for lo, hi in edges):
+        return None
+    return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)

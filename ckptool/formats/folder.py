@@ -162,6 +162,12 @@ def mixed(where: object, one: str, other: str, what: str) -> Conflict:
     )
 
 
+def another_run(where: object, what: str) -> Conflict:
+    """The error for what the files of ranks should say alike, and do not."""
+    why = "A file was renamed, changed, or is of another step or run."
+    return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
+
+
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
     return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)

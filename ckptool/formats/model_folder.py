@@ -40,7 +40,6 @@ _COMPANION = re.compile(
 _TAG = re.compile(r"(?:checkpoint-|global_step_?|step[-_]?|iter_|pytorch_model_fsdp_)\d+|pytorch_model|sharded|actor")
 _NO_JSON = "empty, or not JSON that can be read"
 _FLOATS = {dtype.torch for dtype in DTYPES if dtype.is_float}
-_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*"(?:torch\.)?)(\w+)(?=")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,41 +200,32 @@ def _made_true(raw: bytes, tree: dict[Any, Any], dequantized: bool) -> tuple[byt
     With what was changed, in words: nothing in what is not UTF-8, or nested a thousand levels deep.
     """
     dtypes = {entry.dtype.torch for entry in tree.values() if isinstance(entry, TensorEntry) and entry.dtype.is_float}
-    changes, before = [], raw
+    changes: list[str] = []
     with suppress(ValueError, RecursionError):
-        if len(dtypes) == 1 and (raw := with_dtype(before, *dtypes)) != before:
+        config = json.loads(raw)
+        if len(dtypes) == 1 and (made := with_dtype(config, *dtypes)) != config:
             changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
-        config = json.loads(raw) if dequantized else {}
-        taken = [key for node in _sections(config) for key in QUANTIZATION if node.pop(key, None) is not None]
-        if taken:
-            raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
-            changes.append(f"{CONFIG}: without its {taken[0]}")
+            config = made
+        sections = _sections(config) if dequantized else []
+        taken = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
+        changes += [f"{CONFIG}: without its {taken[0]}"] if taken else []
+        raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n" if changes else raw
     return raw, changes
 
 
-def with_dtype(raw: bytes, dtype: str) -> bytes:
+def with_dtype(config: Any, dtype: str) -> Any:
     """A configuration with this dtype in place of each other float type that it names; everything else stays.
 
     But for the type in which quantized weights are computed, which their configuration says.
     """
-
-    def changed(node: Any) -> Any:
-        made = dict(node) if isinstance(node, dict) else node
-        for key, value in node.items() if isinstance(node, dict) else ():
-            if key in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") in _FLOATS:
-                made[key] = dtype
-            elif key != QUANTIZATION[0]:
-                made[key] = changed(value)
-        return made
-
-    config = json.loads(raw)
-    wanted = changed(config)
-    if json.dumps(wanted) == json.dumps(config):
-        return raw
-    text = _DTYPE.sub(lambda found: found[1] + (dtype if found[2] in _FLOATS else found[2]), raw.decode())
-    if json.dumps(json.loads(text)).replace("torch.", "") == json.dumps(wanted).replace("torch.", ""):
-        return text.encode()
-    return json.dumps(wanted, indent=2, ensure_ascii=False).encode() + b"\n"
+    if not isinstance(config, dict):
+        return config
+    names = ("dtype", "torch_dtype")
+    is_float = {key: str(value).removeprefix("torch.") in _FLOATS for key, value in config.items()}
+    return {
+        key: dtype if key in names and is_float[key] else value if key == QUANTIZATION[0] else with_dtype(value, dtype)
+        for key, value in config.items()
+    }
 
 
 def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:

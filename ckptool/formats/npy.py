@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.lib.format import descr_to_dtype
 
-from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, Data, FileRange, Note, TensorEntry
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.checkpoint.numpy_arrays import Array, ArrayType, LazyBytes, array, array_type, code_of, over_bytes
+from ckptool.checkpoint.numpy_arrays import ArrayType, LazyBytes, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
@@ -203,29 +203,12 @@ def _refuse_id(_: Any) -> Any:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def spelled(value: Any) -> tuple[bytes, Data, int | None] | None:
-    """The header and the data of a tensor or a pickled array as numpy would write it; None for what numpy cannot spell.
+def spelled(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
+    """The header and the data of a tensor as numpy would write it; None for what numpy cannot spell.
 
-    With the checksum of the data, where the input has it for that very data.
+    With the checksum of the data, where the input has it for that very data. A tensor whose first axis runs fastest
+    stays one: numpy has a word for that.
     """
-    if isinstance(value, TensorEntry):
-        return _spelled_tensor(value)
-    try:
-        found = array(value) if isinstance(value, Object) else None
-    except CkptoolError:
-        return None
-    if not isinstance(found, Array) or found.type.fields:
-        return None
-    unit, count = found.type.unit or ("generic", 1)
-    suffix = "" if unit == "generic" and count == 1 else f"[{count if count != 1 else ''}{unit}]"
-    header = _header(f"{found.type.order}{found.type.code}{suffix}", found.fortran, found.shape)
-    if isinstance(found.data, LazyBytes):
-        return header, found.data.data, found.data.crc
-    return header, InlineBytes(found.data), None
-
-
-def _spelled_tensor(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
-    """A tensor whose first axis runs fastest stays one: numpy has a word for that."""
     code = code_of(entry.dtype)
     if code is None:
         return None

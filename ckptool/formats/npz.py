@@ -98,9 +98,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     layout, checks = ZipLayout(ALIGNMENT), []
     for name, (header, data, crc) in arrays.items():
         layout.add(name + ENDING, data, crc, header)
-        value = checkpoint.tree[name]
-        if isinstance(value, TensorEntry) and value.storage.crc is not None and crc is None:
-            checks.append(value.storage)  # of which only a part is written, or another order
+        storage = checkpoint.tree[name].storage
+        if storage.crc is not None and crc is None:
+            checks.append(storage)  # of which only a part is written, or another order
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return Plan({"": layout}, checks)
@@ -114,10 +114,10 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     arrays, wrong = {}, []
     for name, value in tree.items():
         if not (why := _bad_name(name)):
-            if (found := spelled(value)) is not None:
+            if isinstance(value, TensorEntry) and (found := spelled(value)) is not None:
                 arrays[name] = found
                 continue
-            why = f"{summary(value)}, not an array of numbers or strings"
+            why = f"{summary(value)}, not an array of numbers"
             why = f"type {value.dtype}" if isinstance(value, TensorEntry) else why
             why = f"{value.kind} tensor" if isinstance(value, Composite) else why
         wrong.append(f"{name!s} ({why})")

@@ -170,7 +170,7 @@ class _Record:
             how = self.record["storages"][storage_index][2]
             dtype, shape, offset = by_name(how[0]), tuple(how[1]), 0
             stride = row_major_strides(shape)
-        check_view(storage, dtype, shape, stride, offset)
+        check_view(storage.nbytes, dtype, shape, stride, offset)
         return TensorEntry(storage, dtype, shape, stride, offset, flags)
 
 

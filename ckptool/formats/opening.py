@@ -10,11 +10,11 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, while_open
-from ckptool.checkpoint.paths import may_exist
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, source_of, while_open
+from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
-from ckptool.errors import OnlyAPart, Truncated, UsageError, named_urls, quoted
+from ckptool.errors import OnlyAPart, Truncated, UsageError, quoted
 from ckptool.formats import marks
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def shown(given: CheckpointLike) -> str:
 def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
     """Opens `FILE` or `FILE#address` (a file that exists under the whole name wins). at: the part behind `#`.
 
-    An open file is read from its position on, and stands at its end afterwards (see `file_objects.source_of`), or where
+    An open file is read from its position on, and stands at its end afterwards (see `source_of`), or where
     the next of torch's legacy streams begins. What is in memory is not copied: see `memory`.
     """
     if isinstance(file, Checkpoint):
@@ -109,8 +109,6 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     Raises `UsageError` for what is in memory.
     """
     if not isinstance(file, (str, os.PathLike)):
-        from ckptool.checkpoint.file_objects import source_of
-
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place

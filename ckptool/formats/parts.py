@@ -12,6 +12,7 @@ of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -44,6 +45,7 @@ MAX_INDEX = 16 << 20
 
 
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
+_NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
@@ -73,14 +75,19 @@ def part_of(checkpoint: Checkpoint) -> PartOf | None:
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
     path = "" if source is None or isinstance(source, Folder) else source.path
     facts, top = _facts_of(tree), tree if isinstance(tree, dict) else {}
-    return (
-        _share(facts, path)
-        or _of_zero(top, facts, os.path.basename(path))
-        or _of_model_parallel(top, path)
-        or (_piece(path) if "DCP_SHARDING_INFO" in checkpoint.metadata else None)
-        or _shard(tree, path)
-        or _placeholders(facts)
-    )
+    if found := _share(facts, path) or _of_zero(top, facts, os.path.basename(path)) or _of_model_parallel(top, path):
+        return found
+    if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
+        piece = PIECES.fullmatch(os.path.basename(path))
+        ranks = {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
+        what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
+        return _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
+    if found := _shard(tree, path):
+        return found
+    if facts.empty < 2 or 2 * facts.empty < facts.named:
+        return None
+    what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
+    return PartOf(PartKind.PLACEHOLDERS, "weights without values", f"{what}, as ZeRO stage 3 has them ungathered")
 
 
 def _beside(path: str) -> list[str]:
@@ -126,17 +133,17 @@ def _facts_of(tree: Any) -> _Facts:
             continue
         elif isinstance(node, dict):
             seen.add(id(node))
-            empty = 0
+            weights = empty = 0
             for key, value in node.items():
-                if type(value) is TensorEntry:
-                    empty += value.shape == (0,) and _is_weight(key)
-                    if type(key) is str and "flat_param" in key:
-                        facts.flat |= key.rpartition(".")[2].lstrip("_").startswith("flat_param")
-                elif type(value) not in _SCALARS:
-                    stack.append(value)
+                if type(value) is not TensorEntry:
+                    stack += [value] if type(value) not in _SCALARS else []
+                elif type(key) is str:
+                    last = key.rpartition(".")[2]
+                    weights += last in ("weight", "bias")
+                    empty += last in ("weight", "bias") and value.shape == (0,)
+                    facts.flat |= last.lstrip("_").startswith("flat_param")
             if empty > facts.empty:
-                facts.empty = empty
-                facts.named = sum(type(value) is TensorEntry and _is_weight(key) for key, value in node.items())
+                facts.empty, facts.named = empty, weights
         else:
             seen.add(id(node))
             is_object = isinstance(node, Object)
@@ -144,18 +151,12 @@ def _facts_of(tree: Any) -> _Facts:
     return facts
 
 
-def _is_weight(key: Any) -> bool:
-    return type(key) is str and key.rpartition(".")[2] in ("weight", "bias")
-
-
 # The kinds -----------------------------------------------------------------------------------------------------------
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:
-    if rank is None:
-        label = f"one rank of {world:,}" if world is not None else "what one rank saved"
-    else:
-        label = f"rank {rank:,}" + (f" of {world:,}" if world is not None else "")
+    label = "one rank" if rank is None else f"rank {rank:,}"
+    label = label + f" of {world:,}" if world is not None else label if rank is not None else "what one rank saved"
     return PartOf(kind, label, meaning, rank, world)
 
 
@@ -170,12 +171,8 @@ def _share(facts: _Facts, path: str) -> PartOf | None:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
         what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
         part = _ranked(rank, world, f"{which} {what}")
-        if found is None or world is None:
-            return part
-        before, after = name[: found.start("rank")], name[found.end("rank") :]  # the others differ in the number alone
-        others = [each for each in _beside(path) if each.startswith(before) and each.endswith(after)]
-        count = sum(each[len(before) : len(each) - len(after)].isdecimal() for each in others)
-        return replace(part, whole=folder or ".") if count >= world else part
+        alike = [_NUMBERS.sub("#", each) for each in _beside(path)].count(_NUMBERS.sub("#", name))
+        return replace(part, whole=folder or ".") if found and world and alike >= world else part
     if facts.flat:
         what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
         return _ranked(rank, world, what)
@@ -230,14 +227,6 @@ def _of_model_parallel(top: dict[Any, Any], path: str) -> PartOf | None:
     return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
 
 
-def _piece(path: str) -> PartOf:
-    """A rank's pieces of tensors, as `HuggingFaceStorageWriter(save_distributed=True)` writes them."""
-    named = PIECES.fullmatch(os.path.basename(path))
-    ranks = {found["rank"] for name in _beside(path) if (found := PIECES.fullmatch(name))}
-    what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
-    return _ranked(int(named["rank"]) - 1 if named else None, len(ranks) or None, what)
-
-
 def _shard(tree: Any, path: str) -> PartOf | None:
     """A file that an index names; without the index, one whose name numbers it among several."""
     if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
@@ -258,14 +247,6 @@ def _shard(tree: Any, path: str) -> PartOf | None:
         return None
     what = f"it holds some of the model's tensors, the other files the rest; {where}"
     return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
-
-
-def _placeholders(facts: _Facts) -> PartOf | None:
-    """A state dict most of whose weights are empty, as ZeRO stage 3 leaves it where they were not gathered."""
-    if facts.empty < 2 or 2 * facts.empty < facts.named:
-        return None
-    what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
-    return PartOf(PartKind.PLACEHOLDERS, "weights without values", f"{what}, as ZeRO stage 3 has them ungathered")
 
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:

@@ -71,7 +71,7 @@ def read(source: Source) -> Checkpoint:
         why = more if several else "No reader of pickles looks at them; something may be hidden there."
         fix = f"Take the first by itself: head -c {made.end} {source} > first.pkl"
         raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
-    notes = tuple(decoded.notes)
+    notes = decoded.notes
     return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)
 
 

@@ -32,12 +32,11 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
-from ckptool.formats.boxes import Box, Piece, overlap, part_in
+from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
-MAX_RANK = 32  # numpy's, before its version 2
 MAX_SPLIT = 8  # axes along which one tensor is divided
 
 
@@ -108,14 +107,14 @@ class Joiner:
 
         copy: all of it, in another type perhaps, to which the values are compared when they are read.
         Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
-        outside of the shape, that overlap or leave gaps; `Unsupported` for too many dimensions.
+        outside of the shape, that overlap or leave gaps; `Unsupported` for too many axes that are cut.
         """
         places: dict[Box, list[Piece]] = {}
         for piece in pieces:
             like = piece.like
             if like.dtype != dtype or not len(piece.offsets) == len(like.shape) == len(shape):
                 found = f"{like.dtype}{list(like.shape)} at {list(piece.offsets)}"
-                raise self._corrupt(name, shape, f"{_owner(piece)} {found}, a block of {dtype}{list(shape)}")
+                raise self._corrupt(name, shape, f"{piece.owner} {found}, a block of {dtype}{list(shape)}")
             if like.numel or not prod(shape):
                 places.setdefault(piece.box, []).append(piece)
         if not covers(shape, [*places] if prod(shape) else []):
@@ -129,9 +128,9 @@ class Joiner:
             _keep_replicas(first, [other for other, agrees in zip(others, same, strict=True) if agrees])
             rest = [other for other, agrees in zip(others, same, strict=True) if not agrees]
             if False in same:
-                self.different[name] = f"{_owner(first)} and {_owner(rest[0])} differ"
+                self.different[name] = f"{first.owner} and {rest[0].owner} differ"
             if copied and copy is not None:
-                rest.append(Piece(part_in(copy, box), first.offsets, copy.owner))
+                rest.append(Piece(copy.part(box), first.offsets, copy.owner))
             blocks.append(replace(first, replicas=tuple(rest)) if rest else first)
         alike = self._joined.setdefault((shape, blocks[0].identity), [])
         for earlier, whole in alike:
@@ -143,14 +142,16 @@ class Joiner:
         return whole
 
     def flat(
-        self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece], copy: Piece | None = None
+        self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece], copy: TensorEntry | None = None
     ) -> TensorEntry:
-        """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension."""
+        """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension.
+
+        copy: the model's own, to which the values are compared when they are read.
+        """
         pieces = list(pieces)
-        if copy is not None:
-            copy = Piece(copy.entry.reshape((copy.entry.numel,)), (0,), copy.owner)
+        own = None if copy is None else Piece(copy.reshape((copy.numel,)), (0,), "the model's own copy")
         dtype = pieces[0].entry.dtype if pieces else by_name("f32")
-        return self.tensor(name, (prod(shape),), dtype, pieces, copy).reshape(shape)
+        return self.tensor(name, (prod(shape),), dtype, pieces, own).reshape(shape)
 
     def replicated(self, name: str, pieces: Sequence[Piece]) -> TensorEntry:
         """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
@@ -159,7 +160,7 @@ class Joiner:
         for other in others:
             same = agree(first.entry, other.entry, read=True)
             if same is False:
-                self.different[name] = f"{_owner(first)}'s value is taken, {_owner(other)}'s is another"
+                self.different[name] = f"{first.owner}'s value is taken, {other.owner}'s is another"
                 break
             if same is None and name not in self.not_compared:
                 self.not_compared.append(name)
@@ -184,10 +185,6 @@ class Joiner:
             "Copy all files of the folder again. If that does not help, torch.save each rank's state dict: rank files "
             "record how they are divided.",
         )
-
-
-def _owner(piece: Piece) -> str:
-    return piece.owner or "a block"
 
 
 def _keep_replicas(first: Piece, others: Sequence[Piece]) -> None:
@@ -241,11 +238,11 @@ def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
     """What is wrong with blocks that do not fill the shape, once each."""
     for block in blocks:
         if not _inside(shape, block.box):
-            return f"{_owner(block)} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
+            return f"{block.owner} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
     ordered = sorted(blocks, key=lambda block: block.offsets)
     for one, after in pairwise(ordered):
         if overlap(one.box, after.box):
-            return f"the blocks of {_owner(one)} and {_owner(after)} overlap at {list(after.offsets)}"
+            return f"the blocks of {one.owner} and {after.owner} overlap at {list(after.offsets)}"
     held, total = sum(block.entry.numel for block in blocks), prod(shape)
     if held < total:
         return f"{total - held:,} of its {counted(total, 'element')} are in no file"
@@ -265,35 +262,25 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """
     if not all(_inside(shape, box) for box in boxes):
         return False
-    whole: Box = ((0,) * len(shape), shape)
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
         what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
         raise Unsupported(what, "Real device meshes have three or four.")
     corners: Counter[tuple[int, ...]] = Counter()
-    for begin, sizes in boxes:
+    for (begin, sizes), sign in [*((box, 1) for box in boxes), (((0,) * len(shape), shape), -1)]:
         if prod(sizes):
-            _add_corners(corners, [(begin[axis], begin[axis] + sizes[axis]) for axis in cut], 1)
-    if prod(shape):
-        _add_corners(corners, [(whole[0][axis], shape[axis]) for axis in cut], -1)
+            edges = [(begin[axis], begin[axis] + sizes[axis]) for axis in cut]
+            for choice in product((0, 1), repeat=len(edges)):
+                corner = tuple(edge[side] for edge, side in zip(edges, choice, strict=True))
+                corners[corner] += -sign if sum(choice) % 2 else sign
     return not any(corners.values())
-
-
-def _add_corners(corners: Counter[tuple[int, ...]], edges: list[tuple[int, int]], sign: int) -> None:
-    for choice in product((0, 1), repeat=len(edges)):
-        corner = tuple(edge[side] for edge, side in zip(edges, choice, strict=True))
-        corners[corner] += -sign if sum(choice) % 2 else sign
 
 
 def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> TensorEntry:
     """The tensor of this shape that the pieces make up; they must cover it (see `covers`) and be of one type.
 
-    Reading it raises `Conflict` where replicas differ, saying so of `name`. Raises `Unsupported` for more than 32
-    dimensions.
+    Reading it raises `Conflict` where replicas differ, saying so of `name`.
     """
-    if len(shape) > MAX_RANK:
-        what = f"a tensor of {counted(len(shape), 'dimension')} in {counted(len(pieces), 'piece')}"
-        raise Unsupported(what, f"At most {MAX_RANK} are read.")
     if not shape:  # one element, and its replicas
 
         def as_vector(each: Piece) -> Piece:
@@ -351,13 +338,13 @@ class _Assembly:
         for piece in self.pieces[low:high]:
             if (common := overlap(box, piece.box)) is None:
                 continue
-            data = row_major(part_in(piece, common))
+            data = row_major(piece.part(common))
             values = data.read(0, data.length)
             for other in piece.replicas:
-                theirs = row_major(part_in(other, common))
+                theirs = row_major(other.part(common))
                 if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
                     raise Conflict(
-                        f"{self.name or 'a tensor'}: {_owner(piece)} and {_owner(other)} saved different values of the "
+                        f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of the "
                         f"elements from {list(common[0])}",
                         "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
                         "Copy all files of the folder again, or take another checkpoint.",
@@ -377,12 +364,6 @@ def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
         cast = numpy.frombuffer(values, dtype.to_numpy()).astype(copy.to_numpy())
     theirs = numpy.frombuffer(copied, copy.to_numpy())
     return bool(numpy.all((cast == theirs) | (numpy.isnan(cast) & numpy.isnan(theirs))))
-
-
-def begin_alike(values: TensorEntry, copy: TensorEntry) -> bool:
-    """True if the first 64 values of one are those of its copy in another type."""
-    one, other = (row_major(each.reshape((each.numel,)).narrow(0, 0, min(64, each.numel))) for each in (values, copy))
-    return _same(one.read(0, one.length), values.dtype, other.read(0, other.length), copy.dtype)
 
 
 def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

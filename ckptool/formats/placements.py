@@ -18,8 +18,9 @@ from typing import Any
 from ckptool.checkpoint import Composite, Flags, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
-from ckptool.errors import Conflict, Corrupt, LimitExceeded, Unsupported, counted
+from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 from ckptool.formats.boxes import Box, Piece
+from ckptool.formats.folder import another_run, damaged
 
 MAX_MESH = 1 << 20  # ranks
 MAX_DIMENSIONS = 64
@@ -174,10 +175,10 @@ class RankFile:
         """
         shape, dtype = found.tensor.shape, found.tensor.dtype
         if shape is None or dtype is None:
-            raise self._corrupt(name, "has no shape or type")
+            raise damaged(self.path, f"{name} has no shape or type")
         for local, _ in found.local:
             if isinstance(local, TensorEntry) and local.dtype != dtype:
-                raise self.differs(name, f"is {dtype}, and its values here are {local.dtype}")
+                raise another_run(self.path, f"{name} is {dtype}, and its values here are {local.dtype}")
         if not found.is_dtensor:
             places, chunks = self._shards(name, found, shape)
             return RankShare(self, shape, dtype, places, (), [chunks], found.flags)
@@ -189,10 +190,6 @@ class RankFile:
                 "Only parts that are plain tensors are joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
-        meta = spec.get("tensor_meta")
-        meta = meta.args if isinstance(meta, Object) else meta
-        if isinstance(meta, tuple) and meta and sizes_of(meta[0]) not in (None, shape):
-            raise self.differs(name, f"has the shape {list(shape)}, and its spec says {list(sizes_of(meta[0]) or ())}")
         node = spec.get("mesh")
         if id(node) not in self._meshes:
             self._meshes[id(node)] = node, self._read_mesh(name, fields(node))
@@ -200,23 +197,23 @@ class RankFile:
         axes: list[Axis] = []
         for each in items(spec.get("placements")):
             kind = _kind(each)
-            if kind.endswith("Partial"):
+            if kind not in ("Shard", "_StridedShard", "Replicate"):
                 raise Unsupported(
-                    f"{self.path}: {name} is {kind.lstrip('_')}: each rank has a summand of it",
-                    "The reduction over the ranks was not done when it was saved, and is not done here.",
+                    f"{self.path}: {name} has the placement {kind.lstrip('_')}",
+                    "Only shards and replicas are joined; of a Partial each rank has a summand.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
-            if kind not in ("Shard", "_StridedShard", "Replicate"):
-                raise Unsupported(f"{self.path}: {name} has the placement {kind}", "It is unknown.")
             dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
             dim = each.args[0] if dim is None and each.args else dim
             try:
                 axes.append(axis_of(kind.lstrip("_"), dim, split, len(shape)))
             except ValueError:
-                raise self._corrupt(name, f"is divided along dimension {repr(dim)[:40]} of {len(shape)}") from None
+                raise damaged(
+                    self.path, f"{name} is divided along dimension {repr(dim)[:40]} of {len(shape)}"
+                ) from None
         if len(axes) != len(mesh.sizes):
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
-            raise self._corrupt(name, f"has {counted(len(axes), 'placement')} {on}")
+            raise damaged(self.path, f"{name} has {counted(len(axes), 'placement')} {on}")
         pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
         order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
         return self.divided(local, shape, dtype, mesh, tuple(axes), order, found.flags)
@@ -262,56 +259,42 @@ class RankFile:
             raise LimitExceeded(what, "Larger ones are not read.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-            raise self._corrupt(name, "has a mesh without a table of ranks")
+            raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
-            raise Conflict(
-                f"{self.path}: {name} is divided over a mesh with a rank {max(ranks):,}, and there are the "
-                f"files of {self.world:,}",
-                "Files of ranks are missing, or this one is of another run.",
-                "Copy the files of all ranks, of one run.",
-            )
+            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are the files of {self.world:,}"
+            why = "Files of ranks are missing, or this one is of another run."
+            raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
-            raise self.differs(name, f"was saved by rank {repr(facts.get('_rank'))[:20]} of its mesh")
+            raise another_run(self.path, f"{name} was saved by rank {repr(facts.get('_rank'))[:20]} of its mesh")
         axes = row_major_axes(own.shape) if isinstance(own, TensorEntry) else _layout(facts.get("_layout"))
         if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
-            raise self._corrupt(name, "has a mesh whose axes do not fit its table of ranks")
+            raise damaged(self.path, f"{name} has a mesh whose axes do not fit its table of ranks")
         mesh = self.mesh(ranks, axes)
         saved = facts.get("_coordinate_on_dim")
         if isinstance(saved, (list, tuple)) and tuple(saved) != mesh.coordinate:
             said = f"is at {repr(tuple(saved))[:60]} of its mesh, whose table says {mesh.coordinate}"
-            raise self.differs(name, said)
+            raise another_run(self.path, f"{name} {said}")
         return mesh
 
     def _shards(self, name: str, found: Distributed, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[Piece]]:
         """Where the shards of all ranks are in a ShardedTensor, and those that are here."""
         facts = fields(found.state[1])
         if sizes_of(facts.get("size")) not in (None, shape):
-            raise self.differs(name, f"has the shape {list(shape)}, and its metadata says another")
+            raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
         places = tuple(map(_place, items(facts.get("shards_metadata"))))
         chunks: list[Piece] = []
         for local, metadata in found.local:
             place = _place(metadata)
             if not isinstance(local, TensorEntry) or place is None:
-                raise self._corrupt(name, "has a shard without values or without a place")
+                raise damaged(self.path, f"{name} has a shard without values or without a place")
             begin, sizes, rank = place
-            if sizes != local.shape:
-                raise self.differs(name, f"has {list(local.shape)} here, where its metadata says {list(sizes)}")
-            if place[:2] not in [each[:2] for each in places if each]:
-                raise self.differs(name, f"has {list(sizes)} at {list(begin)}, where its metadata has no shard")
+            if sizes != local.shape or place[:2] not in [each[:2] for each in places if each]:
+                what = f"{name} has {list(local.shape)} at {list(begin)}, where its metadata has no shard"
+                raise another_run(self.path, what)
             if rank not in (None, self.rank):
-                raise self.differs(name, f"was saved by rank {rank:,}")
+                raise another_run(self.path, f"{name} was saved by rank {rank:,}")
             chunks.append(Piece(local, begin, self.owner))
         return places, chunks
-
-    def differs(self, name: str, what: str) -> Conflict:
-        return Conflict(
-            f"{self.path}: {name} {what}",
-            "The file was renamed, is of another run, or was changed.",
-            "Copy the files of all ranks again, each under the name that it was saved under.",
-        )
-
-    def _corrupt(self, name: str, what: str) -> Corrupt:
-        return Corrupt(f"{self.path}: {name} {what}", "No rank saves that: the file is damaged or malicious.")
 
 
 def axis_of(kind: str, dim: Any, split: Any, dims: int) -> Axis:

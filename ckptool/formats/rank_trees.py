@@ -14,8 +14,9 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted, listed
+from ckptool.errors import LimitExceeded, Unsupported, counted, listed
 from ckptool.formats.boxes import Piece
+from ckptool.formats.folder import another_run
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
@@ -26,8 +27,6 @@ MAX_DEPTH = 200
 _DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
 _STEPS = frozenset(("step", "global_step", "global_steps", "iteration", "epoch", "last_epoch", "_step_count"))
 _HOLDERS = (dict, list, tuple, TensorEntry, Composite)
-_OTHER_RUN = "The ranks' files are of different steps or runs."
-_AGAIN = "Copy the files of all ranks of one checkpoint, or take another."
 
 
 def joined_trees(
@@ -76,7 +75,7 @@ class _SideBySide:
     """
 
     def __init__(self, joiner: Joiner, described: Described | None) -> None:
-        self.joiner, self.described = joiner, described
+        self.joiner, self.where, self.described = joiner, joiner.where, described
         self.distributed = 0
         self.differing: dict[Path, tuple[TensorEntry, str]] = {}
         self.others: dict[str, list[str]] = {}
@@ -85,39 +84,34 @@ class _SideBySide:
     def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         """What is at `path` of the whole, of the values that these files have there."""
         if len(path) > MAX_DEPTH:
-            raise LimitExceeded(f"{self.joiner.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
+            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
             return self._tensor(path, files, values)
-        if not any(all(isinstance(value, kind) for value in values) for kind in (dict, list, tuple)):
+        kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
+        uneven = kind is not dict and kind and len({len(value) for value in values}) > 1
+        if kind is None or uneven or (kind is not dict and not any(isinstance(i, _HOLDERS) for v in values for i in v)):
             return self._compared(path, files, values)
         key = tuple(map(id, values))
         if key not in self._joined:
-            joined = self._dictionary if isinstance(values[0], dict) else self._sequence
-            self._joined[key] = joined(path, files, values)
+            if kind is dict:
+                joined = {}
+                for name in dict.fromkeys(chain(*values)):
+                    have = [(file, value[name]) for file, value in zip(files, values, strict=True) if name in value]
+                    if lack := [file.where for file, value in zip(files, values, strict=True) if name not in value]:
+                        self.others.setdefault(address((*path, name)), lack)
+                    joined[name] = self.join((*path, name), *zip(*have, strict=True))
+                self._joined[key] = same_kind(values[0], joined)
+            else:
+                each = enumerate(zip(*values, strict=True))
+                self._joined[key] = kind(self.join((*path, i), files, items) for i, items in each)
         return self._joined[key]
-
-    def _dictionary(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
-        joined = {}
-        for key in dict.fromkeys(chain(*values)):
-            have = [(file, value[key]) for file, value in zip(files, values, strict=True) if key in value]
-            if len(have) < len(files):
-                lacking = [file.where for file, value in zip(files, values, strict=True) if key not in value]
-                self.others.setdefault(address((*path, key)), lacking)
-            joined[key] = self.join((*path, key), *zip(*have, strict=True))
-        return same_kind(values[0], joined)
-
-    def _sequence(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
-        plain = not any(isinstance(item, _HOLDERS) for value in values for item in value)
-        if plain or len({len(value) for value in values}) > 1:
-            return self._compared(path, files, values)
-        joined = [self.join((*path, i), files, items) for i, items in enumerate(zip(*values, strict=True))]
-        return tuple(joined) if isinstance(values[0], tuple) else joined
 
     def _tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         name = address(path)
         found = [each for each in map(distributed, values) if each is not None]
         if found and len(found) < len(values):
-            raise self._conflict(name, "is divided over the ranks in some of their files, and whole in others")
+            what = f"{name} is divided over the ranks in some of their files, and whole in others"
+            raise another_run(self.where, what)
         if found:
             return self._whole(name, [f.share(name, each) for f, each in zip(files, found, strict=True)])
         entries = [value for value in values if type(value) is TensorEntry]
@@ -143,19 +137,20 @@ class _SideBySide:
         self.distributed += 1
         first = shares[0]
         for share in shares:
+            where = f"{first.file.where} and {share.file.where}"
             if (share.shape, share.dtype) != (first.shape, first.dtype):
                 one, other = f"{first.dtype}{list(first.shape)}", f"{share.dtype}{list(share.shape)}"
-                raise self._conflict(name, f"is {one} by {first.file.where} and {other} by {share.file.where}")
+                raise another_run(self.where, f"{name} is {one} and {other}, by {where}")
             if share.agreed != first.agreed:
-                where = f"{first.file.where} and {share.file.where}"
-                raise self._conflict(name, f"is divided in two ways, by {where}")
+                raise another_run(self.where, f"{name} is divided in two ways, by {where}")
         tables = dict.fromkeys(share.table for share in shares)
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
-            raise self._conflict(name, "is divided over meshes of which some ranks are in two")
+            raise another_run(self.where, f"{name} is divided over meshes of which some ranks are in two")
         fits = (each for each in zip(*(share.readings for share in shares), strict=True) if None not in each)
         if (blocks := next(fits, None)) is None:  # the one way that fits all of them
             odd = next(share for share in shares if None in share.readings)
-            raise odd.file.differs(name, f"has another shape here than its rank's part of {list(odd.shape)} would have")
+            what = f"{name} has another shape here than its rank's part of {list(odd.shape)} would have"
+            raise another_run(odd.file.path, what)
         whole = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
         flags = first.flags
         return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
@@ -164,14 +159,15 @@ class _SideBySide:
         """The first rank's value; notes which have another. Raises `Conflict` where that is a part of a tensor, or a
         step."""
         name, first = address(path), values[0]
-        other = [file for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
+        other = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
         if other:
             if any(distributed(node) for value in values for node in visit(value)):
                 what = "holds tensors that are divided over the ranks, and is not of one kind on all"
-                raise self._conflict(name, what)
+                raise another_run(self.where, f"{name} {what}")
             if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
-                raise self._conflict(name, f"is {first!r} by {files[0].where}, and another step by {other[0].where}")
-            self.others.setdefault(name, [file.where for file in other])
+                what = f"{name} is {first!r} by {files[0].where}, and another step by {other[0]}"
+                raise another_run(self.where, what)
+            self.others.setdefault(name, other)
         return first
 
     def unjoinable(self) -> list[str]:
@@ -186,16 +182,10 @@ class _SideBySide:
         for path, (entry, what) in self.differing.items():
             name = str(path[-1]) if path else ""
             if name in _STEPS and entry.numel == 1:
-                raise self._conflict(address(path), "is one step by some ranks and another by others")
+                raise another_run(self.where, f"{address(path)} is one step by some ranks and another by others")
             if name.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
-                raise Conflict(
-                    f"{self.joiner.where}: {what} differs between ranks, and is not divided over them",
-                    "It looks like a weight, which all ranks have alike: which of the values is right is not recorded.",
-                    _AGAIN,
-                )
-
-    def _conflict(self, name: str, what: str) -> Conflict:
-        return Conflict(f"{self.joiner.where}: {name} {what}", _OTHER_RUN, _AGAIN)
+                what += " differs between ranks, is not divided over them, and looks like a weight"
+                raise another_run(self.where, what)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,7 +155,7 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
                 raise Conflict(what, "The shards come from two runs.")
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
-    notes = [*_notes_of_shards(shards), *_stale(folder, name, files), *_check_size(index, metadata, tree, trees)]
+    notes = _notes(index, folder, metadata.get("total_size"), tree, shards)
     discarded = [call for shard in shards.values() for call in shard.discarded]
     if (pickle := metadata.pop(whole_tree.KEY, None)) is not None and not pickled:
         tree, aside, is_whole = whole_tree.unpack(tree, pickle, index)
@@ -247,65 +246,43 @@ def _check_agreement(index: str, weight_map: dict[str, str], trees: dict[str, di
         raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
 
 
-def _check_size(
-    index: str, metadata: dict[str, Any], tree: dict[Any, Any], trees: dict[str, dict[Any, Any]]
-) -> list[Note]:
-    """Compares the index's sum of bytes. Many writers get it wrong: it is a note, unless it tells two runs apart.
-
-    Raises `Conflict` for shards of different float types where the sum fits one of these for all.
-    """
-    said = metadata.get("total_size")
-    entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
-    once = {id(each.storage.data) if isinstance(each, TensorEntry) else id(each): each.nbytes for each in entries[::-1]}
-    found = sum(once.values())
-    if said is None or said in (found, sum(entry.nbytes for entry in entries)):
-        return []
-    stored = {file: [e for e in tree.values() if isinstance(e, TensorEntry)] for file, tree in trees.items()}
-    floats = {file: {e.dtype for e in found if e.dtype.kind == "float"} for file, found in stored.items()}
-    first, *others = [kinds for kinds in floats.values() if kinds] or [set()]
-    if type(said) is int and any(first.isdisjoint(other) for other in others):
-        for dtype in first.union(*others):
-            every = (e for found in stored.values() for e in found)
-            if said == sum(e.numel * (dtype if e.dtype.kind == "float" else e.dtype).itemsize for e in every):
-                odd = [file for file, kinds in floats.items() if kinds and dtype not in kinds]
-                what = f"{index} counts the bytes of a checkpoint in {dtype}; of another type are {listed(odd, 3)}"
-                raise Conflict(what, "The shards come from two runs, or from two versions of one.", _AGAIN)
-    shown = f"{said:,}" if type(said) in (int, float) else repr(said)[:40]
-    return [Note("total-size", f"the index says that its tensors have {shown} bytes; they have {found:,}")]
-
-
 def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
     """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`)."""
     items = {name: value for tree in trees for name, value in tree.items()}
-    if not all(isinstance(tree, OrderedDict) for tree in trees):
-        return items
-    set_on = [tree.attributes for tree in trees if isinstance(tree, OrderedDict) and tree.attributes]
-    attributes: dict[str, Any] = {key: value for found in set_on for key, value in found.items()}
-    modules = [found["_metadata"] for found in set_on if isinstance(found.get("_metadata"), dict)]
-    if len(modules) > 1:
-        attributes["_metadata"] = OrderedDict({key: value for found in modules for key, value in found.items()})
+    attributes: dict[str, Any] = {}
+    for tree in trees:
+        if not isinstance(tree, OrderedDict):
+            return items
+        for key, value in (tree.attributes or {}).items():
+            both = key == "_metadata" and isinstance(value, dict) and isinstance(attributes.get(key), dict)
+            attributes[key] = OrderedDict({**attributes[key], **value}) if both else value
     return OrderedDict(items, attributes or None)
 
 
-def _notes_of_shards(shards: dict[str, Checkpoint]) -> Iterator[Note]:
-    """The notes of all shards, one of each kind; the mark of recovered ones is told of all together."""
+def _notes(index: str, folder: Folder, said: Any, tree: Any, shards: dict[str, Checkpoint]) -> list[Note]:
+    """The notes of all shards, one of each kind; on files that are named as shards and not in the index; and on a sum
+    of bytes that the index gets wrong, as those of many writers do. said: that."""
+    notes: list[Note] = []
     by_code: dict[str, list[str]] = {}
     for file, shard in shards.items():
         for note in shard.notes:
             by_code.setdefault(note.code, []).append(f"{file}: {note.message}")
-    by_code.pop(marks.RECOVERED_NOTE, None)
-    for code, (first, *others) in by_code.items():
-        yield Note(code, first + (f" (and in {counted(len(others), 'other shard')})" if others else ""))
-
-
-def _stale(folder: Folder, index: str, files: list[str]) -> Iterator[Note]:
-    """Files that are named as shards of this checkpoint and are not in its index."""
-    stems = {found["stem"] for file in files if (found := NUMBERED.fullmatch(file))}
-    stems.add(os.path.splitext(index.removesuffix(".index.json"))[0])
+    by_code.pop(marks.RECOVERED_NOTE, None)  # the mark is told of all together
+    for code, (message, *others) in by_code.items():
+        notes.append(Note(code, message + (f" (and in {counted(len(others), 'other shard')})" if others else "")))
+    stems = {found["stem"] for file in shards if (found := NUMBERED.fullmatch(file))}
+    stems.add(os.path.splitext(os.path.basename(index).removesuffix(".index.json"))[0])
     numbered = {name: found["stem"] for name in folder.names if (found := NUMBERED.fullmatch(name))}
-    if stale := [name for name, stem in numbered.items() if stem in stems and name not in files]:
+    if stale := [name for name, stem in numbered.items() if stem in stems and name not in shards]:
         what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
-        yield Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}")
+        notes.append(Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}"))
+    entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
+    once = {id(each.storage.data) if isinstance(each, TensorEntry) else id(each): each.nbytes for each in entries[::-1]}
+    if said not in (None, sum(once.values()), sum(entry.nbytes for entry in entries)):
+        shown = f"{said:,}" if type(said) in (int, float) else repr(said)[:40]
+        what = f"the index says that its tensors have {shown} bytes; they have {sum(once.values()):,}"
+        notes.append(Note("total-size", what))
+    return notes
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -347,24 +324,29 @@ class Division:
     ties: Mapping[str, str] = field(default_factory=dict)
     pickled: bool = False
 
-    def metadata(self, file: str) -> dict[str, Any]:
-        """What a shard that was read says beside its tensors."""
-        read = self.shards[file].metadata if file in self.shards and not self.pickled else {}
-        return {key: value for key, value in read.items() if key not in self.ties}
-
     def files(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> dict[str, list[str]]:
         """The names of what is stored, by the file that it goes to. ties: for other names, the one that is stored.
 
         What came from a shard stays in it, by its storage, else by its name; what is new goes with what stands before
         it. Anew: in order, as many as fit; one that is too large has a shard of its own, as with the hub's savers.
         """
+        groups: list[list[str]] = []
         if self.shards:
-            groups = self._as_before(stored, ties)
-            if not self.pickled and stem_of(self.shards) == self.stem and all(groups):
-                return dict(zip(self.shards, groups, strict=True))
-            groups = [*filter(None, groups)] or [[]]
+            by_name = {name: file for file, shard in self.shards.items() for name in shard.tree}
+            for name, kept in ties.items():
+                if name in by_name:
+                    by_name.setdefault(kept, by_name[name])
+            by_storage = {id(each): file for file, shard in self.shards.items() for each in storages(shard.tree)}
+            as_before: dict[str, list[str]] = {file: [] for file in self.shards}
+            before = next(iter(as_before))
+            for name, entry in stored.items():
+                before = by_storage.get(id(entry.storage)) or by_name.get(name, before)
+                as_before[before].append(name)
+            if not self.pickled and stem_of(self.shards) == self.stem and all(as_before.values()):
+                return as_before
+            groups = [*filter(None, as_before.values())] or [[]]
         else:
-            groups, current, size = [], list[str](), 0
+            current, size = list[str](), 0
             for name, entry in stored.items():
                 if entry.nbytes > self.limit:
                     groups.append([name])
@@ -379,20 +361,6 @@ class Division:
         if count == 1:
             return {f"{self.stem}.safetensors": groups[0]}
         return {f"{self.stem}-{n:05d}-of-{count:05d}.safetensors": names for n, names in enumerate(groups, 1)}
-
-    def _as_before(self, stored: Mapping[str, TensorEntry], ties: Mapping[str, str]) -> list[list[str]]:
-        by_name = {name: file for file, shard in self.shards.items() for name in shard.tree}
-        by_storage = {id(each): file for file, shard in self.shards.items() for each in storages(shard.tree)}
-        tied = defaultdict(list)
-        for name, kept in ties.items():
-            tied[kept].append(name)
-        groups: dict[str, list[str]] = {file: [] for file in self.shards}
-        before = next(iter(groups))
-        for name, entry in stored.items():
-            known = (by_name[each] for each in (name, *tied[name]) if each in by_name)
-            before = by_storage.get(id(entry.storage)) or next(known, before)
-            groups[before].append(name)
-        return [*groups.values()]
 
 
 def stem_of(files: Iterable[str]) -> str:
@@ -436,7 +404,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     for file, tree in trees.items():
-        metadata = division.metadata(file) | (set_on if is_alone else {})
+        said = division.shards[file].metadata if file in division.shards and not division.pickled else {}
+        metadata = {key: value for key, value in said.items() if key not in division.ties}
+        metadata |= set_on if is_alone else {}
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks

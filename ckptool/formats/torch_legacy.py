@@ -5,9 +5,8 @@ the number of elements as an int64 and the elements. Storages are ranges of the 
 stream lies inside of other pickles, as what `torch.storage._load_from_bytes` is given. It is read, not written: zips
 are what every torch since 1.4 opens, and can be mapped.
 
-The elements are little-endian on every machine: torch writes them so and reads them so since 0.1.10, and what
-`little_endian` says is looked at by none (torch/csrc/serialization.cpp, pytorch#26383). Only where the numbers of
-elements are big-endian too was the whole written as it lay in memory; then the elements are turned.
+The numbers and elements are little-endian on every machine: torch writes them so and reads them so since 0.1.10, and
+what `little_endian` says is looked at by none (torch/csrc/serialization.cpp, pytorch#26383).
 
 Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to 2.13; torch/storage.py
 (`_load_from_bytes`).
@@ -18,11 +17,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
-from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global
 from ckptool.checkpoint.strided import subrange
@@ -99,21 +97,11 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     """
     head = _head(data, name)
     little_endian: bool = head.root
-    made, tables = skeleton(data, head.end, name=name), LegacyStorages(little_endian)
-
-    def run() -> Decoded:
-        return decode_lazily(
-            made, tables.load, builders_at(depth), name=name, file_bytes=data.length, begin=tables.clear
-        )
-
-    decoded = run()
-    for everything in (False, True):
-        left = {view.key for view in leaves((decoded.root, decoded.discarded), StorageView)}
-        if not left:
-            break
-        # They cannot be parts of other storages: see `_view`.
-        tables.alone |= tables.views.keys() if everything else left
-        decoded = run()
+    made, tables = skeleton(data, head.end, name=name), LegacyStorages()
+    decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
+    if leaves((decoded.root, decoded.discarded), StorageView):
+        what = f"{name}: a view of a storage stands by itself"
+        raise Unsupported(what, "torch keeps such a view in tensors only.")
     keys = small_pickle(data, made.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
@@ -124,13 +112,10 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     add_sources(tables.sources, metadata, notes)
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
     if not little_endian:
-        how = "turned" if tables.order == "big" else "little-endian as torch writes them everywhere, and read so"
-        notes.append(Note("big-endian", f"written on a big-endian machine; its elements are {how}", COMPACT))
+        how = "its elements are little-endian as torch writes them everywhere, and read so"
+        notes.append(Note("big-endian", f"written on a big-endian machine; {how}", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
-    if count := len(tables.alone):
-        alone = counted(count, "view of a storage stands by itself", "views of storages stand by themselves")
-        notes.append(Note("views-apart", f"{alone}; each is read as a storage of its own"))
     calls = (*head.discarded, *decoded.discarded, *keys.aside())
     return Checkpoint(decoded.root, NAME, metadata, notes=tuple(notes), discarded=calls), end
 
@@ -192,7 +177,6 @@ def shown(value: Any) -> str:
 
 # Its storages --------------------------------------------------------------------------------------------------------
 
-_ORDERS: tuple[Literal["little", "big"], ...] = ("little", "big")
 _NO_TENSOR = "The file is damaged or malicious."
 _MENDED = "The file was damaged, or put together from two."
 _DAMAGED = "The pickle was damaged."
@@ -208,21 +192,12 @@ class _Root(NamedTuple):
 
 
 class LegacyStorages:
-    """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
+    """Gives the storages for persistent ids, and their data when the keys are known that say where it is."""
 
-    order: of the bytes of the data, once that is known.  alone: the keys of views that no tensor is made of.
-    """
-
-    def __init__(self, little_endian: bool) -> None:
-        self.little_endian = little_endian
-        self.order: Literal["", "little", "big"] = ""
-        self.alone: set[str] = set()
-        self.clear()
-
-    def clear(self) -> None:
+    def __init__(self) -> None:
         self.by_class: dict[Global, dict[str, _Root]] = {}
         self.roots: dict[str, _Root] = {}
-        self.views: dict[str, tuple[Any, StorageView]] = {}
+        self.views: dict[str, StorageView] = {}
         self.sources: Sources = {}
 
     def load(self, pid: Any) -> Any:
@@ -258,9 +233,13 @@ class LegacyStorages:
         if key in self.views:
             raise _entangled(key)
         size = numel * (dtype.itemsize if dtype else 1)
+
+        def unplaced(offset: int, length: int) -> bytes:
+            raise AssertionError(f"{length} bytes at {offset} of the storage {key}, which is not placed yet")
+
         first = self.roots.get(key)
         if first is None:
-            first = self.roots[key] = _Root(StorageRef(Storage(_unplaced(size), location), dtype), numel)
+            first = self.roots[key] = _Root(StorageRef(Storage(Computed(size, unplaced), location), dtype), numel)
         elif first.ref.dtype is not dtype:
             alike = not size or all(t is None or t.name == "u8" for t in (dtype, first.ref.dtype))
             if size != first.ref.storage.nbytes or not alike:
@@ -281,72 +260,41 @@ class LegacyStorages:
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
         if key in self.roots:
             raise _entangled(key)
-        storage, dtype = root.ref.storage, root.ref.dtype
-        facts = (storage, dtype, offset, size)
-        if key not in self.views:
-            window = Storage(_unplaced(size * (dtype.itemsize if dtype else 1)), storage.location)
-            self.views[key] = facts, StorageView(key, storage, dtype, offset, window)
-        before, found = self.views[key]
-        if before != facts:
+        dtype = root.ref.dtype
+        found = StorageView(root.ref.storage, dtype, offset, size * (dtype.itemsize if dtype else 1))
+        if self.views.setdefault(key, found) != found:
             raise _contradiction(key)
-        return StorageRef(found.window, dtype) if key in self.alone else found
+        return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
         """Gives each storage its part of `data`, in the order of the keys, from byte `at`; the byte after the last."""
         keys = [as_text(key) for key in keys] if type(keys) is list else [None]
         if not all(type(key) is str for key in keys):
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
-        counts = Counter(keys)
-        for wrong, problem in (
-            ([key for key, count in counts.items() if count > 1], "names {} twice"),
-            ([key for key in counts if key not in self.roots], "names {}, which no tensor uses"),
-            (sorted(self.roots.keys() - counts.keys()), "does not name {}"),
-        ):
-            if wrong:
-                shown = listed([key[:80] for key in wrong], 3)
-                raise Corrupt(f"the list of storages {problem.format(shown)}", _MENDED)
+        wrong = [key[:80] for key, count in Counter(keys).items() if count > 1 or key not in self.roots]
+        if wrong := wrong or sorted(key[:80] for key in self.roots.keys() - set(keys)):
+            what = f"the list of storages does not have each that is used, once: {listed(wrong, 3)}"
+            raise Corrupt(what, _MENDED)
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key].ref.storage.nbytes for key in keys[number : number + _AHEAD])
                 starts = accumulate(sizes, initial=data.offset + at)
                 data.file.expect((start, start + 8) for start in starts)
             root = self.roots[key]
-            storage, size = root.ref.storage, root.ref.storage.nbytes
-            if at + 8 <= data.length:
-                self._check_count(data.read(at, 8), root, key)
+            size = root.ref.storage.nbytes
+            if (
+                at + 8 <= data.length
+                and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != root.numel
+            ):
+                what = f"the storage {key[:80]} should have {counted(root.numel, 'element')}; the data says {said:,}"
+                raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
             if at + 8 + size > data.length:
                 begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
                 there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
                 raise Truncated(f"the storage {key} needs {there}", fix="Copy or download it again.")
-            storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
-            if self.order == "big":  # as wide as the elements of any class of which it is seen
-                kinds = (refs[key].ref.dtype for refs in self.by_class.values() if key in refs)
-                storage.data = swapped(Storage(storage.data, storage.location), next(filter(None, kinds), None))
+            root.ref.storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
             at += 8 + size
-        for (storage, dtype, offset, _), view in self.views.values():
-            if view.key in self.alone:
-                begin = offset * (dtype.itemsize if dtype else 1)
-                view.window.data = subrange(storage.data, begin, view.window.data.length)
         return at
-
-    def _check_count(self, header: bytes, root: _Root, key: str) -> None:
-        """Checks the number of elements in front of the data; its byte order is that of the file."""
-        orders = [order for order in _ORDERS if int.from_bytes(header, order) == root.numel]
-        if len(orders) == 1 and not self.order:
-            self.order = orders[0]
-        if not orders or (self.order and self.order not in orders) or (self.order == "big" and self.little_endian):
-            said = int.from_bytes(header, self.order or "little", signed=True)
-            what = f"the storage {key[:80]} should have {counted(root.numel, 'element')}; the data says {said:,}"
-            raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
-
-
-def _unplaced(size: int) -> Computed:
-    """A stand-in for the data of a storage until it is placed."""
-
-    def read(offset: int, length: int) -> bytes:
-        raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
-
-    return Computed(size, read)
 
 
 def _contradiction(key: str) -> Corrupt:

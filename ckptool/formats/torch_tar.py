@@ -13,12 +13,12 @@ files with `weights_only=True`. Source: torch/serialization.py (`legacy_load`; `
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from tarfile import TarError, TarFile, TarInfo
-from types import NoneType
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, FileRange, Note, Storage, StorageRef, TensorEntry
@@ -90,7 +90,7 @@ def read(source: Source) -> Checkpoint:
         raise Corrupt(what, "Another pickle may be hidden there.")
     decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
-    notes = decoded.notes
+    notes = [*decoded.notes]
     add_sources(tables.sources, metadata, notes)
     what = "the format has checksums of its headers only: damage to its data cannot be noticed"
     notes.append(Note("no-checksums", what, COMPACT))
@@ -119,24 +119,19 @@ class _Member:
         self.at = found.end
         return found.root
 
-    def count(self, what: str) -> int:
-        count = self.pickle(f"the number of {what}")
+    def each(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """What to call each of the things that it counts, and the pickle that describes it."""
+        count = self.pickle(f"the number of {kind}s")
         if type(count) is not int or not 0 <= count <= self.data.length:
-            raise Corrupt(f"{shown(count)} as the number of {what}", _DAMAGED)
-        return count
+            raise Corrupt(f"{shown(count)} as the number of {kind}s", _DAMAGED)
+        for number in range(count):
+            yield (what := f"{kind} {number:,}"), self.pickle(what)
 
-    def integers(self, count: int, before: str) -> tuple[int, ...]:
+    def integers(self, count: int, what: str) -> tuple[int, ...]:
         if 8 * count > self.left:
-            raise Truncated(before)
+            raise Truncated(f"{what} ends before its sizes")
         self.at += 8 * count
         return struct.unpack(f"<{count}q", self.data.read(self.at - 8 * count, 8 * count))
-
-
-def _fields(found: Any, what: str, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
-    parts = found if type(found) is tuple and len(found) == len(kinds) else (None,) * len(kinds)
-    if not all(isinstance(part, kind) and type(part) is not bool for part, kind in zip(parts, kinds, strict=True)):
-        raise Corrupt(f"{what} described by {shown(found)}", _DAMAGED)
-    return parts
 
 
 class _Place(NamedTuple):
@@ -145,9 +140,6 @@ class _Place(NamedTuple):
     ref: StorageRef
     root: Storage
     begin: int = 0
-
-
-_KEY = (int, str)
 
 
 class _Tables:
@@ -164,14 +156,11 @@ class _Tables:
         """The tensor, storage or module's class that a persistent id stands for."""
         if type(pid) is tuple:
             return class_of(pid, self.sources)
-        key = pid
-        if isinstance(pid, (str, bytes)):
-            text = as_text(pid)
-            if not text.removeprefix("-").isdigit() or len(text) > 20:
-                raise Corrupt(f"the persistent id {text[:40]!r}", "torch writes numbers.")
-            key = int(text)
+        key = as_text(pid)
+        if isinstance(key, str) and re.fullmatch(r"-?\d{1,20}", key, re.ASCII):
+            key = int(key)
         if type(key) is not int:
-            raise Corrupt("a persistent id that is no number", "torch writes numbers, and modules' classes.")
+            raise Corrupt(f"the persistent id {shown(key)}", "torch writes numbers, and modules' classes.")
         if found := self.tensors.get(key):
             return found
         if key not in self.places:
@@ -180,18 +169,19 @@ class _Tables:
 
     def read_storages(self, reader: _Member) -> None:
         with_views = True
-        for number in range(reader.count("storages")):
-            place = reader.pickle(f"storage {number:,}")
-            with_views = type(place) is tuple and len(place) == 3
-            if type(place) is tuple and len(place) == 2 and type(place[1]) is Global:  # before locations
-                place = (place[0], "cuda:0" if place[1].module == "torch.cuda" else "cpu", place[1])
-            what = f"storage {number:,}"
-            key, location, kind = _fields(place, f"{what} is", _KEY, (str, bytes), Global)
+        for what, fields in reader.each("storage"):
+            match fields:
+                case (int() | str() as key, str() | bytes() as location, Global() as kind):
+                    with_views = True
+                case (int() | str() as key, Global() as kind):  # before locations
+                    location, with_views = "cuda:0" if kind.module == "torch.cuda" else "cpu", False
+                case _:
+                    raise Corrupt(f"{what} is described by {shown(fields)}", _DAMAGED)
             self._check_new(key)
             known, dtype = storage_class(kind)
             if not known or dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
-            (count,) = reader.integers(1, f"{what} ends before its number of elements")
+            (count,) = reader.integers(1, what)
             if count < 0:
                 raise Corrupt(f"{what} has {counted(count, 'element')}", _DAMAGED)
             size = count * dtype.itemsize
@@ -202,35 +192,37 @@ class _Tables:
             storage = Storage(subrange(reader.data, reader.at, size), as_text(location))
             self.places[key] = _Place(StorageRef(storage, dtype), storage)
             reader.at += size
-        if with_views or reader.left:
-            views = reader.pickle("the views")
-            for view in views if type(views) is list else [None]:
-                self._view(*_fields(view, "a view of a storage is", _KEY, _KEY, int, int))
+        views = reader.pickle("the views") if with_views or reader.left else []
+        for view in views if type(views) is list else [views]:
+            match view:
+                case (int() | str() as key, int() | str() as root, int(begin), int(size)):
+                    self._check_new(key)
+                case _:
+                    raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
+            whole = self.places.get(root)
+            if whole is None or whole.ref.storage is not whole.root or not whole.ref.dtype:
+                what = f"a view of the storage {shown(root)}, which is not in the file or a view itself"
+                raise BadTensor(what, _DAMAGED)
+            width = whole.ref.dtype.itemsize
+            if begin < 0 or size < 0 or (begin + size) * width > whole.root.nbytes:
+                there = f"of a storage that has {whole.root.nbytes // width:,}"
+                raise BadTensor(f"a view of the elements {begin:,} to {begin + size:,} {there}", _DAMAGED)
+            part = Storage(subrange(whole.root.data, begin * width, size * width), whole.root.location)
+            self.places[key] = _Place(StorageRef(part, whole.ref.dtype), whole.root, begin)
         self.trailing += reader.left
 
-    def _view(self, key: int | str, root: int | str, begin: int, size: int) -> None:
-        self._check_new(key)
-        whole = self.places.get(root)
-        if whole is None or whole.ref.storage is not whole.root:
-            raise BadTensor(f"a view of the storage {shown(root)}, which is not in the file or a view itself", _DAMAGED)
-        width = whole.ref.dtype.itemsize if whole.ref.dtype else 1
-        if begin < 0 or size < 0 or (begin + size) * width > whole.root.nbytes:
-            there = whole.root.nbytes // width
-            what = f"a view of the elements {begin:,} to {begin + size:,} of a storage that has {there:,}"
-            raise BadTensor(what, _DAMAGED)
-        part = Storage(subrange(whole.root.data, begin * width, size * width), whole.root.location)
-        self.places[key] = _Place(StorageRef(part, whole.ref.dtype), whole.root, begin)
-
     def read_tensors(self, reader: _Member) -> None:
-        for number in range(reader.count("tensors")):
-            what = f"tensor {number:,}"
-            key, storage, kind = _fields(reader.pickle(what), f"{what} is", _KEY, (*_KEY, NoneType), object)
-            self._check_new(key)
+        for what, fields in reader.each("tensor"):
+            match fields:
+                case (int() | str() as key, int() | str() | None as storage, kind):
+                    self._check_new(key)
+                case _:
+                    raise Corrupt(f"{what} is described by {shown(fields)}", _DAMAGED)
             # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
-            dimensions = reader.integers(1, f"{what} ends before its sizes")[0] & 0xFFFFFFFF
+            dimensions = reader.integers(1, what)[0] & 0xFFFFFFFF
             if dimensions > MAX_RANK:
                 raise Corrupt(f"{what} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
-            sizes = reader.integers(2 * dimensions + 1, f"{what} ends before its sizes")
+            sizes = reader.integers(2 * dimensions + 1, what)
             if storage is None:
                 made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None  # empty, of its type
                 if not isinstance(made, TensorEntry):
@@ -243,7 +235,7 @@ class _Tables:
             shape, stride, offset = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
             if not shape and not place.ref.storage.nbytes:  # what had no dimensions was empty then
                 shape, stride = (0,), (1,)
-            check_view(place.ref.storage, place.ref.dtype, shape, stride, offset)
+            check_view(place.ref.storage.nbytes, place.ref.dtype, shape, stride, offset)
             self.tensors[key] = TensorEntry(place.root, place.ref.dtype, shape, stride, place.begin + offset)
         self.trailing += reader.left
 

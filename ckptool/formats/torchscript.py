@@ -9,6 +9,7 @@ shown as text, never run.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,6 @@ from ckptool.checkpoint.pickled_modules import detached, walk_modules
 from ckptool.checkpoint.tree import tensors
 from ckptool.commands import command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form
-from ckptool.formats import torchscript_setstate as setstate
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.torch_zip import (
     RecordStorages,
@@ -34,6 +34,7 @@ from ckptool.formats.torch_zip import (
 )
 from ckptool.formats.zip.directory import Archive
 from ckptool.formats.zip.record import Record
+from ckptool.pickles.arguments import CLASSES, PACKED
 
 NAME = "torchscript"
 MAX_FOLDERS = 32
@@ -146,16 +147,14 @@ def _typed_list(*kinds: type) -> Callable[[tuple[Any, ...]], Any]:
     return build
 
 
-def _restore_type_tag(args: tuple[Any, ...]) -> Any:
-    return args[0] if len(args) == 2 and type(args[1]) is str else NotImplemented
-
-
 _BUILDERS = BUILDERS | {
     Global("torch.jit._pickle", "build_intlist"): _typed_list(int),
     Global("torch.jit._pickle", "build_doublelist"): _typed_list(float, int),
     Global("torch.jit._pickle", "build_boollist"): _typed_list(bool),
     Global("torch.jit._pickle", "build_tensorlist"): _typed_list(),
-    Global("torch.jit._pickle", "restore_type_tag"): _restore_type_tag,
+    Global("torch.jit._pickle", "restore_type_tag"): lambda args: (
+        args[0] if len(args) == 2 and type(args[1]) is str else NotImplemented
+    ),
 }
 
 
@@ -217,16 +216,19 @@ class _Program:
             yield self.unpickled("constants")
         except CkptoolError:
             yield Object(Global("constants", "pkl"), ("which cannot be read",))
-        texts = {name: text for name, text in self.texts(self.files).items() if setstate.NAME in text}
-        look = sum(map(len, texts.values())) <= setstate.MOST_TEXT
-        found, method = set[str](), f".{setstate.NAME}"
+        texts = {name: text for name, text in self.texts(self.files).items() if _SETSTATE in text}
+        look = sum(map(len, texts.values())) <= _MOST_TEXT
+        found, method = set[str](), f".{_SETSTATE}"
         for name, text in texts.items():
-            found |= {f"{name[:-3].replace('/', '.')}.{owner}" for owner in setstate.owners(text, look)}
+            for part in re.split(r"(?m)^class ", text):
+                if _SETSTATE in part and not (look and _only_packs(f"class {part}")):
+                    owner = re.split(r"\W", part)[0]
+                    found.add(f"{name[:-3].replace('/', '.')}.{owner}")
         for node in visit(self.unpickled("bytecode")) if "bytecode" in self.pickles else ():
             if type(node) is tuple:
                 found |= {part.removesuffix(method) for part in node if type(part) is str and part.endswith(method)}
         for name in sorted(found):
-            yield Object(Global(name, setstate.NAME), (name,))
+            yield Object(Global(name, _SETSTATE), (name,))
 
     def classes(self) -> dict[Global, _ScriptClass]:
         """The classes that the code declares; of each only the header is looked at."""
@@ -241,15 +243,78 @@ class _Program:
 
 
 def _folders(texts: dict[str, str]) -> dict[str, Any]:
-    """Texts by the parts of their names, as they lie in folders; by the whole name where a folder is a file, too."""
+    """Texts by the parts of their names, as they lie in folders. Raises `Corrupt` where a folder is a file, too."""
     tree: dict[str, Any] = {}
     for name, text in texts.items():
-        *folders, last = name.split("/") if name.count("/") < MAX_FOLDERS else (name,)
+        *folders, last = name.split("/")
         here: Any = tree
-        for folder in folders:
+        for folder in folders[:MAX_FOLDERS]:
             here = here.setdefault(folder, {}) if isinstance(here, dict) else None
-        if isinstance(here, dict):
-            here[last] = text
-        else:
-            tree[name] = text
+        if not isinstance(here, dict) or last in here or len(folders) > MAX_FOLDERS:
+            raise Corrupt(f"the code {name[:200]} cannot lie in a folder", "No program of torch has such files.")
+        here[last] = text
     return tree
+
+
+# What runs when an object is loaded --------------------------------------------------------------------------------
+
+# torch calls the `__setstate__` of any object's class in a pickle of the archive, whatever its state is (import.cpp,
+# `obj_loader`). That of torch's quantized layers takes the state apart and packs the weights; of such a one each
+# statement is looked at.
+_SETSTATE = "__setstate__"
+_MOST = 1 << 15  # characters of a class whose program is looked at
+_MOST_TEXT = 1 << 19  # of all files with one: of quantized models some hundred thousand
+_STATEMENTS = (ast.Assign, ast.Expr, ast.If, ast.Return, ast.Pass, ast.expr_context)
+_VALUES = (ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Call)
+_CALLS = re.compile(r"ops\.quantized\.\w+_prepack(_fp16)?|ops\.prim\.RaiseException|torch\.(eq|ne)")
+_OWN = "set_weight_bias"  # the one method that torch's layers call there
+_TYPES = {"Tuple", "List", "Optional", "Tensor", "NoneType", "None", "int", "bool", "float", "str"}
+_TYPES |= {f"{PACKED}.{name}" for name in CLASSES}
+
+
+def _only_packs(text: str) -> bool:
+    if len(text) > _MOST or any(odd in text for odd in ("#", "\t", "\\\n", "\r", "\f")):
+        return False  # which torch's parser may see otherwise, and its printer does not write
+    try:
+        return _is_packing(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _is_packing(body: list[ast.stmt]) -> bool:
+    first, *functions = body
+    if not isinstance(first, ast.ClassDef) or not all(isinstance(each, ast.FunctionDef) for each in functions):
+        return False
+    methods = [each for each in first.body if isinstance(each, ast.FunctionDef)]
+    called = {each.name: each for each in methods if each.name in (_SETSTATE, _OWN)}
+    fields = [each.annotation for each in first.body if isinstance(each, ast.AnnAssign)]
+    rest = [each for each in first.body if not isinstance(each, (ast.FunctionDef, ast.AnnAssign))]
+    return (
+        len({each.name for each in methods}) == len(methods)
+        and all(isinstance(each, ast.Assign) for each in rest)
+        and _SETSTATE in called
+        and all(map(_is_type, fields))
+        and all(_is_harmless(method, calls_own=name == _SETSTATE) for name, method in called.items())
+    )
+
+
+def _is_type(node: ast.expr | None) -> bool:
+    """True for a type of Python's own values, tensors and packed parameters: of no class of the program."""
+    return node is not None and set(re.findall(r"[\w.]+", ast.unparse(node))) <= _TYPES
+
+
+def _is_harmless(method: ast.FunctionDef, calls_own: bool) -> bool:
+    own, *given = method.args.args or [ast.arg("")]
+    names = {each.arg for each in given}
+    for node in (part for statement in method.body for part in ast.walk(statement)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if node.keywords or not (_CALLS.fullmatch(name) or (calls_own and name == f"self.{_OWN}")):
+                return False
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif not isinstance(node, (*_STATEMENTS, *_VALUES)):
+            return False
+    return (
+        own.arg == "self" and names.isdisjoint({"self", "ops", "torch"}) and all(_is_type(a.annotation) for a in given)
+    )

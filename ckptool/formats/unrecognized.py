@@ -88,49 +88,43 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     return _text(head, source) or _other_file(head, source) or _nothing_known(head, source)
 
 
-def _starting(head: bytes, table: dict[bytes, Any]) -> Any:
-    """The entry of a table whose magic number the file begins with."""
-    return next((found for magic, found in table.items() if head.startswith(magic)), None)
-
-
 def _other_file(head: bytes, source: Source) -> CkptoolError | None:
     """Compressed files, archives, and the models of other programs."""
-    if found := _starting(head, _COMPRESSED):
+
+    def starting(table: dict[bytes, Any]) -> Any:
+        return next((found for magic, found in table.items() if head.startswith(magic)), None)
+
+    if found := starting(_COMPRESSED):
         name, program, suffix = found
         inside = source.path.removesuffix(suffix)
         out = inside if inside != source.path else f"{inside}.unpacked"
         fix = f"Unpack it first: {other_program(program, source.path, into=out)}"
         return Unsupported(f"{source} is compressed with {name}", "The checkpoint is inside.", fix)
-    if found := _starting(head, _ARCHIVES):
+    if found := starting(_ARCHIVES):
         name, program = found
         what = f"{source} is a {name} archive, whatever its name says"
         why = "torch.save writes none; models are packed this way to get past scanners that look for pickles in a zip."
         return Unsupported(what, why, f"If you trust where it is from: {other_program(program, source.path)}")
-    if name := _starting(head, _OTHER_FILES):
+    if name := starting(_OTHER_FILES):
         return NotACheckpoint(f"{source} is {name}, whatever its name says")
     if head[257:262] == b"ustar":
-        return _tar(source)
-    name = _starting(head, _OTHER_MODELS)
+        from ckptool.formats.torch_tar import record_paths
+
+        names = [name for name in record_paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()]
+        what = f"{source} is a tar archive, not one of torch's"
+        if not names:
+            list_it = other_program("tar tf", source.path)
+            return Unsupported(what, "Nothing in it is named like a checkpoint.", f"See what is in it: {list_it}")
+        out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
+        unpack = other_program("tar xOf", source.path, names[0], into=out)
+        return Unsupported(what, f"It holds {listed(names, 4)}.", f"Take it out: {unpack}")
+    name = starting(_OTHER_MODELS)
     name = name or next((name for each, name in _PATTERNS.items() if re.match(each, head, re.DOTALL)), None)
     if name is None and source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
         name = "the data of a fairseq or Megatron data set, which the .idx file beside it describes"
     if name is None and source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
         name = "the index of a TensorFlow checkpoint"
     return Unsupported(f"{source} is {name}", _READS) if name is not None else None
-
-
-def _tar(source: Source) -> CkptoolError:
-    """A tar archive that torch did not write; with the checkpoint that is inside, if there is one."""
-    from ckptool.formats.torch_tar import record_paths
-
-    names = [name for name in record_paths(source) if os.path.splitext(name)[1] in _WEIGHTS and name.isprintable()]
-    what = f"{source} is a tar archive, not one of torch's"
-    if not names:
-        list_it = other_program("tar tf", source.path)
-        return Unsupported(what, "Nothing in it is named like a checkpoint.", f"See what is in it: {list_it}")
-    out = f"{parted(source.path)[0]}.unpacked{os.path.splitext(names[0])[1]}"
-    unpack = other_program("tar xOf", source.path, names[0], into=out)
-    return Unsupported(what, f"It holds {listed(names, 4)}.", f"Take it out: {unpack}")
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
-from ckptool.output.copying import write_all
 from ckptool.output.durable import check_space, close, folder_of, settle, sweep_folder, write_problems
-from ckptool.output.sink import Progress, Sink
+from ckptool.output.sink import Progress, Sink, write_all
 
 
 def append_in_place(
@@ -77,38 +76,27 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
 def refuse_links(path: str) -> None:
     """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
     if os.path.islink(path):
-        raise Conflict(
-            f"{path} is a symbolic link, to {os.path.realpath(path)}",
-            "Changing the file in place would change it for everyone who links to it.",
-            f"Write a new file with {arg('out')}, or name the file itself.",
-        )
+        what = f"{path} is a symbolic link, to {os.path.realpath(path)}"
+        why = "Changing the file in place would change it for everyone who links to it."
+        raise Conflict(what, why, f"Write a new file with {arg('out')}, or name the file itself.")
     try:
         names = os.stat(path).st_nlink
     except OSError as error:
         raise file_problem(error, path, "change") from error
     if names > 1:
-        raise Conflict(
-            f"{path} is one of {names} names (hard links) of the same file",
-            "Changing it in place would change all of them.",
-            f"Write a new file with {arg('out')}.",
-        )
+        what = f"{path} is one of {names} names (hard links) of the same file"
+        raise Conflict(what, "Changing it in place would change all of them.", f"Write a new file with {arg('out')}.")
 
 
 def _own(fd: int, source: Source) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Conflict(
-            f"{source} is being edited by another process",
-            "Two edits at once would lose one of them.",
-            "Try again when it is done.",
-        ) from None
+        what = f"{source} is being edited by another process"
+        raise Conflict(what, "Two edits at once would lose one of them.", "Try again when it is done.") from None
     except OSError as error:
-        raise FileProblem(
-            f"{source} cannot be locked: {error.strerror}",
-            "Without a lock two edits could mix.",
-            f"Write a new file with {arg('out')}.",
-        ) from error
+        what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock two edits could mix."
+        raise FileProblem(what, why, f"Write a new file with {arg('out')}.") from error
     source.check_unchanged()
     if not source.is_of(os.fstat(fd)):
         raise source.changed()

@@ -16,19 +16,15 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, other_program
-from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, printable
-from ckptool.output.copying import attribute_notes, keep_attributes, reserve
-from ckptool.output.sink import Progress, Sink
-
-if TYPE_CHECKING:
-    from ckptool.output.hashing import StreamingSha256
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
+from ckptool.output.sink import Progress, Sink, StreamingSha256, reserve
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."
@@ -49,29 +45,26 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     if elsewhere := refused_place(path, writing=True):
         raise elsewhere
     real = os.path.realpath(path) if os.path.islink(path) else path
-    why = "A file was to be written there."
     try:
         mode = os.stat(real).st_mode
     except FileNotFoundError:
         if not os.path.isdir(folder := folder_of(real)):
             what = f"cannot write {path}: there is no folder {folder}"
             raise FileProblem(what, "", f"Make it first: {other_program('mkdir -p', folder)}") from None
-        if not os.path.basename(path):
-            fix = Text("Name a file; or use -d for the folder, which is made.", python="Name a file.")
-            raise FileProblem(f"cannot write {path}: it names a folder, which is not there", why, fix) from None
         mode = 0
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
-    if stat.S_ISDIR(mode):
-        fix = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
-        raise FileProblem(f"cannot write {path}: it is a folder", why, fix)
+    if stat.S_ISDIR(mode) or not os.path.basename(path):
+        what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which is not there'}"
+        how = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
+        raise FileProblem(what, "A file was to be written there.", how)
     if mode and not stat.S_ISREG(mode):
         raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
     if sweep:
         sweep_folder(folder_of(real))
     if mode and not overwrite:
-        how = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
-        raise OutputExists(f"{path} exists already", fix=how)
+        fix = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
+        raise OutputExists(f"{path} exists already", fix=fix)
     return real
 
 
@@ -331,11 +324,68 @@ def sync_folder_of(target: str) -> tuple[Note, ...]:
         fd = os.open(folder_of(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
     except OSError as error:
-        message = (
-            f"{target} is complete and visible, but its durability is uncertain: its folder could not be synced "
-            f"({os.strerror(error.errno or 0)}), so a power cut may undo the change of its name"
-        )
+        why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo its name"
+        message = f"{target} is complete and visible, but its durability is uncertain: {why}"
         return (Note("not-synced", message),)
     finally:
         close(fd)
     return ()
+
+
+# Owner, permissions, attributes --------------------------------------------------------------------------------------
+
+ACCESS_LIST = "system.posix_acl_access"
+_OF_THE_CONTENTS = {"security.ima", "security.evm"}  # signatures, which the new contents do not have
+
+
+def keep_attributes(old: str, fd: int) -> list[str]:
+    """Gives a new file or folder, open as `fd` and still ours, the attributes of `old`. Returns those that were lost.
+
+    Where there is none, nothing is done. Raises `OSError` where not even the permissions can be set.
+    """
+    try:
+        status = os.stat(old)
+    except FileNotFoundError:
+        return []
+    mine, lost = os.fstat(fd), list[str]()
+
+    def attempt(what: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except OSError:
+            lost.append("its access list" if what == ACCESS_LIST else what)
+
+    def copy_attribute(name: str) -> None:
+        value = os.getxattr(old, name)
+        if name not in _attribute_names(fd) or os.getxattr(fd, name) != value:
+            os.setxattr(fd, name, value)
+
+    if status.st_gid != mine.st_gid:
+        attempt(f"its group ({status.st_gid})", os.fchown, fd, -1, status.st_gid)
+    names = _attribute_names(old)
+    for name in names:
+        if name not in _OF_THE_CONTENTS:
+            attempt(name if name == ACCESS_LIST else f"the attribute {name}", copy_attribute, name)
+    if ACCESS_LIST not in names and ACCESS_LIST in _attribute_names(fd):  # it came from the folder
+        attempt(ACCESS_LIST, os.removexattr, fd, ACCESS_LIST)
+    mode = stat.S_IMODE(status.st_mode)
+    if lost or status.st_uid != mine.st_uid:
+        mode &= ~(stat.S_ISUID | stat.S_ISGID)  # which would hand somebody else's rights on
+    os.fchmod(fd, mode)
+    if status.st_uid != mine.st_uid:  # last: afterwards it may not be ours to change
+        attempt(f"its owner ({status.st_uid})", os.fchown, fd, status.st_uid, -1)
+    return lost
+
+
+def _attribute_names(place: str | int) -> list[str]:
+    try:
+        return os.listxattr(place)
+    except (OSError, AttributeError):  # a file system, or a system, that has none
+        return []
+
+
+def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
+    """A note of what could not be kept, if anything."""
+    found = list(dict.fromkeys(lost))
+    message = f"{target} was replaced by a file that you own: {listed(found)} could not be kept"
+    return (Note("attributes-lost", message),) if found else ()

@@ -21,13 +21,14 @@ from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_pla
 from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
-from ckptool.output.copying import attribute_notes, keep_attributes, reserve, system_call
 from ckptool.output.durable import (
+    attribute_notes,
     check_space,
     check_target,
     close,
     folder_of,
     hidden_name,
+    keep_attributes,
     new_file,
     opened,
     remove,
@@ -37,7 +38,7 @@ from ckptool.output.durable import (
     temporary_for,
     write_problems,
 )
-from ckptool.output.sink import Progress, Sink
+from ckptool.output.sink import Progress, Sink, reserve, system_call
 
 ASIDE = "old"  # the end of the old folder's name between two renames: for an instant it is the only one, so not swept
 _HERE = -100  # AT_FDCWD
@@ -63,11 +64,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
-            raise FileProblem(
-                f"cannot write {path}: it is a file",
-                "A folder of several files was to be written there.",
-                f"Choose another name; or write one file: {arg(container='safetensors')}",
-            )
+            what, why = f"cannot write {path}: it is a file", "A folder of several files was to be written there."
+            raise FileProblem(what, why, f"Choose another name; or write one file: {arg(container='safetensors')}")
         held = os.listdir(real)
     except FileNotFoundError:
         try:
@@ -80,10 +78,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if held and not overwrite:
-        raise OutputExists(
-            f"the folder {path} exists already, with {counted(len(held), 'file')} in it",
-            fix=f"Replace it: {arg(overwrite=True)}, or choose another name.",
-        )
+        what = f"the folder {path} exists already, with {counted(len(held), 'file')} in it"
+        raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}, or choose another name.")
     _refuse_foreign(path, real, held, replaceable.__contains__)
     return real
 
@@ -105,11 +101,9 @@ def _refuse_foreign(shown: str, folder: str, held: Iterable[str], may_go: Callab
         if not may_go(name) or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
     ]
     if foreign:
-        raise Conflict(
-            f"cannot replace the folder {shown}: {listed(foreign)} would be deleted with it",
-            "Only files of the checkpoint in it may be deleted; it was left as it is.",
-            "Write to a new folder; or remove those files first.",
-        )
+        what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted with it"
+        why = "Only files of the checkpoint in it may be deleted; it was left as it is."
+        raise Conflict(what, why, "Write to a new folder; or remove those files first.")
 
 
 class NewFolder:
@@ -269,9 +263,8 @@ def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, ov
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
-        raise OutputExists(
-            f"{target} was created by another process in the meantime", fix=f"Replace it: {arg(overwrite=True)}."
-        )
+        what = f"{target} was created by another process in the meantime"
+        raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}.")
     old = temporary
     try:
         if not _exchange(temporary, target):

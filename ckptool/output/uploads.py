@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Input, unchanged
+from ckptool.checkpoint.paths import foreign, named_urls
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
 from ckptool.commands import FILE, arg
@@ -31,8 +32,6 @@ from ckptool.errors import (
     OutputExists,
     UsageError,
     counted,
-    foreign,
-    named_urls,
 )
 from ckptool.output.durable import check_space, write_problems
 from ckptool.output.folders import NewFolder, write_files

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,43 +35,14 @@ FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice
 class Decoded:
     """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
 
-    end: the byte after its STOP.
-
-    byte_strings: how many texts of Python 2 in it are not UTF-8.  unreachable: names of nested classes that its
-    protocol cannot say.
-    gradients: how many old parameters had one inside.  replaced: keys that came twice, with different values.
+    end: the byte after its STOP.  notes: on what is unusual about it.
     """
 
     root: Any
     discarded: tuple[Any, ...]
     protocol: int
     end: int
-    byte_strings: int = 0
-    unreachable: tuple[Global, ...] = ()
-    gradients: int = 0
-    replaced: tuple[Any, ...] = ()
-
-    @property
-    def notes(self) -> list[Note]:
-        """Notes on what is unusual about the pickle."""
-        notes = []
-        if count := self.byte_strings:
-            what = f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
-            notes.append(Note("python2-text", f"{what}were read as latin-1, values are kept as bytes"))
-        if count := len(self.unreachable):
-            names = f"{form(count, 'the name', 'the names')} {listed(self.unreachable, 1)}"
-            what = f"{names} {form(count, 'has a dot', 'have dots')}, which pickles below protocol 4 cannot express"
-            what += ": torch.load fails there"
-            notes.append(Note("nested-name", what, command("convert", FILE, out=OUT)))
-        if count := self.gradients:  # saved by torch before 0.2
-            what = f"{counted(count, 'gradient') if count > 1 else 'a gradient'} inside of parameters"
-            why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
-            notes.append(Note(OLD_GRADIENTS, f"{what}, {why}"))
-        if count := len(self.replaced):
-            keys = listed([str(key)[:80] for key in self.replaced], 3)
-            what = f"{form(count, 'the key', 'the keys')} {keys} {form(count, 'was', 'were')} given twice"
-            notes.append(Note(REPEATED_KEY, f"{what}, with different values: the last counts, as in every reader"))
-        return notes
+    notes: tuple[Note, ...] = ()
 
     def aside(self) -> tuple[Any, ...]:
         """Everything that is not inert in a pickle of which only the value is used."""
@@ -123,15 +94,32 @@ def decode(
         raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
-    unreachable = tuple(name for name in objects.names if "." in name.name) if machine.protocol < NESTED_NAMES else ()
-    # keys with two values, or ones that are too long to compare
+    return Decoded(root, objects.discarded(root), machine.protocol, reader.at, (*_notes(objects, machine.protocol),))
+
+
+def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
+    """Notes on what is unusual about a pickle."""
+    if count := objects.byte_strings:
+        what = f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
+        yield Note("python2-text", f"{what}were read as latin-1, values are kept as bytes")
+    nested = [name for name in objects.names if "." in name.name] if protocol < NESTED_NAMES else []
+    if count := len(nested):
+        names = f"{form(count, 'the name', 'the names')} {listed(nested, 1)}"
+        what = f"{names} {form(count, 'has a dot', 'have dots')}, which pickles below protocol 4 cannot express"
+        yield Note("nested-name", f"{what}: torch.load fails there", command("convert", FILE, out=OUT))
+    if count := objects.gradients:  # saved by torch before 0.2
+        what = f"{counted(count, 'gradient') if count > 1 else 'a gradient'} inside of parameters"
+        why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
+        yield Note(OLD_GRADIENTS, f"{what}, {why}")
+    # Keys with two values, or with ones that are too long to compare.
     replaced = [
-        key
+        str(key)[:80]
         for number, (key, old, new) in enumerate(objects.repeated)
         if number >= MAX_REPEATED or not alike(old, new, 1_000)
     ]
-    counts = objects.byte_strings, unreachable, objects.gradients, tuple(replaced)
-    return Decoded(root, objects.discarded(root), machine.protocol, reader.at, *counts)
+    if count := len(replaced):
+        what = f"{form(count, 'the key', 'the keys')} {listed(replaced, 3)} {form(count, 'was', 'were')} given twice"
+        yield Note(REPEATED_KEY, f"{what}, with different values: the last counts, as in every reader")
 
 
 def protocol_notes(protocol: int) -> list[Note]:

@@ -133,14 +133,6 @@ def _of(make: Callable[..., Any], *kinds: type) -> Make:
     return value
 
 
-def _primitive(cls: Callable[..., Any], *kinds: type) -> Make:
-    def value(node: Object) -> Any:
-        args = _stateless(node)
-        return cls(*args) if len(args) <= 1 and all(type(arg) in kinds for arg in args) else NotImplemented
-
-    return value
-
-
 def _dated(cls: Callable[..., Any], first: Any, *rest: Any) -> Any:
     """Dates and times are pickled as the bytes of their fields; Python 2 wrote those as text."""
     return cls(first.encode("latin-1") if isinstance(first, str) else first, *rest)
@@ -185,10 +177,10 @@ _PYTHON: dict[str, Make] = {
     "pure windows path": _of(pathlib.PureWindowsPath, str),
     "range": _of(range, int),
     "slice": _of(slice, int, float, str, type(None)),
-    "int": _primitive(int, int),
-    "float": _primitive(float, float, int),
-    "bool": _primitive(bool, bool, int),
-    "str": _primitive(str, str),
+    "int": _of(int, int),
+    "float": _of(float, float, int),
+    "bool": _of(bool, int),
+    "str": _of(str, str),
 }
 
 # Containers, configuration, torch and numpy ---------------------------------------------------------------------------

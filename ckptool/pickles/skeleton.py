@@ -76,13 +76,12 @@ def decode_lazily(
     *,
     name: str = "data.pkl",
     file_bytes: int = 0,
-    begin: Callable[[], None] = lambda: None,
     finish: Callable[[Decoded], Decoded] = lambda decoded: decoded,
 ) -> Decoded:
     """The tree of a skeleton (see `decode`), with a plain value for each stub that no builder used.
 
-    It is decoded again with those values in place of the stubs, and then, if it must be, with those of all: `begin` is
-    called before each time, `finish` after. Raises `LimitExceeded` for such a value of more than 64 MiB, and what
+    It is decoded again with those values in place of the stubs, and then, if it must be, with those of all; `finish` is
+    called after each time. Raises `LimitExceeded` for such a value of more than 64 MiB, and what
     `decode` raises.
     """
     plain: set[StubbedValue] = set()
@@ -95,7 +94,6 @@ def decode_lazily(
         if total > MAX_SKELETON:
             raise _too_long(total)
         stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
-        begin()
         decoded = finish(
             decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place)
         )

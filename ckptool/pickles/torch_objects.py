@@ -136,18 +136,15 @@ _PLAIN_BUILDERS: dict[Global, Builder] = {
 # Tensors --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class StorageView:
-    """A part of a storage that old files give as a storage: its elements from `offset`; its tensors view the whole.
+    """A part of a storage that old files give as a storage: so many bytes from the element `offset` on; its tensors
+    view the whole. Only builders meet it."""
 
-    Only builders meet it. key: its name in the file.  window: what it would be as a storage of its own.
-    """
-
-    key: str
     storage: Storage
     dtype: DType | None
     offset: int
-    window: Storage
+    nbytes: int
 
 
 def dtype_of(name: Any) -> DType | None:
@@ -163,8 +160,8 @@ def storage_class(name: Any) -> tuple[bool, DType | None]:
     return dtype is not None or name.name in ("UntypedStorage", "_UntypedStorage"), dtype
 
 
-def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
-    """Raises `BadTensor` unless every element of the view lies inside the storage."""
+def check_view(nbytes: int, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
+    """Raises `BadTensor` unless every element of the view lies inside a storage of so many bytes."""
     if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
         raise BadTensor("a tensor whose sizes, strides or offset are not numbers", _DAMAGED)
     if len(shape) != len(stride):
@@ -180,10 +177,10 @@ def check_view(storage: Storage, dtype: DType, shape: Any, stride: Any, offset: 
         count *= size
     if count > MOST:
         raise BadTensor(f"a tensor of shape {list(shape)} has more elements than 64 bits can count", _DAMAGED)
-    if offset < 0 or (not empty and (last + 1) * dtype.itemsize > storage.data.length):
+    if offset < 0 or (not empty and (last + 1) * dtype.itemsize > nbytes):
         raise BadTensor(
             f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} "
-            f"needs {(last + 1) * dtype.itemsize:,} bytes; its storage has {storage.data.length:,}",
+            f"needs {(last + 1) * dtype.itemsize:,} bytes; its storage has {nbytes:,}",
             _DAMAGED,
         )
 
@@ -197,11 +194,11 @@ def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype
     if type(shape) is not tuple:
         shape = _as_sizes(shape)
     if type(ref) is StorageView:
-        check_view(ref.window, dtype, shape, stride, offset)
+        check_view(ref.nbytes, dtype, shape, stride, offset)
         if dtype.itemsize != (ref.dtype.itemsize if ref.dtype else 1):
             return NotImplemented
         offset += ref.offset
-    check_view(ref.storage, dtype, shape, stride, offset)
+    check_view(ref.storage.data.length, dtype, shape, stride, offset)
     return TensorEntry(ref.storage, dtype, shape, stride, offset, flags)
 
 
@@ -362,7 +359,7 @@ def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | 
             no_hooks(hooks)
         ):
             if dtype.name not in ("qu4x2", "qu2x4"):  # packed types count several elements to a byte
-                check_view(ref.storage, dtype, shape, stride, at)
+                check_view(ref.storage.data.length, dtype, shape, stride, at)
             check_quantization(scheme, _as_sizes(shape))
             return "quantized", dtype, shape
         case ["_rebuild_sparse_csr_tensor", tuple((_, _, TensorEntry() as values, size)) as parts]:

@@ -1,19 +1,21 @@
-"""HTML for notebooks: a plain table, no scripts, at home in light and dark, of bounded size whatever it is about."""
+"""HTML for notebooks and Markdown for summaries of jobs: of bounded size; whatever a file calls things, it stays text.
+
+The HTML is text in a block, without scripts, at home in light and dark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.errors import printable
-from ckptool.facts import Report, Table, Told, Verbatim
+from ckptool.facts import Report
 from ckptool.render.lines import PYTHON, lines
 
-LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
-CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
+LIMIT = 29_800  # bytes of a text: a notebook keeps each that it shows
+MARKDOWN_LIMIT = 60_000  # characters: a summary on GitHub has room for sixteen, a comment for one
 
 
 def _cut(text: str, most: int) -> str:
@@ -40,41 +42,26 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
 
 
 def report_html(report: Report) -> str:
-    """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
-    pieces: list[str] = []
-    begun: list[Any] = []
-
-    def end_lines() -> None:
-        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun, PYTHON))
-        pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
-        begun.clear()
-
-    for number, part in enumerate(_parts(report.told())):
-        if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
-            pieces.append(f"<b>{escape(_cut(next(lines([part], PYTHON), ''), 1_000))}</b>")
-        elif isinstance(part, Table) and part.rows:
-            end_lines()
-            pieces += _table(part)
-        else:
-            begun.append(part)
-    end_lines()
-    return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
+    """A report: its lines in a block of their own, the first as a title, as far as they fit."""
+    shown = [f"{escape(_cut(line, 2_000))}\n" for line in lines(report.told(), PYTHON)]
+    shown[:1] = [f"<b>{line}</b>" for line in shown[:1]]
+    text = fitting(shown, LIMIT, "… and {} more lines")
+    return f'<div style="overflow-x:auto"><pre style="margin:0">{text}</pre></div>'
 
 
-def _parts(told: Told) -> Iterator[Any]:
-    for part in told:
-        if callable(part):
-            yield from _parts(part(None))
-        elif part is not None:
-            yield part
+def markdown(text: str) -> str:
+    """The plain text of an answer: its first line as a heading, what follows in a block of its own, as far as it fits.
+
+    Both are code to Markdown, between more backticks than the text has in a row: nothing in it ends them.
+    """
+    title, _, rest = text.strip("\n").partition("\n")
+    ticks = _ticks(title, least=1)
+    heading = f"#### {ticks} {title} {ticks}\n" if title else ""
+    body = fitting([f"{line}\n" for line in rest.strip("\n").split("\n")], MARKDOWN_LIMIT, "… and {} more lines\n")
+    fence = _ticks(body, least=3)
+    return f"{heading}\n{fence}text\n{body}{fence}\n" if rest else heading
 
 
-def _table(table: Table) -> Iterator[str]:
-    rows, _, left = table.cells()
-    title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
-    shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
-    cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
-    more = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{left:,}")).strip())}</td>'
-    body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
-    lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
-    yield f"<table>{title if table.title else ''}{lines}</table>"
+def _ticks(text: str, least: int) -> str:
+    """More backticks than stand in a row anywhere in the text."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))

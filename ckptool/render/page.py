@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-import os
 import re
 from base64 import b64encode
 from collections import Counter
@@ -13,27 +11,25 @@ from dataclasses import fields
 from hashlib import sha256
 from math import isfinite, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
-from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
+from ckptool.analysis.diff import percent, tensors_changed
+from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of, unusual
 from ckptool.analysis.outline import overview
 from ckptool.analysis.statistics import Statistics
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
-from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, Table, number, size
+from ckptool.errors import counted, listed, printable, quoted
+from ckptool.facts import Table, number, size
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
-    from ckptool.analysis.differences import Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
-CELLS, HUES = 80, 6  # of a treemap 1,000 units wide
 LAYERS, KINDS = 60, 36  # rows and columns of a heatmap
 LEVELS = (0, 0.01, 0.1, 0.5, 1)  # of a share: shades 0 … 5
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # heights of a histogram's bars
@@ -55,9 +51,9 @@ def page(report: CheckpointReport) -> str:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters.update(size=size, number=number, counted=counted, cut=cut, fit=fit, quoted=quoted)
+    environment.filters.update(size=size, number=number, counted=counted, cut=cut, quoted=quoted)
     environment.tests["finite"] = isfinite
-    environment.globals.update(treemap=treemap, overview=overview, curve=Curve, path=curve_path)
+    environment.globals.update(overview=overview, curve=Curve, path=curve_path)
     style, script = (Markup(TEMPLATES.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js"))
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
     compared = _Compared(report.diff, report.compared) if report.diff is not None else None
@@ -80,18 +76,6 @@ def cut(text: str, room: int) -> str:
     """The beginning and the end of a text, as far as there is room."""
     text = printable(text)
     return text if len(text) <= room else f"{text[: room // 2]}…{text[1 - room // 2 :]}"
-
-
-def fit(text: str, room: int) -> tuple[str, str]:
-    """As many of a name's last pieces as there is room for, and of those before them; a number stays with its name."""
-    text = printable(text)
-    ends = []
-    for sign in (r"[./](?=\D)", r"[./]"):
-        starts = [0, *(match.end() for match in re.finditer(sign, text))]
-        start = next((at for at in starts if len(text) - at <= room), len(text))
-        ends.append(text[start:])
-        text = text[: max(start - 1, 0)]
-    return ends[0], ends[1]
 
 
 def curve_path(curve: Curve, width: int, height: int) -> str:
@@ -152,120 +136,6 @@ def _parts_of(file: FileReport) -> list[PartSummary]:
     return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
 
 
-# The map of modules ---------------------------------------------------------------------------------------------------
-
-Box = tuple[float, float, float, float]  # left, top, width, height
-Item = tuple[str, int]  # the address of a tensor, and its bytes
-
-
-class Cell(NamedTuple):
-    """A module in the treemap. name: its tensors' addresses begin so.  label: without what all names have in common.
-
-    leaf: it is a tensor.  hue: of the largest module that it is in, from 0.
-    odd: of its tensors, those with NaN or Inf.
-    """
-
-    name: str
-    label: str
-    leaf: bool
-    tensors: int
-    bytes: int
-    hue: int
-    odd: int
-    box: Box = (0, 0, 0, 0)
-
-    @property
-    def glob(self) -> str:
-        """What to search for in order to see its tensors, and no other's."""
-        signs = ["?" if c in "! " or not c.isprintable() else f"[{c}]" if c in "*?[" else c for c in self.name]
-        if signs[0] not in ("?", "[*]", "[?]", "[[]") and (self.leaf or self.name.startswith("re:")):
-            signs[0] = f"[{signs[0]}]"  # a pattern, neither a part of names nor an expression
-        return "".join(signs) + ("" if self.leaf else "[./]*")
-
-
-def treemap(
-    divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
-) -> Iterator[Cell]:
-    """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
-    total, most = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
-    shown = heapq.nlargest(most, [part for part in divided if part.bytes], key=lambda part: part.bytes)
-    areas = boxes([part.bytes for part in shown], (0, 0, width, height))
-    for part, area in zip(shown, areas, strict=True):
-        cells = list(_modules(part, statistics, max(most * part.bytes // total, 1)))
-        for cell, box in zip(cells, boxes([cell.bytes for cell in cells], area), strict=True):
-            yield cell._replace(box=box)
-
-
-def _modules(part: PartSummary, statistics: Mapping[str, Statistics], most: int) -> Iterator[Cell]:
-    """A part's modules, largest first, the small ones together in the cells of those that they are in."""
-    items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
-    start, below = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
-    todo: list[tuple[int, int, str, list[Item]]] = []
-    cells: list[tuple[int, int, str, list[Item]]] = []
-    while True:
-        for name, members in below.items():
-            heapq.heappush(todo, (-sum(nbytes for _, nbytes in members), len(todo) + len(cells), name, members))
-        if not todo or len(todo) + len(cells) > most:  # there is no room to divide any of them
-            break
-        cell = heapq.heappop(todo)
-        _, below = _divided(cell[3], len(cell[2]) + 1)
-        is_whole = all([place for place, _ in each] == [name] for name, each in below.items())  # tensors alone
-        if is_whole or len(below) + len(todo) + len(cells) > most:
-            cells, below = [*cells, cell], {}
-    cells = sorted(cells + todo)
-    rest = [item for *_, members in cells[2 * CELLS :] for item in members]
-    hues: dict[str, int] = {}
-    for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", rest)]:
-        hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
-        odd = sum(1 for place, _ in members if (one := statistics.get(place)) is not None and (one.nans or one.infs))
-        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
-        if nbytes := sum(nbytes for _, nbytes in members):
-            yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, odd)
-
-
-def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
-    """Items by what their names have in common up to the end of the first piece in which they differ, or of their last
-    one; and where that piece begins, which is not before `start`."""
-    common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
-    start = max(start, 1 + max(common.rfind(sign) for sign in "./"))
-    below: dict[str, list[Item]] = {}
-    for item in items:
-        below.setdefault(_piece(item[0], start), []).append(item)
-    return start, below
-
-
-def _piece(name: str, start: int) -> str:
-    """A name up to the end of the piece that begins at `start`."""
-    return name[: min((at for sign in "./" if (at := name.find(sign, start)) >= 0), default=len(name))]
-
-
-def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
-    """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
-
-    Bruls, Huizing, van Wijk, "Squarified treemaps" (2000).
-    """
-    x, y, width, height = area
-    side, scale = min(width, height), width * height / (sum(sizes) or 1)
-    if not sizes or not scale:
-        return [area] * len(sizes)
-
-    def flattest(count: int) -> float:
-        """How flat the flattest box is, where so many stand in a row."""
-        total = sum(sizes[:count]) * scale
-        return max(side**2 * max(sizes[:count]) * scale / total**2, total**2 / (side**2 * min(sizes[:count]) * scale))
-
-    count = 1
-    while count < len(sizes) and flattest(count + 1) <= flattest(count):
-        count += 1
-    thick, at, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
-    for each in sizes[:count]:
-        length = each * scale / thick
-        row.append((x, y + at, thick, length) if width >= height else (x + at, y, length, thick))
-        at += length
-    wide, high = (width - thick, height) if width >= height else (width, height - thick)
-    return row + boxes(sizes[count:], (x + width - wide, y + height - high, max(wide, 0), max(high, 0)))
-
-
 # All tensors ----------------------------------------------------------------------------------------------------------
 
 STATISTICS = [field.name for field in fields(Statistics)]
@@ -295,13 +165,10 @@ def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     for each block."""
     assert file.inspection is not None
     tensor, place = row.tensor, row.address
-    words = [] if tensor.location == "cpu" else [printable(tensor.location)]  # what is unusual about it
+    words = list(map(printable, unusual(tensor)))
     if isinstance(tensor, TensorEntry):
-        words += [] if tensor.is_contiguous else [f"strides {list(tensor.stride)}"]
         words += [f"offset {tensor.offset:,}"] if tensor.offset else []
         words += [name for name, value in tensor.flags._asdict().items() if value]
-    else:
-        words.append(printable(tensor.kind))
     yield tensor.dtype.name if tensor.dtype else "?"
     yield from (tensor.shape, tensor.nbytes, tied, [row.storage, ", ".join(words)])
     statistics, picture = file.inspection.statistics.get(place), file.pictures.get(place)
@@ -376,71 +243,33 @@ def _change_of(compared: _Compared) -> Any:
 
 
 def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
-    diff, values = compared.diff, tensors_changed(compared.diff)
+    diff, odd = compared.diff, list[set[str]]()
+    for side, file in enumerate(report.files):
+        known = file.inspection.statistics if file.inspection is not None else {}
+        rows = file.inspection.tensors if file.inspection is not None else ()
+        of_row = ((compared.name(side, row), known.get(row.address)) for row in rows)
+        odd.append({name for name, one in of_row if name is not None and one and (one.nans or one.infs)})
+    sides = (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1]))
+    said = [f"NaN or Inf only in {letter}: {cut(listed(sorted(new), 3), 200)}" for letter, new in sides if new]
+    said += [] if diff.same else [diff.summary("A", "B")]
+    if "prefix" in diff.ignored:
+        said.append("the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else ""))
     remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
-    verdict = "; ".join(_clauses(report, compared, values))
-    equal = f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:
         share = percent(diff.changed_elements / max(diff.elements, 1))
-        equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
+        remarks.append(f"{diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share}).")
     tables = [each for each in diff.differences(("A", "B"), room=0) if isinstance(each, Table) and each.rows]
-    moved = {name: one.values.changed for name, one in values if one.values is not None}
+    moved = {name: one.values.changed for name, one in tensors_changed(diff) if one.values is not None}
+    verdict = "; ".join(said)
     return {
         "verdict": verdict[:1].upper() + verdict[1:],
-        "equal": equal,
+        "evidence": diff.summary("A", "B") if diff.same else "",
         "remarks": remarks,
         "tables": tables,
         "heatmap": _heatmap(report, compared, moved) if moved else {},
     }
-
-
-def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:
-    """What changed, in a few words for each kind of change."""
-    diff = compared.diff
-    odd: list[set[str | None]] = []
-    for side, file in enumerate(report.files):
-        known = file.inspection.statistics if file.inspection is not None else {}
-        rows = file.inspection.tensors if file.inspection is not None else ()
-        of_row = ((row, known.get(row.address)) for row in rows)
-        odd.append({compared.name(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
-    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
-        if new:
-            yield f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}"
-    by_text: dict[str, list[str]] = {}
-    for name, text in aspect_rows(diff):
-        by_text.setdefault(text, []).append(name)
-    yield from (f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3])
-    if len(by_text) > 3:
-        yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
-    if values:
-        apart = [change.values for _, change in values if change.values is not None]
-        changed, total, most = totals(apart)
-        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
-        yield f"values changed in {_named([name for name, _ in values])}{far}"
-    for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
-        if found:
-            yield f"only in {letter}: {_named([address(path) for path, _ in found], 'entry', 'entries')}"
-    if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
-        more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
-        yield f"entries changed: {', '.join(entries[:3])}{more}"
-    if diff.ties:
-        yield "different ties"
-    if diff.order_differs:
-        yield "a different order of keys"
-    if "prefix" in diff.ignored:
-        yield "the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else "")
-
-
-def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
-    """Their number, and the first two of their groups."""
-    groups = [text for text, _ in folded((name, None) for name in names)]
-    shown = [cut(group, 90) or WHOLE for group in groups[:2]]
-    if len(groups) > 2:
-        shown.append("…")
-    text = ", ".join(shown)
-    return text if len(names) == 1 else f"{counted(len(names), one, many)} ({text})"
 
 
 def _heatmap(report: CheckpointReport, compared: _Compared, moved: Mapping[str, int]) -> dict[str, Any]:

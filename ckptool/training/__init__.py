@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 
 CONFIG, HISTORY, METRICS, CHECKPOINTS = "run.yaml", "history.jsonl", "metrics.jsonl", "checkpoints"
-TABLE = "metrics.csv"
 LOOP = "loop"  # the key of run.yaml with the script whose loop `ckptool.Run` saves
 CHANGED = "changed"  # the event of the history that holds a configuration which was changed since
 

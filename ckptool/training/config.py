@@ -2,6 +2,9 @@
 
 Every class is a section of the file. The line of a key says everything about it: its type, its default, its meaning
 (shown by `train --init` and in the JSON Schema), and whether it may change when a run is resumed.
+
+Paths in it (the files of `file.py:NAME`, the `from` of a model, arguments that begin with `./` or `../`) are relative
+to the file that they are in, and absolute from then on.
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from ckptool.analysis.targets import names_code
+from ckptool.checkpoint.paths import absolute
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, counted, form
 from ckptool.training import CONFIG
-from ckptool.training.code_paths import portable, rooted
 
 FIXED = "fixed"  # decides where the run ends, and never changes
 DECLARED = "declared"  # the same, but may be changed by naming it: --set
@@ -246,7 +249,6 @@ class Log(Section):
     """How often a line is written, and where besides metrics.jsonl; `tensorboard` has to be installed."""
 
     every: Positive = key(10, "steps between lines")
-    csv: bool = key(False, "write the lines as a table, metrics.csv, too")
     tensorboard: bool = key(False, "write event files for TensorBoard, too")
 
 
@@ -300,7 +302,6 @@ class Config(Section):
         "single", "single | dp (DataParallel) | ddp (torchrun) | fsdp (torchrun) | split (see split)", FREE
     )
     deterministic: bool | Literal["warn"] = key(True, "true | warn | false: torch.use_deterministic_algorithms", FREE)
-    cudnn_benchmark: bool = key(False, "true: kernels by timing; needs deterministic: false", FREE)
     data: Data = key(Data(), "")
     models: dict[str, Model] = key({"main": Model.model_validate({})}, "")
     task: str = key("classify", "classify | regress | lm | gan | file.py:NAME")
@@ -325,15 +326,15 @@ class Config(Section):
             f"models are {sorted(self.models)}, optimizers for {sorted(set(owners))}; each model needs one, and each "
             "optimizer a model (its own name, or `model`)": set(self.models) != set(owners),
             f"several optimizers take the rest of {sorted(several)}; all but one need match": bool(several),
-            "cudnn_benchmark picks kernels by timing, which needs deterministic: false": bool(
-                self.cudnn_benchmark and self.deterministic
-            ),
             "eval.ema needs train.ema: there is no average of the weights": self.eval.ema and not self.train.ema,
             "stop.patience counts evaluations, and there are none: eval.every is 0": bool(
                 self.stop.patience and not self.eval.every
             ),
             "strategy: split needs the section split, and the section needs the strategy": (
                 (self.strategy == "split") != (self.split is not None)
+            ),
+            f"strategy: split cuts one model, and there are {len(self.models)}": (
+                self.split is not None and len(self.models) > 1
             ),
         }
         for words, is_so in wrong.items():
@@ -382,6 +383,41 @@ def descend(place: Place) -> Iterator[tuple[FieldInfo | None, type[BaseModel] | 
         yield field, None if several else section
 
 
+# Paths ---------------------------------------------------------------------------------------------------------------
+
+
+def _names_file(text: str) -> bool:
+    return names_code(text) and text.rpartition(":")[0].endswith(".py")
+
+
+def rooted(value: Any, folder: str, place: tuple[Any, ...] = ()) -> Any:
+    """A copy of a configuration's plain values with absolute paths; `place`: the keys that lead to `value`."""
+    if isinstance(value, dict):
+        return {key: rooted(item, folder, (*place, key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rooted(item, folder, (*place, index)) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    given = value.startswith(("./", "../")) if "args" in place else _names_file(value) or place[-1:] == ("from",)
+    path, mark, address = value.partition("#")
+    return absolute(os.path.join(folder, path)) + mark + address if given and path else value
+
+
+def portable(value: Any) -> Any:
+    """Plain values in which code is named without its folder, which is another on another machine."""
+    if isinstance(value, dict):
+        return {key: portable(item) for key, item in value.items()}
+    return os.path.basename(value) if isinstance(value, str) and _names_file(value) else value
+
+
+def code_names(value: Any) -> Iterator[str]:
+    """Every `file.py:NAME` and `module:NAME` in plain values."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from code_names(item)
+    if isinstance(value, str) and names_code(value):
+        yield value
+
+
 # What may change on a resume -----------------------------------------------------------------------------------------
 
 
@@ -413,8 +449,7 @@ def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedKey:
+class ChangedKey(NamedTuple):
     """A key whose value is another than the run was started with, and its rule."""
 
     key: str
@@ -425,8 +460,7 @@ class ChangedKey:
 
 def changes(before: Config, after: Config) -> list[ChangedKey]:
     """The keys that differ, each with its rule."""
-    # Runs of 0.1.0 have paths that are relative to the working directory.
-    one, other = (dict(_leaves(portable(rooted(each.dumped(), os.curdir)))) for each in (before, after))
+    one, other = (dict(_leaves(portable(each.dumped()))) for each in (before, after))
     keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
     settings = (*before.optim.values(), *after.optim.values())
     followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)

@@ -1,23 +1,28 @@
-"""`run.yaml`: read with line numbers, changed by `--set`, and written with every default."""
+"""`run.yaml`: read with line numbers, changed by `--set`, written with every default; that of a run, as it was last
+changed; and what `train --init` explains.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ckptool.checkpoint.files import read_small_text
+from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg, command
-from ckptool.errors import CkptoolError, TextLines, UsageError, counted
-from ckptool.training import is_run
-from ckptool.training.code_paths import rooted
-from ckptool.training.config import Config, Place, descend, keys_of
+from ckptool.errors import OutputExists, TextLines, UsageError, counted, printable
+from ckptool.training import CONFIG, LOOP, is_run, run_folder
+from ckptool.training.config import Config, Place, descend, is_named, keys_of, rooted, section_in
+from ckptool.training.store import Retention, RunFolder, write_text
 
 MAX_FILE = 1 << 20
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
@@ -60,6 +65,9 @@ def _changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
 
 def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = None) -> Config:
     """The configuration that plain values make; every problem in one error."""
+    for section, key in (values, "cudnn_benchmark"), (values.get("log"), "csv"):  # of older runs, where they were false
+        if isinstance(section, dict) and section.get(key) is False:
+            del section[key]
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -73,15 +81,26 @@ def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = 
 
 def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> list[str]:
     """A sentence for each place where something is wrong, in the order of lines: where, what, and what may be meant."""
-    made: list[tuple[int, str]] = []
     found: dict[Place, list[Any]] = {}
     for problem in problems:
         found.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
+    made: list[tuple[int, str]] = []
     for place, here in found.items():
         if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
             continue  # one of several things that it could be; what is wrong with the right one is said below
+        key, kind, value = dotted(place), here[0]["type"], here[0].get("input")
+        if kind == "extra_forbidden":
+            *_, (_, section) = ((None, Config), *descend(place[:-1]))
+            close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
+            words = f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
+        elif kind == "missing":
+            words = f"{key} is missing"
+        else:  # several are several things that it could be, and is not
+            words = (f"{key}: " if key else "") + ", or ".join(dict.fromkeys(map(_words, here)))
+            if kind != "value_error" and not isinstance(value, (dict, list)):
+                words += f" (it is {repr(value)[:80]})"
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
-        made.append((line, f"{path}{f':{line}' if line else ''}: {_problem_words(place, here)}"))
+        made.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
     return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
 
 
@@ -94,20 +113,6 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
             place = (*place, part)
         values = values[part] if inside else values
     return place
-
-
-def _problem_words(place: Place, problems: Sequence[Any]) -> str:
-    """The problem at a place, in words of ours; several are several things that it could be, and is not."""
-    key, first = dotted(place), problems[0]
-    if first["type"] == "extra_forbidden":
-        *_, (_, section) = ((None, Config), *descend(place[:-1]))
-        close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
-        return f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
-    if first["type"] == "missing":
-        return f"{key} is missing"
-    words = ", or ".join(dict.fromkeys(map(_words, problems)))
-    shown = first["type"] != "value_error" and not isinstance(first.get("input"), (dict, list))
-    return f"{key + ': ' if key else ''}{words}" + (f" (it is {repr(first.get('input'))[:80]})" if shown else "")
 
 
 # What pydantic says of its own types, by its kinds of error or their first words; context: what it names.
@@ -179,18 +184,6 @@ def written(config: Config) -> str:
 class Loader(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number, where PyYAML takes a string; `2024-13-45` is a string."""
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A value that its type cannot hold (an integer of 5,000 digits, `!!int x`) is an error with its line."""
-        try:
-            return super().construct_object(node, deep)
-        except CkptoolError:
-            raise
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(
-                problem=f"not a value of the kind {kind}: {str(node.value)[:40]}", problem_mark=node.start_mark
-            ) from None
-
 
 Loader.yaml_implicit_resolvers = {
     key: [(tag, pattern) for tag, pattern in value if not tag.endswith(":timestamp")]
@@ -206,14 +199,15 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
     try:
         root = yaml.compose(text, Loader=Loader)
         lines = dict(_lines(root, (), set())) if root is not None else {}
-        return plain(yaml.load(text, Loader=Loader)), lines
+        values = yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         problem = getattr(error, "problem", None) or str(error)
         raise UsageError(f"{place}: not valid YAML: {problem}") from None
-    except RecursionError:
-        raise UsageError(f"{where}: values are nested too deep") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        raise UsageError(f"{where}: a value is not what its type can hold, or is nested too deep") from None
+    return plain(values), lines
 
 
 def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Place, int]]:
@@ -235,45 +229,170 @@ def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Plac
         yield from _lines(value, (*place, part), seen)
 
 
-def plain(value: Any, place: Place = ()) -> Any:
-    """A copy of plain values: strings, paths as strings, numbers, lists, dictionaries. Others are a `UsageError`."""
-    return _plain(value, place, [MAX_VALUES])
+def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
+    """A copy of plain values: strings, paths as strings, numbers, lists, dictionaries. Others are a `UsageError`.
 
-
-def _plain(value: Any, place: Place, left: list[int]) -> Any:
+    left: how many values there may still be.
+    """
+    left = [MAX_VALUES] if left is None else left
     left[0] -= 1
-    if left[0] < 0 or len(place) > MAX_DEPTH:
+    if left[0] < 0 or len(place) > MAX_DEPTH or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         raise UsageError(
             "the configuration is too large",
-            f"It has more than {MAX_VALUES:,} values, or lists in lists {MAX_DEPTH} deep. Nothing was started.",
-        )
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise UsageError(
-            f"{dotted(place)} is a number of {counted(value.bit_length(), 'bit')}",
-            "No setting needs a number this large.",
+            f"It has more than {MAX_VALUES:,} values, or lists in lists {MAX_DEPTH} deep, or a number of more than "
+            f"{MAX_BITS:,} bits.",
         )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, (*place, key), left) for key, item in value.items()}
+        return {str(key): plain(item, (*place, key), left) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, (*place, index), left) for index, item in enumerate(value)]
-    is_named = hasattr(value, "__qualname__")
-    kind = "the class" if isinstance(value, type) else "the function" if is_named else "an object of"
-    name = value.__qualname__ if is_named else type(value).__qualname__
-    module, of_main = getattr(value, "__module__", None), sys.modules["__main__"]
-    if module == "__main__":
-        module = os.path.basename(getattr(of_main, "__file__", "file.py"))
+        return [plain(item, (*place, index), left) for index, item in enumerate(value)]
+    kind = "an object of" if not hasattr(value, "__qualname__") else "the class or function"
     raise UsageError(
-        f"{dotted(place) or 'the configuration'} is {kind} {name}, and a configuration holds plain values",
+        f"{dotted(place) or 'the configuration'} is {kind} {getattr(value, '__qualname__', type(value).__qualname__)}, "
+        "and a configuration holds plain values",
         "It is saved in run.yaml, from which the run is resumed.",
-        f"Name it by its place: '{module}:{name}'"
-        if is_named and module and module != "builtins" and name.isidentifier()
-        else "Give strings, numbers, lists and dictionaries; code of your own by its place: file.py:NAME",
+        "Give strings, numbers, lists and dictionaries; code of your own by its place: file.py:NAME",
     )
 
 
 def dotted(place: Place) -> str:
     return ".".join(map(str, place))
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def create(config: Config) -> RunFolder:
+    """A new run in the folder that its configuration names. Raises `Conflict` where there is one already."""
+    return run_folder.create(config.run, config.dumped(), retention_of(config))
+
+
+def reopen(folder: str, config: Config, *, write: bool = True) -> RunFolder:
+    """An existing run, with a configuration that fits it. Raises `Conflict` where its files are something else's."""
+    return run_folder.reopen(folder, retention_of(config), write=write)
+
+
+def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
+    """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
+    number, text = run_folder.recorded(folder)
+    found = run_folder.values_of(text)
+    if LOOP in found:  # whose rules are written there as those of a configuration
+        _, values = run_folder.last_config(folder, number, found)
+        kept = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
+    else:
+        kept = recorded_config(folder)[1].dumped()
+    config = changed({**kept, "run": folder}, changes, os.path.join(folder, CONFIG))
+    return reopen(folder, config, write=write)
+
+
+def retention_of(config: Config) -> Retention:
+    """The checkpoints that a configuration wants to keep."""
+    save, by = config.save, config.eval
+    return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
+
+
+def recorded_config(folder: str) -> tuple[str, Config, int]:
+    """The id of a run, its configuration as last changed, and how often that was.
+
+    Raises `UsageError` for a folder that is no run of the harness.
+    """
+    number, text = run_folder.recorded(folder)
+    path = os.path.join(folder, CONFIG)
+    if script := run_folder.values_of(text).get(LOOP):
+        raise UsageError(
+            f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
+            "Its model and its data are made by that script.",
+            "Run the script again: it resumes by itself.",
+        )
+    config = parsed(text, path)
+    revision, values = run_folder.last_config(folder, number, {})
+    return number, checked({**values, "run": config.run}, path) if values else config, revision
+
+
+# What --init and --schema give ----------------------------------------------------------------------------------------
+
+# What --init prints: a configuration that is a good example. Where a value is not the default, the line says what is.
+_EXAMPLE: dict[str, Any] = {
+    "run": "runs/digits",
+    "seed": 7,
+    "models": {"main": {"args": {"hidden": [64, 64], "dropout": 0.1}}},
+    "optim": {"main": {"args": {"weight_decay": 0.01}}},
+    "train": {"steps": 2000},
+    "eval": {"metric": "val_acc", "mode": "max"},
+}
+# What --init DIR writes beside its model.py.
+_OWN = {
+    "run": "runs/first",
+    "train": {"steps": 500},
+    "data": {"name": "model.py:Points"},
+    "models": {"main": {"name": "model.py:Net", "args": {"width": 32}}},
+    "optim": {"main": {"args": {"weight_decay": 0.01}, "schedule": {"name": "model.py:warmup"}}},
+}
+_HEAD = """\
+# A run of ckptool's training harness, with every key. One left out has the value below, or the default in its comment.
+# Start it: ckptool train run.yaml    Resume it: ckptool resume {run}    Prove it: ckptool prove run.yaml
+"""
+_COMMENTS = 30  # the column in which comments begin
+
+
+def schema_text() -> str:
+    """The JSON Schema of a configuration, for editors."""
+    return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
+
+
+def example(**other: Any) -> str:
+    """A configuration with every key explained. other: sections in the place of the example's."""
+    values = Config.model_validate(_EXAMPLE | other).dumped()
+    del values["train"]["epochs"]
+    return _HEAD.format(run=values["run"]) + "".join(f"{line}\n" for line in _explained(Config, values, ""))
+
+
+def begun(folder: str) -> str:
+    """Writes a run.yaml, and a model.py that it names, into a folder; what was written, and what to type next.
+
+    Raises `OutputExists` where one of them is there.
+    """
+    model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
+    if there := [path for path in (model, run) if os.path.lexists(path)]:
+        raise OutputExists(f"{there[0]} exists already", "Nothing was written.", "Name another folder.")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise file_problem(error, folder, "make the folder") from error
+    write_text(model, Path(__file__).with_name("model.py.txt").read_text(encoding="utf-8"))
+    write_text(run, example(**_OWN))
+    return f"wrote {printable(model)} and {printable(run)}\ntrain it: {command('train', run)}\n"
+
+
+def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) -> Iterator[str]:
+    """A line for each key that has a value, or for each of its own keys."""
+    for key, field in keys_of(section).items():
+        words, below = field.description or "", section_in(field.annotation)
+        if key not in values:
+            continue
+        if words or below is None:
+            line = indent + _flow({key: values[key]})
+            yield f"{line.ljust(_COMMENTS - 2)}  # {words}{_default_note(field, values[key])}"
+            continue
+        yield f"{indent}{key}:"
+        named = is_named(field)
+        for name, each in (values[key] if named else {"": values[key]}).items():
+            if named:
+                yield f"{indent}  {name}:"
+            yield from _explained(below, each, indent + "  " * (1 + named))
+
+
+def _flow(values: dict[str, Any]) -> str:
+    """Values on one line."""
+    text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000)
+    return text.strip()[1:-1]
+
+
+def _default_note(field: FieldInfo, value: Any) -> str:
+    if field.is_required() or isinstance(field.default, BaseModel) or field.default in (value, None):
+        return ""
+    return f" (default: {_flow({'': field.default}).partition(': ')[2]})"

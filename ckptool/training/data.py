@@ -3,10 +3,14 @@
 The samples of a step follow from the seed and the step alone: the order of an epoch is a permutation given by its
 number, a step takes the next `batch` of them, a micro-step its slice, a process every `world`-th of these. So a resumed
 run, on any number of processes and with any number of workers, sees the samples that it would have seen.
+
+A stream gives samples one after the other, and is not asked for them by a number: every process and worker reads the
+whole of it and keeps its own part. What takes time belongs into `collate`, which is called for the part that is kept.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import signal
@@ -18,15 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
-from ckptool.training.rng import CPU, derived, generator, order
-from ckptool.training.rng import seed_all as seed_all
-from ckptool.training.streams import Position, Reader, Share, Steps, is_stream, own_numbers, shares, unchanged
+from ckptool.training.rng import CPU, derived, generator, order, seed_all
 from ckptool.training.toys import Arrays, blobs, digits
 
 if TYPE_CHECKING:
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
 
 Collate = Callable[[list[Any]], Any]
+Position = dict[str, Any]
+Shard = Callable[[list[Any]], list[Any]]
+Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
+Parts = list[tuple[Any, int, int]]  # the same of a step, collated
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,87 +52,101 @@ class Batch:
     total: int
 
 
+def is_stream(dataset: Any) -> bool:
+    """True for an `IterableDataset`, and what can be iterated again and again and has no items by number."""
+    kind = type(dataset)
+    again = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__") and not hasattr(kind, "__next__")
+    return isinstance(dataset, IterableDataset) or again
+
+
 class Samples:
-    """A data set divided into training and validation. `epoch_count`: the samples of an epoch, 0 where nobody knows.
+    """A data set divided into training and validation.
 
-    val, held: the data set to evaluate on, and the places in it, none for a stream.
+    train, train_count: the places that are trained on, none for a stream, and their number.  epoch_count: the samples
+    of an epoch, 0 where nobody knows.  val, held: the data set to evaluate on, and the places in it.
     """
-
-    val: Any
-    held: list[int]
 
     def __init__(self, dataset: Any, settings: Data, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.collate: Collate = COLLATES.find(settings.collate)
-        self._divide()
+        self.is_stream = is_stream(dataset)
+        self.positions: dict[int, Position | None] = {}  # in a stream, after the last step and the one in progress
+        self.train: list[int] = []
+        self.val: Any = dataset
+        self.held: list[int] = []
+        if self.is_stream:
+            if settings.val_fraction or settings.sampler:
+                raise UsageError(
+                    f"data: {settings.name} is a stream, without samples by number",
+                    "No part of it can be held out, and no sampler chooses from it.",
+                    f"Name a validation set: {arg(set='data.val.name=file.py:NAME')}; "
+                    f"or none: {arg(set='data.val_fraction=0')}",
+                )
+            self.val, self.train_count = [], len(dataset) if hasattr(dataset, "__len__") else 0
+        else:
+            if hasattr(dataset, "state_dict"):
+                raise UsageError(
+                    f"data: {settings.name} has a state_dict, and gives samples by number",
+                    "Such a sample follows from its number and the epoch alone; no state would be saved.",
+                    "Make it an IterableDataset.",
+                )
+            count = len(dataset)
+            shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
+            kept = count - math.floor(count * settings.val_fraction)
+            self.train, self.held = sorted(shuffled[:kept]), sorted(shuffled[kept:])
+            self.train_count = kept
+        self.epoch_count = len(self._order(0)) if settings.sampler else self.train_count
         if settings.val is not None:
             self.val, self.held = _held_out(settings.val)
-
-    def _divide(self) -> None:
-        count = len(self.dataset)
-        shuffled = torch.randperm(count, generator=generator(self.seed, "split")).tolist()
-        kept = count - math.floor(count * self.settings.val_fraction)
-        self.val, self.train, self.held = self.dataset, sorted(shuffled[:kept]), sorted(shuffled[kept:])
-        self.train_count = len(self.train)
-        self.epoch_count = len(self._order(0)) if self.settings.sampler else self.train_count
 
     @property
     def about(self) -> dict[str, Any]:
         """The data set's facts for models that ask: sizes, classes."""
         found = getattr(self.dataset, "about", {})
-        if not isinstance(found, dict):
-            name, kind = self.settings.name, type(found).__name__
-            raise UsageError(
-                f"data: the attribute about of {name} is {kind}, not a dictionary",
-                "It gives models their sizes by name: {'inputs': [4], 'classes': 3}.",
-            )
-        return found
+        return found if isinstance(found, dict) else {}
 
-    def batches(self, batch: int, drop_last: bool) -> int:
-        """The steps of an epoch."""
-        return self.epoch_count // batch if drop_last else -(-self.epoch_count // batch)
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps of an epoch; more than any run has, where a stream does not know its length."""
+        if self.is_stream and not self.epoch_count:
+            return sys.maxsize
+        batch = self.settings.batch
+        return self.epoch_count // batch if self.settings.drop_last else -(-self.epoch_count // batch)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The state of the data after a step, beside the seed: of a data set that has one."""
-        return {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
+        """The state of the data after a step, beside the seed: the place in a stream."""
+        return {"stream": position} if (position := self.positions.get(step)) else {}
 
     def load_state(self, step: int, state: dict[str, Any]) -> None:
         """Takes back what `state` gave."""
-        if "dataset" in state and hasattr(self.dataset, "load_state_dict"):
-            call_user_code(self.dataset.load_state_dict, "data", self.settings.name, state["dataset"])
+        self.positions = {step: state.get("stream")}
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        device = trainer.world.device
-        with closing(self._loaded(*self._source(trainer), device)) as loader:
-            for step, (parts, position) in enumerate(loader, trainer.step):
-                self._at(step, position)
-                yield [Batch(to_device(data, device), size, total) for data, size, total in parts]
+        world, parts = trainer.world, trainer.config.train.accumulate
+        steps = range(trainer.step, trainer.total_steps)
+        source: Any = Picked(self.dataset, self.collate, self.seed)
+        asked: Iterable[Any] | None = self._shares(steps, parts, world.shard)
+        if self.is_stream:
+            reader = partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step))
+            saved = trainer.config.save.every
+            source, asked = Steps(reader, world.shard, self.collate, steps, self.settings, parts, saved), None
+        with closing(self._loaded(source, asked, world.device)) as loader:
+            for step, (each, position) in enumerate(loader, trainer.step):
+                # Until the step is done, the state is that of the step before.
+                self.positions = {step: self.positions.get(step), step + 1: position}
+                yield [Batch(to_device(data, world.device), size, total) for data, size, total in each]
 
-    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
-        """The data set that gives steps, and what it is asked for; None for a stream, which is asked for nothing."""
-        shared = self.settings.workers or self.settings.val_fraction or trainer.world.size > 1
-        if hasattr(self.dataset, "state_dict") and shared:
-            raise UsageError(
-                f"data: {self.settings.name} has a state_dict, and would have several states",
-                "Each worker and each process has its own, and evaluation on a part of it changes it.",
-                "Take one process, data.workers=0 and data.val_fraction=0; or make it an IterableDataset.",
-            )
-        return _Seeded(self.dataset, self.collate, self.seed), self._shares(trainer)
-
-    def _at(self, step: int, position: Position | None) -> None:
-        """Takes note of the place of a step; here it follows from the step."""
-
-    def _shares(self, trainer: Trainer) -> Iterator[list[Share]]:
+    def _shares(self, steps: range, parts: int, shard: Shard) -> Iterator[list[Share]]:
         """This process's shares of each step that is left: one of each micro-batch that has samples at all."""
-        batch, per_epoch = self.settings.batch, self.batches(self.settings.batch, self.settings.drop_last)
+        batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
-        for step in range(trainer.step, trainer.total_steps):
+        for step in steps:
             epoch, place = divmod(step, per_epoch)
             if place == 0 or ordered is None:
                 ordered = self._order(epoch)
             samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
-            yield shares(samples, trainer.config.train.accumulate, trainer.world.shard)
+            yield shares(samples, parts, shard)
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as places in `train`: a permutation, or what the sampler gives."""
@@ -135,112 +156,63 @@ class Samples:
         whole = len(self.train) == len(self.dataset)
         dataset: Any = self.dataset if whole else Subset(self.dataset, self.train)
         found: list[int] = call_user_code(_sampled, "data.sampler", name, name, dataset, self.seed, epoch)
-        if wrong := [index for index in found if not 0 <= index < len(dataset)]:
+        fits = all(0 <= index < len(dataset) for index in found)
+        if not fits or (epoch and len(found) != self.epoch_count):
             raise UsageError(
-                f"data.sampler: {name} gave {wrong[0]:,}, and there are {counted(len(dataset), 'sample')}",
-                "It gives places in the data set that it is called with: the part that is trained on.",
-            )
-        if epoch and len(found) != self.epoch_count:
-            raise UsageError(
-                f"data.sampler: {name} gave {counted(self.epoch_count, 'sample')} in epoch 0, "
-                f"and {len(found):,} in epoch {epoch}",
-                "The step of a run follows from its epoch, so all epochs have the same length.",
+                f"data.sampler: {name} gave {counted(len(found), 'place')} in epoch {epoch}"
+                + ("" if fits else f", not all of them below {len(dataset):,}"),
+                f"It is given {counted(len(dataset), 'sample')}, and all epochs have the length of the first.",
             )
         return found
 
     def _loaded(self, dataset: Any, asked: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
-        """What `dataset` gives for all that it is asked for, by workers where there are. Closing it ends them."""
-        if not self.settings.workers:
-            yield from self._guarded(iter(dataset if asked is None else map(dataset.__getitems__, asked)))
-            return
-        loader = DataLoader(
-            dataset,
-            **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
-            collate_fn=unchanged,
-            num_workers=self.settings.workers,
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-            pin_memory=device.type == "cuda",
-        )
-        with signals_blocked():
-            batches: Any = iter(loader)
-        try:
-            yield from self._guarded(batches)
-        finally:
-            batches._shutdown_workers()  # left to the garbage collector, it takes ten seconds
+        """What `dataset` gives for all that it is asked for, by workers where there are. Closing it ends them.
 
-    def _guarded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; what the user's own data set or collate function raises comes with its traceback."""
+        asked: None for a stream.  What the user's own data set or collate function raises comes with its traceback.
+        """
+        workers = self.settings.workers
+        batches: Any = iter(dataset if asked is None else map(dataset.__getitems__, asked))
+        if workers:
+            loader = DataLoader(
+                dataset,
+                **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
+                collate_fn=unchanged,
+                num_workers=workers,
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+                pin_memory=device.type == "cuda",
+            )
+            with signals_blocked():
+                batches = iter(loader)
         end = object()
-        while (batch := call_user_code(next, "data", self.settings.name, batches, end)) is not end:
-            yield batch
+        try:
+            while (batch := call_user_code(next, "data", self.settings.name, batches, end)) is not end:
+                yield batch
+        finally:
+            if workers:
+                batches._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
     def validation(self, device: torch.device, epoch: int = 0, on: str = "val") -> Generator[Batch]:
         """The samples to evaluate on, in order, as they are in an epoch. Closing it ends its workers."""
         dataset, held = _held_out(self.settings.test) if on == "test" else (self.val, self.held)
+        batch, name = self.settings.batch, self.settings.name
         if is_stream(dataset):
             reader = Reader(dataset, derived(self.seed, on), {"epoch": epoch, "samples": 0})
             try:
-                while samples := call_user_code(reader.rest, "data", self.settings.name, self.settings.batch):
-                    data = call_user_code(self.collate, "data", self.settings.name, samples)
+                while samples := call_user_code(reader.rest, "data", name, batch):
+                    data = call_user_code(self.collate, "data", name, samples)
                     yield Batch(to_device(data, device), len(samples), len(samples))
             finally:
                 reader.rewind()  # the next evaluation begins as this one did
             return
-        batch = self.settings.batch
         places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
         asked = [[(part, len(part), len(part))] for part in places]
-        seeded = _Seeded(dataset, self.collate, self.seed, evaluated=True)
-        with closing(self._loaded(seeded, asked, device)) as loader:
+        source = Picked(dataset, self.collate, self.seed, evaluated=True)
+        with closing(self._loaded(source, asked, device)) as loader:
             for ((data, size, total),), _ in loader:
                 yield Batch(to_device(data, device), size, total)
 
 
-class Streamed(Samples):
-    """Training samples that come one after the other, and validation samples of their own."""
-
-    def _divide(self) -> None:
-        if self.settings.val_fraction or self.settings.sampler:
-            raise UsageError(
-                f"data: {self.settings.name} is a stream, without samples by number",
-                "No part of it can be held out, and no sampler chooses from it.",
-                f"Name a validation set: {arg(set='data.val.name=file.py:NAME')}; "
-                f"or none: {arg(set='data.val_fraction=0')}",
-            )
-        self.val, self.held = [], []
-        self.epoch_count = self.train_count = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
-        self.positions: dict[int, Position | None] = {}
-
-    def batches(self, batch: int, drop_last: bool) -> int:
-        """The steps of an epoch; more than any run has, where the stream does not know its length."""
-        return super().batches(batch, drop_last) if self.epoch_count else sys.maxsize
-
-    def state(self, step: int) -> dict[str, Any]:
-        """The place in the stream after a step."""
-        return {"stream": position} if (position := self.positions.get(step)) else {}
-
-    def load_state(self, step: int, state: dict[str, Any]) -> None:
-        """Goes on from a place in the stream."""
-        self.positions = {step: state.get("stream")}
-
-    def _source(self, trainer: Trainer) -> tuple[Any, Iterable[Any] | None]:
-        steps = Steps(
-            partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step)),
-            trainer.world.shard,
-            self.collate,
-            range(trainer.step, trainer.total_steps),
-            self.settings.batch,
-            self.settings.drop_last,
-            trainer.config.train.accumulate,
-            trainer.config.save.every,
-        )
-        return steps, None
-
-    def _at(self, step: int, position: Position | None) -> None:
-        # Until the step is done, the state is that of the step before.
-        self.positions = {step: self.positions.get(step), step + 1: position}
-
-
-class _Seeded(Dataset[Any]):
+class Picked(Dataset[Any]):
     """Steps of a data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
 
     It is told each new epoch with the first sample of it: from outside, that would not reach a worker.
@@ -248,87 +220,182 @@ class _Seeded(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, evaluated: bool = False) -> None:
         self.dataset, self.collate, self.evaluated = dataset, collate, evaluated
-        self.seed, self.random = derived(seed, "sample"), bool(getattr(dataset, "random", True))
-        self.epoch: int | None = None
+        self.seed, self.epoch = derived(seed, "sample"), -1
 
-    def __getitems__(self, asked: list[Share]) -> tuple[list[tuple[Any, int, int]], None]:
+    def __getitems__(self, asked: list[Share]) -> tuple[Parts, None]:
         """The micro-batches of a step, collated; it has no position of its own."""
         return [(self._collated(places), size, total) for places, size, total in asked], None
 
     def _collated(self, places: list[tuple[int, int]]) -> Any:
-        if self.collate is not default or self.random or not isinstance(self.dataset, Arrays):
-            return self.collate(self._samples(places))
-        self._begin(places[0][0])
-        return self.dataset.batch([index for _, index in places])
-
-    def _samples(self, places: list[tuple[int, int]]) -> list[Any]:
         """The samples of a part of a step, all of one epoch."""
-        self._begin(places[0][0])
-        indices = [index for _, index in places]
-        if self.random:
-            return [self._sample(epoch, index) for epoch, index in places]
-        several = getattr(self.dataset, "__getitems__", None)
-        return several(indices) if several is not None else [self.dataset[index] for index in indices]
+        epoch = places[0][0]
+        if epoch != self.epoch:
+            if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
+                own_numbers(self.dataset)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            self.epoch = epoch
+        if self.collate is default and type(self.dataset) is Arrays:  # which draws nothing
+            return self.dataset.batch([index for _, index in places])
+        samples = []
+        for _, index in places:
+            seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
+            samples.append(self.dataset[index])
+        return self.collate(samples)
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
-        return self.dataset[index]
 
-    def _begin(self, epoch: int) -> None:
-        if self.epoch is None and torch.utils.data.get_worker_info() is not None:
-            own_numbers(self.dataset)
-        if epoch != self.epoch and hasattr(self.dataset, "set_epoch"):
+# Streams -------------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Reads a stream, one epoch after the other. `epoch`, `taken`: the samples before the next one.
+
+    A stream with `state_dict` and `load_state_dict` goes on from its state at the last save, others from the beginning
+    of the epoch; the samples from there to the position are read again. Randomness follows from epoch and number.
+    """
+
+    def __init__(self, dataset: Any, seed: int, position: Position | None = None) -> None:
+        self.dataset, self.seed = dataset, derived(seed, "stream")
+        self.keeps = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        position = position or {"epoch": 0, "samples": 0}
+        self._begin(position["epoch"], position.get("state") if self.keeps else None)
+        for _ in range(position["samples"] - self.taken):
+            if not self._next():
+                raise UsageError(
+                    f"data: epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}",
+                    "The stream has changed, so the run cannot resume at its place.",
+                )
+
+    def _begin(self, epoch: int, state: Any = None) -> None:
+        self.epoch, self.taken = epoch, 0
+        seed_all(CPU, self.seed, epoch, "begin")
+        if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        self.epoch = epoch
+        self.mark()
+        if state is not None:  # before it is read, a stream may not know the state that it was given
+            self.state, self.taken = state, state["samples"]
+            self.dataset.load_state_dict(copy.deepcopy(state["of"]))
+        self.samples = iter(self.dataset)
+
+    def mark(self) -> None:
+        """Takes the stream's state, to go on from there."""
+        of = copy.deepcopy(self.dataset.state_dict()) if self.keeps else None
+        self.state = {"samples": self.taken, "of": of} if self.keeps else None
+
+    def rewind(self) -> None:
+        """Puts the stream back into the state that was taken last."""
+        if self.state is not None:
+            self.dataset.load_state_dict(self.state["of"])
+
+    @property
+    def position(self) -> Position:
+        """The place of the next sample, as it is saved."""
+        return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.keeps else {})
+
+    def _next(self) -> list[Any]:
+        """The next sample of the epoch, in a list; none at its end."""
+        seed_all(CPU, self.seed, self.epoch, self.taken)
+        for sample in self.samples:
+            self.taken += 1
+            return [sample]
+        return []
+
+    def rest(self, count: int) -> list[Any]:
+        """The next samples of this epoch, at most `count`."""
+        found: list[Any] = []
+        while len(found) < count and (sample := self._next()):
+            found += sample
+        return found
+
+    def take(self, batch: int, drop_last: bool) -> list[Any]:
+        """The samples of a step, of the next epoch where this one is at its end."""
+        while len(found := self.rest(batch)) < batch:
+            if self.taken < (batch if drop_last else 1):
+                raise UsageError(
+                    f"data: the stream ends after {counted(self.taken, 'sample')}",
+                    f"There is no batch of {batch} in it.",
+                )
+            self._begin(self.epoch + 1)  # at once: the state of a stream that has ended may be its first
+            if found and not drop_last:
+                break
+        return found
+
+
+@dataclass(eq=False)
+class Steps(IterableDataset[Any]):
+    """The steps of a stream: for each, the micro-batches of this process as (data, size, total), and the position
+    after it. A worker reads all and gives every n-th step. saved: the multiple of steps at which the stream's state is
+    taken.
+    """
+
+    reader: partial[Reader]
+    shard: Shard
+    collate: Collate
+    steps: range
+    settings: Data
+    parts: int
+    saved: int
+
+    def __iter__(self) -> Iterator[tuple[Parts, Position]]:
+        worker = torch.utils.data.get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        if worker is not None:
+            own_numbers(self.reader.args[0])
+        # A stream that divides itself among the workers would give each of them a part of its part.
+        torch.utils.data._utils.worker._worker_info = None
+        reader = self.reader()
+        for step in self.steps:
+            samples = reader.take(self.settings.batch, self.settings.drop_last)
+            if (step + 1) % self.saved == 0 or step + 1 == self.steps.stop:
+                reader.mark()
+            if (step - self.steps.start) % count == number:
+                parts = shares(samples, self.parts, self.shard)
+                yield [(self.collate(own), size, total) for own, size, total in parts], reader.position
+
+
+def shares(samples: list[Any], parts: int, shard: Shard) -> list[Share]:
+    """A process's shares of a step's samples, one of each micro-batch that has any.
+
+    A process without a sample takes one with the weight of none: all must take part in every step.
+    """
+    windows = [window for micro in range(parts) if (window := samples[micro::parts])]
+    return [(own or window[:1], len(own), len(window)) for window in windows for own in [shard(window)]]
+
+
+def own_numbers(dataset: Any) -> None:
+    """Gives a worker its own copy of numbers in shared memory, such as the epoch: another may be in another epoch."""
+    for name, value in list(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.untyped_storage().is_shared():
+            setattr(dataset, name, value.clone())
+
+
+def unchanged(step: Any) -> Any:
+    """A step as it is: without this, a `DataLoader` makes lists of tuples and tensors of arrays."""
+    return step
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Blocks signals, for good in workers that are begun here: one to the whole process group is for the trainer, which
+    still needs its workers."""
+    names = ("TERM", "INT", "USR1", "USR2", "HUP")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in names])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Tensors in tuples, lists and dictionaries, on the device."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: to_device(value, device) for key, value in data.items()}
-    return type(data)(to_device(part, device) for part in data) if type(data) in (tuple, list) else data
+    """A batch with its tensors on the device, in whatever tuples, lists and dictionaries they are."""
+    return tree_map_only(torch.Tensor, lambda value: value.to(device, non_blocking=True), data)
 
 
-def load_data(settings: Data, seed: int) -> Samples:
-    """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
-    made = DATA.make(settings.name, settings.args)
-    kind = Streamed if is_stream(made) else Samples
-    samples: Samples = call_user_code(kind, "data", settings.name, made, settings, seed)
-    if not samples.batches(settings.batch, settings.drop_last):
-        raise UsageError(
-            f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on",
-            "With drop_last there would be no step.",
-            f"Make the batch smaller: {arg(set='data.batch=NUMBER')}",
-        )
-    return samples
-
-
-def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
-    """A data set to evaluate on, and the places in it."""
-    if settings is None:
-        raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
-    made = DATA.make(settings.name, settings.args)
-    return made, [] if is_stream(made) else list(range(len(made)))
-
-
-def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
-    seed_all(CPU, seed, "sampler", epoch)
-    sampler = SAMPLERS.find(name)(dataset, generator(seed, "order", epoch))
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    return [operator.index(index) for index in sampler]
-
-
-# Collating -----------------------------------------------------------------------------------------------------------
+# By name -------------------------------------------------------------------------------------------------------------
 
 
 def default(samples: list[Any]) -> Any:
     """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
-    from torch.utils.data import default_collate
-
     try:
         return default_collate(samples)
     except RuntimeError as error:
@@ -342,19 +409,19 @@ def default(samples: list[Any]) -> Any:
 
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
+
+    def padded(column: list[Any]) -> Any:
+        tensors = [torch.as_tensor(part) if isinstance(part, list) else part for part in column]
+        if all(isinstance(part, torch.Tensor) and part.dim() for part in tensors):
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        return default(column)
+
     first = samples[0]
     keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
     columns = {key: [sample[key] for sample in samples] for key in keys} or {0: samples}
-    padded = {key: _padded(column) for key, column in columns.items()}
     lengths = torch.tensor([len(sequence) for sequence in next(iter(columns.values()))])
-    return {**padded, "lengths": lengths} if isinstance(first, dict) else (*padded.values(), lengths)
-
-
-def _padded(column: list[Any]) -> Any:
-    tensors = [torch.as_tensor(part) if isinstance(part, list) else part for part in column]
-    if all(isinstance(part, torch.Tensor) and part.dim() for part in tensors):
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    return default(column)
+    parts = {key: padded(column) for key, column in columns.items()}
+    return {**parts, "lengths": lengths} if isinstance(first, dict) else (*parts.values(), lengths)
 
 
 COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": default, "pad": pad})
@@ -370,15 +437,30 @@ DATA = Choice(
 )
 
 
-_ALL = ("TERM", "INT", "USR1", "USR2", "HUP")
+def load_data(settings: Data, seed: int) -> Samples:
+    """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
+    made = DATA.make(settings.name, settings.args)
+    samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
+    if not samples.steps_per_epoch:
+        raise UsageError(
+            f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on",
+            "With drop_last there would be no step.",
+        )
+    return samples
 
 
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Blocks signals, for good in workers that are begun here: one to the whole process group is for the trainer, which
-    still needs its workers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in _ALL])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
+    """A data set to evaluate on, and the places in it: none in a stream."""
+    if settings is None:
+        raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
+    made = DATA.make(settings.name, settings.args)
+    return made, [] if is_stream(made) else list(range(len(made)))
+
+
+def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
+    seed_all(CPU, seed, "sampler", epoch)
+    sampler = SAMPLERS.find(name)(dataset, generator(seed, "order", epoch))
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return [operator.index(index) for index in sampler]

@@ -10,7 +10,7 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,15 +36,14 @@ class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
     key: as messages call it.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
-    by name in lower case; `step` and `step_lr` are StepLR.  unnamed: of `classes`, those that
-    no message offers.  gives: what a call must result in, in words, and the test for it.
+    by name in lower case; `step` and `step_lr` are StepLR.  gives: what a call must result in, in words, and the test
+    for it.
     """
 
     key: str
     yours: str
     built_in: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
-    unnamed: Collection[Any] = ()
     gives: tuple[str, Callable[[Any], bool]] = ("", lambda made: True)
 
     @property
@@ -62,8 +61,8 @@ class Choice:
         for spelling in (plain, f"{plain}lr", plain.removesuffix("lr")):
             if spelling in self.classes:
                 return self.classes[spelling]
-        classes = {key: each.__name__ for key, each in self.classes.items() if each not in self.unnamed}
-        known = {each.lower(): each for each in self.built_in} | classes
+        known = {each.lower(): each for each in self.built_in}
+        known |= {key: each.__name__ for key, each in self.classes.items()}
         close = difflib.get_close_matches(plain, known, 1)
         raise UsageError(
             f"{self.key}: there is no {name!r}",
@@ -103,19 +102,15 @@ class Choice:
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:
     """The numbers that the user's code gave, by name. Raises `UsageError` for anything else."""
     if not isinstance(found, Mapping):
-        raise UsageError(
-            f"{what}: {name} gave {type(found).__name__}, not a dictionary of numbers",
-            "Each line of the metrics holds numbers by name.",
-        )
+        raise UsageError(f"{what}: {name} gave {type(found).__name__}, not a dictionary of numbers")
     made = {}
     for key, value in found.items():
         try:
             made[str(key)] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            kind = f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
             raise UsageError(
-                f"{what}: {name} gave {kind} for {key!s}, which is not a number",
-                "Each line of the metrics holds numbers by name.",
+                f"{what}: {name} gave {type(value).__name__} for {key!s}, which is not a number",
+                "",
                 "Give a number, a tensor of one number, or leave it out.",
             ) from None
     return made

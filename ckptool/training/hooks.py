@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
-import inspect
-import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +15,10 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, UsageError
-from ckptool.training import METRICS, TABLE
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
 from ckptool.training.shards import whole
-from ckptool.training.store import Lines, write_text
+from ckptool.training.store import write_text
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -37,13 +32,27 @@ class Hooks:
     """The hooks of a run, called in order between and within steps. None of them may change what is trained.
 
     A hook is a class, or a function that makes one, with any of: attach(trainer), after_backward(trainer, model) and
-    facts() that give numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer).
+    facts() that give numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer). Raises
+    `UsageError` for one with none of them, or with one that is misspelt.
     """
 
     def __init__(self, names: list[str], progress: Progress | None = None) -> None:
         self.progress = progress
         self.numbers: dict[str, dict[str, Any]] = {}
-        self.each: list[tuple[str, Any]] = [(name, _build_hook(name)) for name in names]
+        self.each: list[tuple[str, Any]] = [(name, HOOKS.make(name, {})) for name in names]
+        for name, hook in self.each:
+            others = [key for key in dir(type(hook)) if key[0] != "_" and callable(getattr(type(hook), key))]
+            for other in {*others} - {*METHODS}:
+                near = get_close_matches(other.removeprefix("on_"), METHODS, 1, 0.75)
+                if near and not hasattr(hook, near[0]):
+                    raise UsageError(
+                        f"hooks: {name} has a method {other}, which would never be called",
+                        f"The methods of a hook are {', '.join(METHODS)}.",
+                        f"Did you mean {near[0]}? If not, begin its name with an underscore.",
+                    )
+            if not any(hasattr(hook, method) for method in METHODS):
+                what = f"hooks: {name} returned {type(hook).__name__}, none of whose methods would be called"
+                raise UsageError(what, "", HOOKS.typed)
 
     def _call(self, method: str, *args: Any) -> list[tuple[str, Any]]:
         """Calls a method of every hook that has it; the hooks' names, with what it returned."""
@@ -60,34 +69,26 @@ class Hooks:
         if trainer.world.is_first and config.profile is not None:
             by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
             self.each.append(("profile", Profiler(config.profile, folder, by)))
-        if trainer.world.is_first and config.log.csv:
-            self.each.append(("csv", CsvLog(folder)))
         if trainer.world.is_first and config.log.tensorboard:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
+        errors: list[CkptoolError] = []
         try:
             self._call("attach", trainer)
             yield
-        except BaseException:
-            self._ended(trainer)  # what stopped the run is the news
-            raise
-        if errors := self._ended(trainer):
+        finally:  # each is told of the end, whatever the others do
+            for name, hook in self.each:
+                try:
+                    if hasattr(hook, "ended"):
+                        call_user_code(hook.ended, "hooks", name, trainer)
+                except CkptoolError as error:
+                    errors.append(error)
+        if errors:  # and nothing else stopped the run, which would be the news
             raise errors[0]
 
     @property
     def profiled(self) -> str:
         """The path of the profiler's table, where it was written."""
         return next((hook.written for _, hook in self.each if isinstance(hook, Profiler)), "")
-
-    def _ended(self, trainer: Trainer) -> list[CkptoolError]:
-        """Tells each hook of the end, whatever the others do; returns the errors that they raised."""
-        errors = []
-        for name, hook in self.each:
-            try:
-                if hasattr(hook, "ended"):
-                    call_user_code(hook.ended, "hooks", name, trainer)
-            except CkptoolError as error:
-                errors.append(error)
-        return errors
 
     def after_backward(self, trainer: Trainer, model: str) -> None:
         """Called when a model's gradients are complete, before they are clipped."""
@@ -115,33 +116,6 @@ class Hooks:
         self._call("logged", trainer, fact)
         if self.progress is not None:
             self.progress({**fact, "steps": trainer.total_steps}, rate)
-
-
-def _build_hook(name: str) -> Any:
-    """The hook of this name. Raises `UsageError` where none of its methods would be called, or one is misspelt."""
-    hook = HOOKS.make(name, {})
-    kind = type(hook)
-    there = [method for method in METHODS if callable(getattr(hook, method, None))]
-    public = [key for key in dir(kind) if not key.startswith("_") and key not in METHODS]
-    others = [key for key in public if inspect.isroutine(inspect.getattr_static(kind, key))]
-    meant = {other: near for other in others if (near := _meant(other, 0.75 if there else 0.5)) not in ("", *there)}
-    if meant or not there:
-        other, near = next(iter(meant.items()), ("", ""))
-        raise UsageError(
-            f"hooks: {name} has a method {other}, which would never be called"
-            if there
-            else f"hooks: {name} returned {kind.__name__}, none of whose methods would be called",
-            f"The methods of a hook are {', '.join(METHODS)}.",
-            f"Did you mean {near}? If not, begin its name with an underscore." if near else HOOKS.typed,
-        )
-    return hook
-
-
-def _meant(name: str, cutoff: float) -> str:
-    """The method of a hook that a name was probably meant to be, or ""."""
-    bare = name.removeprefix("on_")
-    swapped = [method for method in METHODS if sorted(method) == sorted(bare)]
-    return next(iter(swapped or difflib.get_close_matches(bare, METHODS, 1, cutoff)), "")
 
 
 class GradNorm:
@@ -227,37 +201,6 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-class CsvLog:
-    """The lines of the metrics as metrics.csv: a column for each name, in the order in which they appear.
-
-    It is made of metrics.jsonl, which was cut back, when a run begins, and again when a line has a new name.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.path, self.lines = os.path.join(folder, TABLE), Lines(os.path.join(folder, METRICS))
-        self._write()
-
-    def _write(self) -> None:
-        self.columns = list(dict.fromkeys(key for fact in self.lines.read() for key in fact))
-        head = [dict(zip(self.columns, self.columns, strict=True))] if self.columns else []
-        write_text(self.path, "".join(map(self._row, chain(head, self.lines.read()))))
-
-    def _row(self, fact: dict[str, Any]) -> str:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow([fact.get(key) for key in self.columns])
-        return text.getvalue()
-
-    def logged(self, trainer: Trainer, fact: dict[str, Any]) -> None:
-        if not fact.keys() <= set(self.columns):
-            self._write()
-            return
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(self._row(fact))
-        except OSError as error:
-            raise file_problem(error, self.path, "write to") from error
 
 
 class Board:

@@ -2,29 +2,39 @@
 
 A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again
 on resume. `step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
+
+Below it is evaluation: between two steps, and of a checkpoint beside its run, to which nothing is written.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+import os
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.commands import arg, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError
-from ckptool.training.data import Batch, seed_all
-from ckptool.training.evaluation import autocast, measured
+from ckptool.commands import arg, command, nearest
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, listed
+from ckptool.training import CONFIG, configfile
+from ckptool.training.config import Config
+from ckptool.training.configfile import recorded_config, retention_of
+from ckptool.training.data import Batch
+from ckptool.training.extensions import name_culprits, numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
-from ckptool.training.parallel import World, unsynchronised
+from ckptool.training.parallel import unsynchronised, world_of
+from ckptool.training.reports import Evaluated
+from ckptool.training.rng import seed_all
+from ckptool.training.saving import loaded
+from ckptool.training.store import RunFolder, SavedState, check
 from ckptool.training.tasks import Phase
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, build, load, switches_given_back
 
 if TYPE_CHECKING:
     from ckptool.training.start import TrainerRun
@@ -60,7 +70,12 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
         _remember(trainer, found)
     trainer.pending = False
     if trainer.world.is_first and (run.metrics or is_due(trainer, config.log.every)):
-        _log(trainer, run, hooks, rate)
+        place = {"step": trainer.step, "epoch": trainer.epoch}
+        fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **hooks.facts(), **place}
+        for name, optimizer in trainer.optimizers.items():
+            fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
+        run.log(**{name: value for name, value in fact.items() if name not in place})
+        hooks.logged(trainer, fact, rate)
     if config.save.seconds is not None:
         run.save(seconds=config.save.seconds)
     if is_due(trainer, config.save.every) or trainer.is_stale:
@@ -111,15 +126,6 @@ def _remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         trainer.stale = known | changed
 
 
-def _log(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> None:
-    place = {"step": trainer.step, "epoch": trainer.epoch}
-    fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **hooks.facts(), **place}
-    for name, optimizer in trainer.optimizers.items():
-        fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
-    run.log(**{name: value for name, value in fact.items() if name not in place})
-    hooks.logged(trainer, fact, rate)
-
-
 def _rescue(trainer: Trainer, run: TrainerRun, error: Exception) -> None:
     """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
 
@@ -155,69 +161,73 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
         trainer.averages[name].update()
     trainer.loss = losses[0]
     trainer.samples += count
-    _step_schedules(trainer)
+    ended = (trainer.step + 1) % trainer.steps_per_epoch == 0
+    for name, schedule in trainer.schedules.items():
+        settings = trainer.config.optim[name].schedule
+        if settings is None or settings.follows_evaluation:
+            continue
+        # They follow the optimizer: a step that was left out does not count for them.
+        if trainer.config.model_of(name) in trainer.task.stepped if settings.per == "step" else ended:
+            schedule.step()
+    trainer.task.stepped.clear()
     trainer.step += 1
     trainer.pending = is_due(trainer, trainer.eval_every)
     hooks.after_step(trainer)
 
 
 def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch], count: int, hooks: Hooks) -> float:
-    """One update of one model; returns the mean loss over all samples of the step."""
-    world, scaler, config = trainer.world, trainer.scaler, trainer.config
-    optimizer, runners = trainer.updates[phase.model].optimizer, trainer.runners_for(phase.model)
+    """One update of one model, unless its loss or gradients are not finite.
+
+    Returns the mean loss over all samples of the step.
+    """
+    world, scaler, config, task = trainer.world, trainer.scaler, trainer.config, trainer.config.task
+    update, runners = trainer.updates[phase.model], trainer.runners_for(phase.model)
+    optimizer, kind = update.optimizer, update.kind
     optimizer.zero_grad(set_to_none=True)
     parts = []
     for micro, batch in enumerate(batches):
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
-            loss = _one_number(call_user_code(phase.loss, "task", config.task, runners, batch), config.task)
+            loss = call_user_code(phase.loss, "task", task, runners, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(
+                f"task: the loss of {task} is of {shape}, not a tensor of one number",
+                "Gradients are computed from it.",
+                "Return the mean over the samples of the batch.",
+            )
+        loss = loss.reshape(())
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
         scaled = loss if weight == 1 else loss * weight
         if scaled.requires_grad:  # else all that could learn is frozen
-            call_user_code(
-                torch.autograd.backward, "task", config.task, scaler.scale(scaled) if scaler is not None else scaled
-            )
+            scaled = scaler.scale(scaled) if scaler is not None else scaled
+            call_user_code(torch.autograd.backward, "task", task, scaled)
         parts.append((loss.detach(), batch.size))
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
     hooks.after_backward(trainer, phase.model)
-    return _update(trainer, phase.model, _mean(parts, count, world), gradients)
-
-
-def _one_number(loss: Any, task: str) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        kind = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(
-            f"task: the loss of {task} is of {kind}, not a tensor of one number",
-            "Gradients are computed from it.",
-            "Return the mean over the samples of the batch.",
-        )
-    return loss.reshape(()) if loss.dim() else loss
-
-
-def _update(trainer: Trainer, name: str, mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> float:
-    """Steps the optimizer, unless loss or gradients are not finite; returns the loss as a number."""
-    update, scaler = trainer.updates[name], trainer.scaler
-    optimizer, kind = update.optimizer, update.kind
-    loss, finite = _checked(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
+    mean = parts[0][0]
+    if len(parts) > 1 or world.distributed:
+        mean = world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
+    value, finite = _checked(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
     if finite:
         for part, clip in update.clips:
             call_user_code(clip_gradients, "optim", kind, part, clip)
         if scaler is None or not gradients or call_user_code(_scaled_step, "optim", kind, scaler, optimizer):
-            trainer.task.stepped.add(name)
+            trainer.task.stepped.add(phase.model)
         if scaler is None:
             call_user_code(optimizer.step, "optim", kind)
-    elif trainer.config.train.on_nonfinite == "stop":
+    elif config.train.on_nonfinite == "stop":
         raise NotFinite(
-            f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {loss})",
+            f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
             "The run stopped there; its checkpoints are as they were.",
             f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:
         scaler.update()  # which is done with this step's gradients
-    return loss
+    return value
 
 
 def _scaled_step(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
@@ -226,13 +236,6 @@ def _scaled_step(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale() >= before
-
-
-def _mean(parts: Sequence[tuple[torch.Tensor, int]], count: int, world: World) -> torch.Tensor:
-    """The mean loss over the samples of a step, of means over those of its parts."""
-    if len(parts) == 1 and not world.distributed:
-        return parts[0][0]
-    return world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
 
 
 def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:
@@ -250,30 +253,112 @@ def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[flo
         if dtype.is_complex:
             each = [torch.view_as_real(gradient) for gradient in each]
         found.append(torch.zeros((), device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(each, found[-1], _one(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(each, found[-1], torch.ones((), device=device))
     loss = mean.item()
     return loss, math.isfinite(loss) and not any(infinite.item() for infinite in found)
 
 
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones((), device=device)
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+BEST, NEWEST = "best", "newest"
 
 
-def _step_schedules(trainer: Trainer) -> None:
-    """Schedules follow the optimizer: a step that was left out does not count for them."""
-    ended = (trainer.step + 1) % trainer.steps_per_epoch == 0
-    for name, schedule in trainer.schedules.items():
-        settings = trainer.config.optim[name].schedule
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or settings is None:
-            continue  # after evaluation
-        if trainer.config.model_of(name) in trainer.task.stepped if settings.per == "step" else ended:
-            try:
-                schedule.step()
-            except ValueError as error:
-                raise UsageError(
-                    f"the schedule of {name} ends before step {trainer.step + 1}: {error}",
-                    "It is shorter than the run.",
-                    f"Make it longer: {arg(set=f'optim.{name}.schedule.args.total_steps={trainer.total_steps}')}",
-                ) from error
-    trainer.task.stepped.clear()
+class _Stopped(BaseException):
+    """Ends an evaluation through the user's own code, which may catch every `Exception`."""
+
+
+def measured(
+    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val"
+) -> dict[str, float] | None:
+    """Metrics over the validation or test samples, the same in all processes; None if they are to stop meanwhile.
+
+    stopping: asked before each batch.  on: `val` or `test`.
+    """
+    config, world = trainer.config, trainer.world
+    dropped = False
+
+    def batches(samples: Iterator[Batch]) -> Iterator[Batch]:
+        nonlocal dropped
+        for number, batch in enumerate(samples):
+            # Of processes that compute a model together, at once in all of them.
+            if world.any_rank(stopping()) if trainer.is_divided else stopping():
+                dropped = True
+                raise _Stopped
+            seed_all(world.device, config.seed, "eval", trainer.step, number)
+            yield batch
+
+    found: Any = {}
+    with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
+        seed_all(world.device, config.seed, "eval", trainer.step)
+        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Stopped):
+            found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
+    if world.any_rank(dropped):
+        return None
+    return world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _evaluating(trainer: Trainer) -> Iterator[None]:
+    """Puts models into evaluation mode, with their averages as weights by `eval.ema`; afterwards all is as it was."""
+    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
+    for model in trainer.models.values():
+        model.eval()
+    with ExitStack() as averaged:
+        try:
+            for average in trainer.averages.values() if trainer.config.eval.ema else ():
+                averaged.enter_context(average.in_place())
+            yield
+        finally:
+            for model in trainer.models.values():
+                model.train()
+            for module, mode in modes:
+                module.training = mode
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """The precision of the forward pass."""
+    if config.train.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if config.train.precision == "bf16" else torch.float16)
+
+
+def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
+    """The metrics of a checkpoint of a run on its validation or test data, in one process."""
+    if on not in ("val", "test"):
+        raise UsageError(f"there are no {on} data", "", arg(on=nearest(on, ("val", "test")) or "val"))
+    number, config, _ = recorded_config(folder)
+    strategy = config.strategy if config.split is not None else "single"
+    values = {**config.dumped(), "run": folder, "strategy": strategy}
+    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
+    chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
+    check(saved, config.save.verify)
+    with name_culprits(), switches_given_back(), world_of(config) as world:
+        trainer = build(config, world, fresh=False)
+        objects = trainer.objects(trains=False)
+        load(objects, loaded(saved.path, objects.in_parts), saved.path)
+        trainer.step = saved.step
+        metrics = measured(trainer, on=on)
+    if not metrics:
+        raise UsageError(
+            "there is nothing to evaluate on",
+            "No sample is held out, and there is no validation set.",
+            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
+        )
+    return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
+
+
+def _chosen(
+    there: Sequence[SavedState], config: Config, checkpoint: str | int | None, folder: str
+) -> tuple[str, SavedState]:
+    """The checkpoint that is asked for, and in words which it is: the best where there is one, without being asked."""
+    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
+    found = {str(saved.step): saved for saved in there}
+    for saved in there:
+        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
+    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
+    if wanted not in found:
+        raise UsageError(
+            f"{folder} has no checkpoint {wanted}",
+            f"Available: {listed(list(found), 12)}." if found else "It has none.",
+        )
+    return f"the best {config.eval.metric}" if wanted == BEST else wanted if wanted == NEWEST else "", found[wanted]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ckptool.analysis.targets import names_code
-from ckptool.analysis.warm_start import LoadReport, percent
+from ckptool.analysis.warm_start import percent
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
@@ -43,17 +43,36 @@ def build_model(
 
     Facts of the data (`inputs`, `classes`, …) are passed on where the model takes them and `args` does not give them.
     fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.  say:
-    called with what was skipped of a checkpoint that need not fit.
+    called with what was skipped of a checkpoint that need not fit. Raises what `ckptool.load_into` raises for one that
+    does not.
     """
     found = MODELS.find(settings.name)
     takes = inspect.signature(found).parameters if callable(found) else ()
-    known = {name: value for name, value in data.about.items() if name in takes and name not in settings.args}
+    known = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
     model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
     initialise(model, settings.init)
-    if fresh and settings.from_ is not None:
-        skipped = start_from(model, settings.from_, settings.strict, name, settings.min_loaded)
-        if skipped:
-            say(skipped)
+    if not fresh or (path := settings.from_) is None:
+        return model
+    from ckptool.bridge.modules import load_into
+
+    strict, way = settings.strict, "error" if settings.strict else "skip"
+    try:
+        report = load_into(model, path, strict=strict, on_mismatch=way, min_loaded=settings.min_loaded)
+    except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
+        less = f"models.{name}.strict=false" if strict else f"models.{name}.min_loaded=0"
+        words = "only what fits" if strict else "however little fits"
+        part = "" if "#" in path else f"; a part of it: {arg(set=f'models.{name}.from={path}#ADDRESS')}"
+        error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {words}: {arg(set=less)}")
+        raise
+    lists = {
+        "skipped, of another shape": [f"{each.target} ({each.have} for {each.want})" for each in report.mismatched],
+        "not in it": [each.name for each in report.missing],
+        "not in the model": [each.name for each in report.unexpected],
+    }
+    left = [f"{len(names)} {what}: {printable(listed(names, 8))}" for what, names in lists.items() if names]
+    if left:
+        loaded = f"{counted(len(report.loaded), 'tensor')} ({percent(report.share)} of its values)"
+        say(f"models.{printable(name)} starts with {loaded} of {printable(report.source)}; {'; '.join(left)}")
     return model
 
 
@@ -90,36 +109,6 @@ def initialise(model: nn.Module, scheme: str) -> None:
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():
                 module.weight[module.padding_idx].zero_()
-
-
-def start_from(model: nn.Module, path: str, strict: bool, name: str = "main", min_loaded: float | None = None) -> str:
-    """Loads weights into a model before it starts; raises what `ckptool.load_into` raises where they do not fit.
-
-    Returns what was skipped, in words; "" where all fitted. strict: False skips tensors of other names and shapes.
-    """
-    from ckptool.bridge.modules import load_into
-
-    try:
-        way = "error" if strict else "skip"
-        return _skipped(load_into(model, path, strict=strict, on_mismatch=way, min_loaded=min_loaded), name)
-    except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
-        less = f"only what fits: {arg(set=f'models.{name}.strict=false')}"
-        less = less if strict else f"however little fits: {arg(set=f'models.{name}.min_loaded=0')}"
-        part = "" if "#" in path else f"; a part of it: {arg(set=f'models.{name}.from={path}#ADDRESS')}"
-        error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {less}")
-        raise
-
-
-def _skipped(report: LoadReport, name: str) -> str:
-    other = [f"{printable(each.target)} ({each.have} for {each.want})" for each in report.mismatched]
-    lists = {
-        "skipped, of another shape": other,
-        "not in it": [printable(each.name) for each in report.missing],
-        "not in the model": [printable(each.name) for each in report.unexpected],
-    }
-    words = "; ".join(f"{len(names)} {what}: {listed(names, 8)}" for what, names in lists.items() if names)
-    loaded = f"{counted(len(report.loaded), 'tensor')} ({percent(report.share)} of its values)"
-    return words and f"models.{printable(name)} starts with {loaded} of {printable(report.source)}; {words}"
 
 
 # Activation checkpointing --------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""Optimizers by name: parameter groups by pattern, clipping, freezing, the moving average of the weights."""
+"""Optimizers by name: parameter groups by pattern, clipping, freezing, learning rate schedules (torch's by name,
+functions of the step, and the user's own), and the moving average of the weights.
+"""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, count
@@ -12,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptool.analysis.targets import names_code
-from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.training.extensions import Choice, classes_of
+from ckptool.bridge.user_code import call_user_code
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.training.extensions import Choice, classes_of, numbers
 from ckptool.training.matching import parameters_matching
 from ckptool.training.shards import divided_like, is_divided, local
 
 if TYPE_CHECKING:
-    from ckptool.training.config import Clip, FreezeUntil, Group, Optim
+    from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
 
 Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
     "optim",
     "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
-    classes=classes_of(torch.optim, torch.optim.Optimizer),
+    # Without LBFGS, which computes the loss several times in a step, by a closure.
+    classes={name: each for name, each in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
     gives=("a torch.optim.Optimizer", lambda made: isinstance(made, torch.optim.Optimizer)),
 )
 
@@ -66,75 +72,50 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
 def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | None = None) -> torch.optim.Optimizer:
     """The optimizer, with each of the parameters (all, where none are given) and its name in exactly one group.
 
-    Raises `UsageError` for an unknown optimizer, an unmatched pattern or an argument that it does not take.
+    Raises `UsageError` for an unknown optimizer, an unmatched pattern, an argument or an option that it does not take.
     """
     kind, own = OPTIMIZERS.find(settings.name), names_code(settings.name)
-    if kind is torch.optim.LBFGS:
-        why = "It computes the loss several times in a step, by a closure; a step here computes it once."
-        raise UsageError("optim: LBFGS cannot be used here", why, "Name another one.")
-    if not own:
-        _check_options(kind, settings.groups)
-    groups = _groups(model, dict(model.named_parameters()) if parameters is None else parameters, settings.groups)
+    known = [] if own else [name for name in inspect.signature(kind).parameters if name != "params"]
+    left = dict(model.named_parameters()) if parameters is None else dict(parameters)
+    available = listed(list(left), 8)
+    groups: list[dict[str, Any]] = []
+    for rule in settings.groups:  # the first that matches wins
+        options = rule.model_extra or {}
+        if wrong := [name for name in options if known and name not in known]:  # it would keep it, and never look at it
+            raise UsageError(
+                f"optim.groups: {kind.__name__} has no option {wrong[0]!r}", f"It has: {', '.join(known)}."
+            )
+        matching = parameters_matching(model, rule.match, "optim.groups")
+        chosen = {name: left.pop(name) for name in matching if name in left}
+        if not chosen:
+            raise UsageError(
+                f"optim.groups: {rule.match!r} matches no parameter outside the earlier groups",
+                f"Available: {available}.",
+            )
+        groups.append({"params": list(chosen.items()), **options})
+    if left:
+        groups.append({"params": list(left.items())})
     args = {"lr": settings.lr, **settings.args}
-    made: torch.optim.Optimizer = (
-        _own_optimizer(settings, args, groups) if own else OPTIMIZERS.make(settings.name, args, groups)
-    )
-    return made
-
-
-def _own_optimizer(settings: Optim, args: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer that the user's own class or function makes of parameters, or of groups where there are any.
-
-    It gets them without names, which not every optimizer takes; they are put into its groups afterwards.
-    """
+    made: torch.optim.Optimizer
+    if not own:
+        made = OPTIMIZERS.make(settings.name, args, groups)
+        return made
+    # The user's own gets parameters (groups where there are any) without names, which not every optimizer takes.
     names = {id(parameter): name for group in groups for name, parameter in group["params"]}
     plain = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
-    given = plain if settings.groups else plain[0]["params"] if plain else []
-    made: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, args, given)
+    made = OPTIMIZERS.make(settings.name, args, plain if settings.groups or not plain else plain[0]["params"])
     held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(names):
-        left = [name for key, name in names.items() if key not in held]
+        left_out = [name for key, name in names.items() if key not in held]
         raise UsageError(
             f"optim: {settings.name} does not step the parameters that it was given",
-            f"It left out {listed(left)}." if left else "It has others, too.",
+            f"It left out {listed(left_out)}." if left_out else "It has others, too.",
             "Each of them is in one group of the optimizer.",
         )
     for group in made.param_groups:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     if callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
         train()
-    return made
-
-
-def _check_options(kind: type, groups: Iterable[Group]) -> None:
-    """Raises `UsageError` for an option of a group that the optimizer would keep, and never look at."""
-    known = [name for name in inspect.signature(kind).parameters if name != "params"]
-    for group in groups:
-        for name in group.model_extra or {}:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                raise UsageError(
-                    f"optim.groups: {kind.__name__} has no option {name!r}",
-                    f"It has: {', '.join(known)}.",
-                    f"Did you mean {close[0]}?" if close else "",
-                )
-
-
-def _groups(model: nn.Module, parameters: Parameters, groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The groups of some of a model's parameters: one for each pattern, then the rest. The first that matches wins."""
-    left = dict(parameters)
-    made = []
-    for group in groups:
-        matching = parameters_matching(model, group.match, "optim.groups")
-        chosen = {name: left.pop(name) for name in matching if name in left}
-        if not chosen:
-            raise UsageError(
-                f"optim.groups: {group.match!r} matches no parameter outside the earlier groups",
-                f"Available: {listed(list(parameters), 8)}.",
-            )
-        made.append({"params": list(chosen.items()), **(group.model_extra or {})})
-    if left:
-        made.append({"params": list(left.items())})
     return made
 
 
@@ -197,12 +178,9 @@ class Freezing:
                 until.update({name: max(rule.until, until.get(name, 0)) for name in found})
         self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
         self.never = {name for name, p in parameters.items() if not p.requires_grad or until.get(name) == math.inf}
-        self._next: float = 0  # the step at which something changes
 
     def apply(self, step: int) -> bool:
         """Sets `requires_grad` for a step, which is not before an earlier one; True where that changed something."""
-        if step < self._next:
-            return False
         changed = False
         for parameter, learned, end in self._rules:
             learns = learned and step >= end
@@ -210,8 +188,91 @@ class Freezing:
                 parameter.requires_grad_(learns)
                 parameter.grad = None
                 changed = True
-        self._next = min((end for _, _, end in self._rules if end > step), default=math.inf)
         return changed
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
+
+
+def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
+    """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def inverse_sqrt(step: int, warmup: int) -> float:
+    """Up in a line over `warmup` steps, then down with the square root of the step (Vaswani et al., 2017)."""
+    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+
+
+def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
+    """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
+
+
+SCHEDULES = Choice(
+    "schedule",
+    "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
+    "that gives a torch schedule, as LambdaLR(optimizer, …)",
+    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
+    # Without those whose arguments, functions and other schedules, no configuration can hold.
+    {
+        name: each
+        for name, each in classes_of(lr_scheduler, LRScheduler).items()
+        if name not in ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler")
+    },
+    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda made: isinstance(made, LRScheduler)),
+)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRScheduler:
+    """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
+    name, args = settings.name, settings.args
+    found = SCHEDULES.find(name)
+    if inspect.isroutine(found) and "optimizer" not in inspect.signature(found).parameters:
+        numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # which say what is wrong with it
+        return lr_scheduler.LambdaLR(
+            optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **args))
+        )
+    made: LRScheduler = SCHEDULES.make(name, args, optimizer)
+    if names_code(name) and isinstance(made, lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(f"schedule: {name} returned ReduceLROnPlateau", "Name torch's own, which follows evaluation.")
+    return made
+
+
+# Schedules that end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
+_ENDS = {
+    "warmup_cosine": ("total", "0", "floor"),
+    "warmup_linear": ("total", "0", "floor"),
+    "PolynomialLR": ("total_iters", "0", ""),
+    "CosineAnnealingLR": ("T_max", "rising again", ""),
+    "OneCycleLR": ("total_steps", "not defined, and the run stops", ""),
+}
+
+
+def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str) -> str:
+    """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
+    name = settings.name if settings.name in SCHEDULES.built_in else type(schedule).__name__
+    argument, rate, floor = _ENDS.get(name, ("", "", ""))
+    end = settings.args.get(argument)
+    if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
+        return ""
+    return (
+        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
+        f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
+    )
+
+
+def forward_to(schedule: LRScheduler, count: int) -> None:
+    """Advances a schedule that was just built by `count` steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
+        for _ in range(count):
+            schedule.step()
 
 
 # State ---------------------------------------------------------------------------------------------------------------
@@ -238,9 +299,18 @@ def load_optimizer(
     state = {}
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
-        slots = {slot: divided_like(value, parameters[places[name]]) for slot, value in slots.items()}
+        parameter = parameters[places[name]]
+        slots = {slot: divided_like(value, parameter) for slot, value in slots.items()}
         if type(optimizer).__module__.startswith("torch.") and not isinstance(optimizer, torch.optim.LBFGS):
-            _check_slots(slots, name, parameters[places[name]], where)
+            for slot, value in slots.items():
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else []
+                pairs = zip(shape, parameter.shape, strict=False)
+                # Of the parameter's shape, or with one row or column of it (Adafactor).
+                if shape and (len(shape) != parameter.dim() or any(a not in (1, b) for a, b in pairs)):
+                    raise Conflict(
+                        f"{where}: {slot} of {name} has the shape {shape}, the parameter {list(parameter.shape)}",
+                        "It is the state of another model.",
+                    )
         # Copies, which else would stay parts of the file that they were loaded from.
         state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     numbers = iter(count())
@@ -256,22 +326,6 @@ def load_optimizer(
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and isinstance(live[slot], torch.Tensor):
                 live[slot] = live[slot] if live[slot].dtype == value.dtype else value.to(live[slot].device)
-
-
-def _check_slots(slots: dict[str, Any], name: str, parameter: torch.Tensor, where: str) -> None:
-    for slot, value in slots.items():
-        if isinstance(value, torch.Tensor) and value.dim() and not _is_of(value, parameter):
-            raise Conflict(
-                f"{where}: {slot} of {name} has the shape {list(value.shape)}, the parameter {list(parameter.shape)}",
-                "It is the state of another model.",
-            )
-
-
-def _is_of(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """True for state of a parameter's shape, or with one row or column of it (Adafactor)."""
-    return value.dim() == parameter.dim() and all(
-        a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True)
-    )
 
 
 def _shown(groups: list[list[str]]) -> str:

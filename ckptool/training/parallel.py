@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ckptool.commands import arg
 from ckptool.errors import RunFailed, UsageError, listed
@@ -127,7 +127,7 @@ def world_of(config: Config) -> Iterator[World]:
     Raises `UsageError` where torchrun started several processes for a strategy of one, `RunFailed` where they do not
     meet.
     """
-    size = _number("WORLD_SIZE", 1)
+    size = _number("WORLD_SIZE")
     if config.strategy not in TOGETHER:
         if size > 1:
             raise UsageError(
@@ -139,10 +139,10 @@ def world_of(config: Config) -> Iterator[World]:
         return
     device = device_of(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", _number("LOCAL_RANK", 0))
+        device = torch.device("cuda", _number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     library: Any = torch.distributed
-    place: dict[str, Any] = {"rank": _number("RANK", 0, below=size), "world_size": size}
+    place: dict[str, Any] = {"rank": _number("RANK"), "world_size": size}
     address = [os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT")]
     launched = size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     try:
@@ -150,7 +150,7 @@ def world_of(config: Config) -> Iterator[World]:
             place["store"] = library.HashStore()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
-            start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
+            start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT')}"
             place["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
         library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
     except (RuntimeError, ValueError, OSError) as error:
@@ -167,16 +167,11 @@ def world_of(config: Config) -> Iterator[World]:
         library.destroy_process_group()
 
 
-def _number(name: str, default: int, below: int = 1 << 31) -> int:
-    """A number that torchrun sets for each process that it starts."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) >= below:
-        limit = f" below {below}" if below < 1 << 31 else ""
-        raise UsageError(
-            f"{name} is {text!r} in the environment, which is not a number{limit}",
-            "torchrun sets it for each process that it starts.",
-            f"Start all processes with one torchrun; or without it: unset {name}",
-        )
+def _number(name: str) -> int:
+    """A number that torchrun sets for each process that it starts, or that of the only one."""
+    text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
+    if not text.isdecimal():
+        raise UsageError(f"{name} is {text!r} in the environment, not a number", "torchrun sets it.", f"unset {name}")
     return int(text)
 
 
@@ -186,10 +181,6 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
         return divide(model, config.fsdp.match if config.fsdp else None, world)
     if config.split is None:
         return model.to(world.device)
-    if len(config.models) > 1:
-        raise UsageError(
-            "strategy: split cuts one model", f"There are {len(config.models)}.", arg(set="strategy=single")
-        )
     place(model, config.split, world.device)
     return model
 
@@ -197,12 +188,8 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
 def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
     """The model as the strategy runs it. Parameters that are frozen now are not among those that processes exchange."""
     made: Any = model
-    if (how := config.train.compile) is True:
-        made = torch.compile(model)
-    elif how and how not in (there := torch.compiler.list_backends(exclude_tags=())):
-        raise UsageError(f"train.compile: there is no backend {how!r}", f"Available: {listed(there, 20)}.")
-    elif how:
-        made = torch.compile(model, backend=how)
+    if how := config.train.compile:
+        made = torch.compile(model, backend="inductor" if how is True else how)
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if config.strategy == "dp" and world.device.type == "cuda":
         first = world.device.index or 0
@@ -230,17 +217,11 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
     """Divides the parameters of a model among all processes, by FSDP2: those of each chosen module, then the rest.
 
     match: patterns of modules (default: its children, those of a list one by one). Of modules that share weights with
-    others, and of what is in no chosen one, the model itself takes care. Raises `UsageError` for a scalar parameter.
+    others, and of what is in no chosen one, the model itself takes care.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.dim()]:
-        raise UsageError(
-            f"strategy: fsdp cannot divide {listed(scalars, 3)}, which has no dimension",
-            "FSDP2 divides parameters along their first dimension.",
-            f"Make it a tensor of one element: torch.ones(1); or {arg(set='strategy=ddp')}",
-        )
     mesh = init_device_mesh(world.device.type, (world.size,))
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -280,13 +261,11 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     devices = [device_of(name, "split.devices") for name in settings.devices]
     modules = dict(model.named_modules())
     names = list(modules)
-    if missing := [cut for cut in settings.at if cut not in names or not cut]:
-        raise UsageError(f"split.at: there is no module {missing[0]!r}", f"Available: {listed(names[1:], 12)}.")
-    places = [names.index(cut) for cut in settings.at]
-    if places != sorted(set(places)):
+    places = [names.index(cut) if cut in names else 0 for cut in settings.at]
+    if places != sorted(set(places)) or 0 in places:
         raise UsageError(
-            "split.at: the cuts are not in the order of the model",
-            f"In its order they are: {', '.join(names[place] for place in sorted(set(places)))}.",
+            f"split.at: {', '.join(settings.at)} are not modules in the order of the model",
+            f"In its order they are {listed(names[1:], 12)}.",
         )
     part_of = {id(module): bisect(places, number) for number, module in enumerate(modules.values())}
     placed: set[int] = set()
@@ -329,16 +308,7 @@ class Pipeline(nn.Module):
             rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in given]
             part, named = tree_unflatten(rows, form)
             outputs.append(self.module(*part, **named))
-        forms = [tree_flatten(output) for output in outputs]
-        if odd := [value for values, _ in forms for value in values if not _has_rows(value)]:
-            raise UsageError(
-                f"split: the model returns {type(odd[0]).__name__}, which cannot be reassembled from micro-batches",
-                "It should return a tensor, or a tuple, list or dictionary of them.",
-                f"Turn it off: {arg(set='split.microbatches=1')}",
-            )
-        return tree_unflatten(
-            [torch.cat(rows) for rows in zip(*(values for values, _ in forms), strict=True)], forms[0][1]
-        )
+        return tree_map(lambda *rows: torch.cat(rows), *outputs)
 
 
 def _has_rows(value: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
-from ckptool.training import CHANGED, CONFIG, TABLE, configfile
-from ckptool.training.code_paths import code_names
-from ckptool.training.config import Config, changes, refuse_fixed
+from ckptool.training import CHANGED, CONFIG, configfile
+from ckptool.training.config import Config, changes, code_names, refuse_fixed
+from ckptool.training.configfile import create, recorded_config, reopen
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
@@ -28,7 +28,6 @@ from ckptool.training.parallel import World, world_of
 from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
-from ckptool.training.runs import create, read_config, recorded_config, reopen
 from ckptool.training.saving import loaded
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
@@ -51,7 +50,7 @@ def start(
     """
     there = is_run(config.run)
     if resume == "must" and not there:
-        read_config(config.run)  # says what is missing
+        recorded_config(config.run)  # says what is missing
     with (
         world_of(config) as world,
         name_culprits(),
@@ -82,7 +81,7 @@ def resume(
     folder: str, changes: Sequence[str] = (), *, progress: Progress | None = None, say: Say | None = None
 ) -> Outcome:
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
-    _, before = read_config(folder)
+    _, before, _ = recorded_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
     asked = [change.partition("=")[0] for change in changes]
     return start(config, resume="must", asked=asked, progress=progress, say=say)
@@ -94,7 +93,7 @@ def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> 
 
     def open_first() -> None:
         if there:
-            refuse_fixed(changes(read_config(config.run)[1], config), asked, config.run)
+            refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run)
         opened.append(reopen(config.run, config) if there else create(config))
 
     world.first(open_first)
@@ -169,8 +168,7 @@ class TrainerRun(Run):
     def _note_begin(self) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
-        profile = [config.profile.trace, config.profile.table] if config.profile is not None else []
-        for name in [*([TABLE] if config.log.csv else []), *profile]:
+        for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
             folder.claim(name)
         _, before, self.revision = recorded_config(folder.folder)
         found = {change.key: [change.before, change.after] for change in changes(before, config)}

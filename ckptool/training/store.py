@@ -30,7 +30,7 @@ from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
 from ckptool.output import make_folder, replace_file
 from ckptool.output.folders import NewFolder, remove_folder
-from ckptool.output.hashing import StreamingSha256, digest_of
+from ckptool.output.sink import StreamingSha256, digest_of
 from ckptool.training import CHECKPOINTS, HISTORY, METRICS
 from ckptool.training.lock import OTHER_RUN, Lock
 

@@ -17,8 +17,6 @@ from ckptool.errors import UsageError
 class Arrays(TensorDataset):
     """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
 
-    random = False  # nothing is drawn when a sample is taken
-
     def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
         super().__init__(*columns)
         self.about = about

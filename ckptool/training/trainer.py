@@ -10,18 +10,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
 from ckptool.training.config import Config, recorded
-from ckptool.training.data import Samples, load_data, seed_all
+from ckptool.training.data import Samples, load_data
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update, build_optimizer, shares
+from ckptool.training.optim import (
+    Average,
+    Freezing,
+    Update,
+    build_optimizer,
+    build_schedule,
+    ends_early,
+    forward_to,
+    shares,
+)
 from ckptool.training.parallel import World, placed, wrapped
+from ckptool.training.rng import seed_all
 from ckptool.training.saving import refuse_not_plain
-from ckptool.training.schedules import build_schedule, ends_early, forward_to
 from ckptool.training.state import SUFFIX, Objects
 from ckptool.training.tasks import Task, load_task
 
@@ -109,7 +117,7 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.data.batches(self.config.data.batch, self.config.data.drop_last)
+        return self.data.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
@@ -139,8 +147,20 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     say: called with each note.  fresh: False for one that gets a saved state next, and need not start from another.
     """
     deterministic(config)
-    data, task = load_data(config.data, config.seed), _task(config)
-    _refuse_epochs(config, data)
+    data, task = load_data(config.data, config.seed), load_task(config.task)
+    if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
+        raise UsageError(
+            f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name",
+            f"Available: {', '.join(config.models)}.",
+            f"Call it so: models: {{{missing[0]}: …}}",
+        )
+    per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
+    if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
+        raise UsageError(
+            f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted",
+            "train.epochs, eval.every: epoch and schedules per: epoch need it.",
+            f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}",
+        )
     models, freezing, optimizers, updates = {}, {}, {}, {}
     skipped: list[str] = []
     for name, settings in config.models.items():
@@ -172,53 +192,23 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing=freezing,
         skipped=skipped,
     )
-    _build_schedules(trainer, say)
-    return trainer
-
-
-def _refuse_epochs(config: Config, data: Samples) -> None:
-    """Raises `UsageError` for what counts in epochs, where nobody knows how long they are."""
-    per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
-    if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
-        raise UsageError(
-            f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted",
-            "train.epochs, eval.every: epoch and schedules per: epoch need it.",
-            f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}",
-        )
-
-
-def _task(config: Config) -> Task:
-    task = load_task(config.task)
-    if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
-        raise UsageError(
-            f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name",
-            f"Available: {', '.join(config.models)}.",
-            f"Call it so: models: {{{missing[0]}: …}}",
-        )
-    return task
-
-
-def _build_schedules(trainer: Trainer, say: Say) -> None:
-    for name, optimizer in trainer.optimizers.items():
-        settings = trainer.config.optim[name].schedule
-        if settings is None:
+    for name, optimizer in optimizers.items():
+        if (planned := config.optim[name].schedule) is None:
             continue
-        schedule = trainer.schedules[name] = build_schedule(optimizer, settings)
-        if isinstance(schedule, ReduceLROnPlateau) and not trainer.config.eval.every:
+        if planned.follows_evaluation and not config.eval.every:
             raise UsageError(
-                "schedule: ReduceLROnPlateau needs evaluation, which is off",
-                "eval.every is 0.",
-                arg(set="eval.every=200"),
+                "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0", "", arg(set="eval.every=200")
             )
-        length = trainer.total_steps if settings.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-        if words := ends_early(schedule, settings, length, f"optim.{name}.schedule"):
+        schedule = trainer.schedules[name] = build_schedule(optimizer, planned)
+        length = trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
+        if words := ends_early(schedule, planned, length, f"optim.{name}.schedule"):
             say(words)
+    return trainer
 
 
 def deterministic(config: Config) -> None:
     """Sets torch's switches so that the same step gives the same bits."""
     if config.deterministic is False:
-        torch.backends.cudnn.benchmark |= config.cudnn_benchmark
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False

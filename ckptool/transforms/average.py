@@ -1,71 +1,392 @@
-"""The weighted mean of several sets of weights, or another way to merge them, in bounded memory while it is written.
+"""Models merged into one, in bounded memory while it is written: formulas for a piece of one tensor, given the same
+piece of each model.
 
-Sums of a mean are kept in f64, those of 8- and 16-bit floats in f32, and rounded once at the end as torch rounds.
-Counters and booleans have no mean: they are the last file's.
+`mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` weighted differences from a base, of
+which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones:
+
+    ties  as mergekit has it: the sign that most of the weighted differences have, divided by the agreeing weights
+    dare  as in the paper and in peft: what is kept is divided by the density
+
+Sums of a mean are kept in f64, those of 8- and 16-bit floats in f32; differences are computed in f32 (in f64 for f64),
+where mergekit has the type of the tensors. All are rounded once at the end as torch rounds. Counters and booleans have
+no mean: they are the last file's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.arrays import each, fold
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.patterns import selected
-from ckptool.commands import arg, command
+from ckptool.commands import Command, arg, command
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
-from ckptool.transforms.merging import COMPONENTS, Merge, merged
 
-_PLAIN = (
-    "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
-    "torch.from_numpy(array)"
-)
+_COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
+_PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
+_DIGIT = 16  # bits of a pattern that are counted in one pass
+_SMALL = 1 << 12  # patterns that are sorted instead
+_LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
+
+Read = Callable[[int, str], "Array"]
+"""`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
+Piece = Callable[[Read, int], "Array"]
+"""`(read, start)`: the piece of the result from element `start`."""
+Kept = Callable[["Array", int, int], "Array"]
+"""`(delta, number, start)`: the differences of a file from element `start`, zeros for those that are left out."""
+Deltas = Callable[[int], "Array"]
+"""`(number)`: the differences of a file from the base, zeros for those that are left out; in one memory for all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """The mean, as a state dict; `kept`: the names that are the last file's, with why."""
+class Method(NamedTuple):
+    """A formula, the options that it takes, and the bytes of an element from which on it computes in f64."""
 
-    tree: dict[str, Any]
-    averaged: int
-    kept: tuple[tuple[str, str], ...]
+    formula: Callable[[_Merged], Piece]
+    takes: tuple[str, ...]
+    wide: int
 
 
-def weights_of(count: int, weights: Sequence[float] | None, ema: float | None, how: Merge | None = None) -> list[float]:
+class Merge(NamedTuple):
+    """How models are merged. weights: of each file.  densities: of each file's differences, the share that is kept.
+    scale: of their sum."""
+
+    method: str
+    weights: Sequence[float]
+    densities: Sequence[float] = (0.5,)
+    scale: float = 1.0
+    seed: int = 0
+
+    @property
+    def settings(self) -> list[str]:
+        """The options that count for its method, as text."""
+        density = ", ".join(f"{density:g}" for density in self.densities)
+        every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}", "seed": f"seed {self.seed}"}
+        return [text for name, text in every.items() if name in METHODS[self.method].takes]
+
+    def density(self, number: int) -> float:
+        return self.densities[number % len(self.densities)]
+
+
+class _Merged:
+    """One tensor of all sources: what a formula may read before its first piece, and then the pieces.
+
+    count: its numbers.  name: what it is called in all of them.  Not a closure: a checkpoint may have one of these for
+    each of its tensors.
+    """
+
+    __slots__ = ("count", "dtype", "entries", "formula", "how", "kind", "name", "weights")
+
+    def __init__(self, entries: Sequence[TensorEntry], how: Merge, weights: Sequence[float], name: str) -> None:
+        self.entries, self.how, self.weights, self.name = entries, how, weights, name
+        self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
+        self.count = entries[0].nbytes // self.dtype.itemsize
+        self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
+        self.formula: Piece | None = None
+
+    def piece(self, place: int, *blocks: Array) -> Array:
+        if self.formula is None:
+            self.formula = METHODS[self.how.method].formula(self)
+        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
+        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
+
+    def _numbers(self, raw: Array, name: str) -> Array:
+        """The elements of a block, widened first: numpy multiplies half as fast while it converts."""
+        import numpy
+
+        values = scratch(name, self.kind, len(raw) // self.dtype.itemsize)
+        numpy.copyto(values, numbers(raw, self.dtype, "merge values"))
+        return values
+
+    def fold(self, take: Callable[..., Any], *chosen: int) -> None:
+        """`take` gets all numbers of these sources side by side, a piece at a time, until it gives True."""
+
+        def take_numbers(_: int, *blocks: Array) -> Any:
+            return take(*(self._numbers(block, f"merge source {number}") for number, block in enumerate(blocks)))
+
+        fold(take_numbers, *(self.entries[number] for number in chosen))
+
+
+# Formulas ------------------------------------------------------------------------------------------------------------
+
+
+def _mean(of: _Merged, shares: Sequence[float] = ()) -> Piece:
+    """The weighted sum. shares: other weights than its own."""
+    import numpy
+
+    weights = shares or of.weights
+
+    def piece(read: Read, start: int) -> Array:
+        total = read(0, "merge total")
+        # The shares of equal values add up to that value, but in f64 nothing would round away what 1/n lacks.
+        exact = total.dtype.itemsize == 8 and abs(math.fsum(weights) - 1) < 1e-12
+        first = total.copy() if exact else total
+        equal = numpy.full(len(first), exact)
+        numpy.multiply(total, weights[0], out=total)
+        for number, weight in enumerate(weights[1:], 1):
+            term = read(number, "merge term")
+            if exact:
+                equal &= term.view("i8") == first.view("i8")
+            numpy.add(total, numpy.multiply(term, weight, out=term), out=total)
+        numpy.copyto(total, first, where=equal)
+        return total
+
+    return piece
+
+
+def _slerp(of: _Merged) -> Piece:
+    """The point between two tensors on the arc, at the share that the second has of the weights."""
+    import numpy
+
+    sums = [0.0, 0.0, 0.0]
+
+    def add(x: Array, y: Array) -> None:
+        for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
+            sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
+
+    of.fold(add, 0, 1)
+    norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
+    near = sums[2] / norms[0] / norms[1]
+    t = of.weights[1] / sum(of.weights)
+    shares = [1 - t, t]
+    if abs(near) <= _PARALLEL:
+        angle = math.acos(near)
+        # To as many digits as all mathematical libraries agree in.
+        shares = [round(math.sin(part * angle) / math.sin(angle), 12) for part in shares]
+    return _mean(of, shares)
+
+
+def _weighted_sum(delta: Deltas, weights: Sequence[float]) -> Array:
+    total: Any = sum(delta(number) * weight for number, weight in enumerate(weights))
+    return cast(Array, total)
+
+
+def _added(
+    of: _Merged, mixed: Callable[[Deltas, Sequence[float]], Array] = _weighted_sum, kept: Kept | None = None
+) -> Piece:
+    """The base, and what is made of the differences of the files from it, scaled. kept: leaves some of them out."""
+    import numpy
+
+    def piece(read: Read, start: int) -> Array:
+        base = read(0, "merge base")
+
+        def delta(number: int) -> Array:
+            values = read(number + 1, "merge delta")
+            numpy.subtract(values, base, out=values)
+            return kept(values, number, start) if kept else values
+
+        total = mixed(delta, [base.dtype.type(weight) for weight in of.weights])
+        numpy.multiply(total, base.dtype.type(of.how.scale), out=total)
+        return numpy.add(base, total, out=total)
+
+    return piece
+
+
+def _dare(of: _Merged) -> Piece:
+    """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
+    import numpy
+
+    def kept(delta: Array, number: int, start: int) -> Array:
+        density = of.how.density(number)
+        if density < 1:
+            chosen = _drawn(f"{of.how.seed}\0{number}\0{of.name}", density, start, len(delta))
+            numpy.multiply(delta, chosen, out=delta)
+            numpy.divide(delta, delta.dtype.type(density), out=delta)
+        return delta
+
+    return _added(of, kept=kept)
+
+
+def _drawn(words: str, density: float, start: int, count: int) -> Array:
+    """True for the elements that are kept: random bits of the counter that is the place (Philox, 32 bits each)."""
+    import numpy
+
+    key = int.from_bytes(hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()[:16], "little")
+    counter, skip = divmod(start, 8)
+    random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + count) // 2))
+    drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + count]
+    chosen: Array = drawn < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
+    return chosen
+
+
+def _ties(of: _Merged) -> Piece:
+    """Of each file the largest differences; of those, the ones whose sign is elected."""
+    import numpy
+
+    # Of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
+    cuts = [_cut(of, number, max(1, int(of.how.density(number) * of.count))) for number in range(len(of.weights))]
+
+    def kept(delta: Array, number: int, start: int) -> Array:
+        smallest, last = cuts[number]
+        patterns = _magnitudes(delta)
+        keep = patterns > smallest
+        also = min(len(patterns), max(0, last + 1 - start))
+        keep[:also] |= patterns[:also] == smallest
+        return numpy.multiply(delta, keep, out=delta)
+
+    return _added(of, _elected, kept)
+
+
+def _elected(delta: Deltas, weights: Sequence[float]) -> Array:
+    """The sum of the weighted differences that have the sign of all of it, divided by their weights."""
+    import numpy
+
+    weighted = [delta(number) * weight for number, weight in enumerate(weights)]
+    votes: Any = sum(weighted)
+    sign = numpy.where(votes >= 0, votes.dtype.type(1), votes.dtype.type(-1))
+    agree = [each * sign > 0 for each in weighted]
+    total: Any = sum(each * mask for each, mask in zip(weighted, agree, strict=True))
+    shares: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
+    shares[shares == 0] = 1
+    total /= shares
+    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    return cast(Array, total)
+
+
+def _cut(of: _Merged, number: int, keep: int) -> tuple[int, int]:
+    """The bit pattern of the smallest of the `keep` largest differences of a file, and the last place where it is
+    kept: of equal ones, the first are.
+
+    Unless there are few, it is found digit by digit, in a pass for each.
+    """
+    import numpy
+
+    if keep >= of.count:
+        return 0, of.count
+
+    def patterns(take: Callable[[Array], Any]) -> None:
+        of.fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number + 1)
+
+    if of.count <= _SMALL:
+        few: list[Array] = []
+        patterns(lambda found: few.append(found.copy()))
+        place = int(numpy.argsort(~few[0], kind="stable")[keep - 1])
+        return int(few[0][place]), place
+    cut, left, place, width = 0, keep, 0, 64 if of.kind == "f8" else 32
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        counts = numpy.zeros(1 << _DIGIT, numpy.int64)
+
+        def add(found: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
+            above = found if shift + _DIGIT == width else found[found >> (shift + _DIGIT) == cut]
+            digits = scratch("merge digits", "i8", len(above))
+            numpy.right_shift(above, shift, out=digits, casting="unsafe")
+            digits &= (1 << _DIGIT) - 1
+            counts += numpy.bincount(digits, minlength=1 << _DIGIT)
+
+        patterns(add)
+        larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
+        digit = int(numpy.flatnonzero(larger < left)[0])
+        cut, left = cut << _DIGIT | digit, left - int(larger[digit])
+
+    def last(found: Array) -> bool:
+        nonlocal place, left
+        equal = numpy.flatnonzero(found == cut)
+        is_last = len(equal) >= left
+        place, left = place + int(equal[left - 1] if is_last else len(found)), left - len(equal)
+        return is_last
+
+    patterns(last)
+    return cut, place
+
+
+def _magnitudes(delta: Array) -> Array:
+    """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
+    import numpy
+
+    patterns = delta.view(f"u{delta.itemsize}")
+    mask = patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
+    found: Array = numpy.bitwise_and(patterns, mask, out=scratch("merge magnitudes", patterns.dtype.str, len(patterns)))
+    return found
+
+
+METHODS = {
+    "mean": Method(_mean, ("ema",), 4),
+    "task-arithmetic": Method(_added, ("base", "scale"), 8),
+    "slerp": Method(_slerp, ("t",), 4),
+    "ties": Method(_ties, ("base", "scale", "density"), 8),
+    "dare": Method(_dare, ("base", "scale", "density", "seed"), 8),
+}
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
+    """The way to merge so many files. Raises `UsageError` for what does not go together, or is out of range.
+
+    given: `base`, `density`, `scale`, `t`, `seed`, `ema` and `weights`, None where the user gave none.
+    """
+    if method not in METHODS:
+        raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
+    asked = {name: value for name, value in given.items() if value is not None}
+    for what, why in _problems(method, files, asked):
+        raise UsageError(what, why, "See ckptool average --help")
+    density, t = asked.get("density", 0.5), asked.get("t")
+    weights = weights_of(method, files, asked.get("weights") if t is None else [1 - t, t], asked.get("ema"))
+    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
+    return Merge(method, weights, densities, asked.get("scale", 1.0), asked.get("seed", 0))
+
+
+def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a way to merge so many files, and why."""
+    density, scale, t = asked.get("density", 0.5), asked.get("scale", 1.0), asked.get("t", 0.5)
+    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
+    has_base = "base" in METHODS[method].takes
+    if has_base and "base" not in asked:
+        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
+    if method == "slerp" and files != 2:
+        yield f"{arg(method='slerp')} was given {counted(files, 'file')}", "It takes two."
+    if files < 2 - has_base:
+        yield "average needs at least two files", f"With {arg('base')}, one."
+    if not math.isfinite(scale):
+        yield f"{_LAMBDA} {scale} is not a finite number", ""
+    if not 0 <= t <= 1:
+        yield f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."
+    if len(densities) not in (1, files):
+        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "One, or one each."
+    if not all(1e-9 <= density <= 1 for density in densities):
+        yield f"{arg('density')} {','.join(f'{density:g}' for density in densities)} is not from 1e-9 to 1", ""
+    for name in (name for name in asked if name != "weights" and name not in METHODS[method].takes):
+        those = listed([other for other, way in METHODS.items() if name in way.takes])
+        yield f"{arg(method=method)} does not take {_LAMBDA if name == 'scale' else arg(name)}", f"It is for {those}."
+    for one, other in (("t", "weights"), ("ema", "weights")):
+        if one in asked and other in asked:
+            yield f"{arg(one)} and {arg(other)} were both given", "They are mutually exclusive."
+    if not 0 <= asked.get("ema", 0.5) < 1:
+        yield f"a decay of {asked['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
+
+
+def weights_of(method: str, count: int, weights: Sequence[float] | None, ema: float | None = None) -> list[float]:
     """The share of each file: equal ones, those given, or those of an exponential moving average in order.
 
-    Raises `UsageError` for a number of weights that is not that of the files, or a decay outside of 0 to 1.
+    Raises `UsageError` for weights that are not one finite number for each file.
     """
-    if weights is None and ema is None and how is not None and how.has_base:
-        return [1.0] * count
-    if weights is not None and ema is not None:
-        raise UsageError("weights and an exponential average were both asked for", "They are mutually exclusive.")
     if ema is not None:
-        if not 0 <= ema < 1:
-            raise UsageError(f"a decay of {ema} is not from 0 to 1", "", f"For example: {arg(ema=0.999)}")
-        later = [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
-        return [ema ** (count - 1), *later]
+        return [ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - i) for i in range(1, count))]
     if weights is None:
-        return [1 / count] * count
+        return [1.0 if "base" in METHODS[method].takes else 1 / count] * count
     if len(weights) != count:
         what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(count, 'file')}"
         raise UsageError(what, "Each file has one, in the same order.")
     if not math.isfinite(sum(weights)):
         raise UsageError(f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum.")
-    if how is not None and how.method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
-        raise UsageError(
-            "slerp was given weights that are negative, or 0 in all",
-            "The second one's share is the position on the arc.",
-        )
+    if method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
+        what = "slerp was given weights that are negative, or 0 in all"
+        raise UsageError(what, "The second one's share is the position on the arc.")
     return list(weights)
 
 
-def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: Merge) -> dict[str, list[float]]:
+def weights_by_key(keys: Iterable[str], texts: Sequence[str], how: Merge) -> dict[str, list[float]]:
     """The weights of the keys that a text `PATTERN=W,W` gives others; the first that matches decides.
 
     Raises `UsageError` for a text of another form, `NoMatch` for a pattern that matches no key.
@@ -81,24 +402,24 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], count: int, how: M
         if not pattern:
             example = f"For example: {arg(weight='layers.0.*=0.3,0.7')}"
             raise UsageError(f"{arg('weight')} {text!r} is not of the form PATTERN=W,W", "", example)
-        found |= dict.fromkeys(selected(every, [pattern]), weights_of(count, shares, None, how))
+        found |= dict.fromkeys(selected(every, [pattern]), weights_of(how.method, len(how.weights), shares))
     return found
 
 
+# State dicts ---------------------------------------------------------------------------------------------------------
+
+
 def average(
-    nodes: Sequence[Mapping[Any, Any]],
-    names: Sequence[str],
-    weights: Sequence[float],
-    how: Merge | None = None,
-    by_key: Mapping[str, Sequence[float]] | None = None,
-) -> Averaged:
-    """State dicts with the same keys, shapes and types, merged; without `how`, their mean. Reads nothing yet.
+    nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge, by_key: Mapping[str, Sequence[float]]
+) -> tuple[dict[Any, Any], int, dict[str, str]]:
+    """State dicts with the same keys, shapes and types, merged; how many tensors were; and what is the last one's, with
+    why. Reads nothing yet.
 
     nodes: where `how` has a base, that is the first.  by_key: the weights of keys that have others.
     Raises `Conflict` naming what they do not agree in, and for tied names with other weights; `Unsupported` for tensors
     that have no plain values.
     """
-    last, merge = nodes[-1], how or Merge()
+    last = nodes[-1]
     others = zip(nodes[:-1], names, strict=False)
     if problems := [line for node, name in others for line in _differences(node, last, name, names[-1])]:
         raise Conflict(
@@ -106,40 +427,42 @@ def average(
             "The mean of different models is not a model. Nothing was written.",
             f"See all of it: {command('diff', names[0], names[-1])}",
         )
-    # The name of a tensor that has several, whatever order they are in.
-    named = sorted(((str(key), value) for key, value in last.items()), key=lambda item: item[0], reverse=True)
-    first = {value.view: name for name, value in named if isinstance(value, TensorEntry)}
-    made: dict[tuple[Any, ...], TensorEntry] = {}
-    given: dict[tuple[Any, ...], tuple[Any, Sequence[float]]] = {}  # the first name of each, and its weights
+    first: dict[Any, str] = {}  # of the names of a tensor that has several, whatever order they are in
+    for name, value in sorted((str(key), value) for key, value in last.items() if isinstance(value, TensorEntry)):
+        first.setdefault(value.view, name)
+    made: dict[tuple[Any, ...], tuple[str, Sequence[float], TensorEntry]] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
-    kept: list[tuple[str, str]] = []
+    kept: dict[str, str] = {}
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
             what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
-            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", _PLAIN)
+            fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
+            fix += "torch.from_numpy(array)"
+            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", fix)
+        tree[key] = value
         if not isinstance(value, TensorEntry):
-            kept.append((str(key), f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__))
-            tree[key] = value
-        elif not (value.dtype.is_float or value.dtype.name in COMPONENTS):
-            kept.append((str(key), f"of type {value.dtype.name}"))
-            tree[key] = value
-        else:
-            # Names that are one tensor in every file stay one.
+            kept[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
+        elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
+            kept[str(key)] = f"of type {value.dtype.name}"
+        else:  # names that are one tensor in every file stay one
             entries = [node[key] for node in nodes]
-            view = tuple(entry.view for entry in entries)
-            shares = (by_key or {}).get(str(key), weights)
+            if value.dtype.numpy is None and value.dtype.name != "c32":
+                raise Unsupported(f"tensors of dtype {value.dtype} cannot be averaged", "Their values are packed.")
+            view, weights = tuple(entry.view for entry in entries), by_key.get(str(key), how.weights)
             if view not in made:
-                made[view], given[view] = merged(entries, merge, shares, first[value.view]), (key, shares)
-            elif list(given[view][1]) != list(shares):
-                what = f"{given[view][0]!s} and {key!s} are one tensor in all files"
+                merged = _Merged(entries, how, weights, first[value.view])
+                made[view] = str(key), weights, each(merged.piece, *entries, dtype=value.dtype)
+            other, others_weights, entry = made[view]
+            if list(others_weights) != list(weights):
+                what = f"{other} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
                 raise Conflict(what, why, f"Give both the same: a {arg('weight')} whose pattern matches both")
-            if id(value) not in again:  # what is one object stays one
-                again[id(value)] = replace(made[view], flags=value.flags._replace(conj=False, neg=False))
-            tree[key] = again[id(value)]
-    return Averaged(tree, len(made), tuple(kept))
+            # What is one object stays one.
+            flags = value.flags._replace(conj=False, neg=False)
+            tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
+    return tree, len(made), kept
 
 
 def _without_mean(value: Any) -> str:

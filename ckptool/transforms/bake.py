@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -24,8 +23,8 @@ from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.commands import arg
-from ckptool.errors import Conflict, Unsupported, UsageError, listed, printable
-from ckptool.transforms.by_rows import normed, refuse_wide
+from ckptool.errors import Conflict, Unsupported, UsageError, printable
+from ckptool.transforms.views import normed, refuse_wide
 
 FORMS = ("plain", "old", "new")
 WEIGHT_NORM, PRUNING, SPECTRAL = "weight norm", "pruning", "spectral norm"
@@ -38,24 +37,9 @@ _PART = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Baked:
-    """A state dict with parametrisations folded. folded: the weights and their kinds.  left: those that were recognised
-    and left alone, with why."""
-
-    tree: dict[Any, Any]
-    folded: dict[str, str]
-    left: dict[str, str]
-
-    def lines(self) -> list[str]:
-        """The folded weights and those left alone, a line for each kind."""
-        kinds = {kind: [name for name, of in self.folded.items() if of == kind] for kind in (WEIGHT_NORM, PRUNING)}
-        lines = [f"{kind}: {listed(names, 4)}" for kind, names in kinds.items() if names]
-        return lines + [f"left alone: {name} ({why})" for name, why in self.left.items()]
-
-
-def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
-    """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names.
+def bake(node: Mapping[Any, Any], form: str = "plain") -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
+    """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names. The
+    weights that were folded, with their kinds; and those that were recognised and left alone, with why.
 
     Raises `UsageError` for another form, `Conflict` where the plain weight is there already or its parts do not fit
     each other, `Unsupported` for types that have no product, `LimitExceeded` for rows that are too wide.
@@ -95,7 +79,7 @@ def bake(node: Mapping[Any, Any], *, form: str = "plain") -> Baked:
             what = f"{item[0]!s} exists already, next to the parts that it is made from"
             raise Conflict(what, "One of the two would be lost.")
         tree[item[0]] = item[1]
-    return Baked(tree, folded, left)
+    return tree, folded, left
 
 
 def _renamed(weight: str, role: str, form: str) -> str:

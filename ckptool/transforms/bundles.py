@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -25,6 +24,11 @@ from ckptool.formats import DEFAULT, WRITERS
 from ckptool.transforms.slim import equal
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
+_NAME = (
+    "A member can become a file of its name, on any system: visible text of at most "
+    f'{LONGEST_NAME} bytes without / \\ : * ? " < > |, that does not begin with a dash, nor begin or end with a dot or '
+    "a space, and is no device of Windows; or a number. Nothing was written."
+)
 CONTAINERS = tuple(each.name for each in WRITERS if each.keeps_tree and not each.writes_folder)
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
 _MAX_PARTS, _MAX_DEPTH = 10_000, 50
@@ -38,6 +42,13 @@ def container_of(checkpoint: Checkpoint) -> str:
     return checkpoint.container if checkpoint.container in CONTAINERS else DEFAULT
 
 
+def refuse_container(what: str, name: str, example: str) -> None:
+    """Raises `UsageError` for a container that cannot hold plain values."""
+    if name not in CONTAINERS:
+        why = f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        raise UsageError(f"{what} {name}", why, f"For example: {example}")
+
+
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
@@ -46,38 +57,26 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
     among: names that are there besides, which only must not clash with these.
     """
-    fix = f"another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
+    fix = f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
-        if why := _why_not(name):
-            what = f"a member cannot be called {_shown(name)}: {why}"
-            nothing = "A member can become a file of its name, on any system. Nothing was written."
-            raise Conflict(what, nothing, f"Give it {fix}")
+        if not _is_name(name):
+            raise Conflict(f"a member cannot be called {_shown(name)}", _NAME, fix)
         if (folded := _folded(name)) in taken:
-            other = taken[folded]
-            what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
-            what = f"two members are called {_shown(name)}" if other == name else what
-            nothing = "One member would replace the other. Nothing was written."
-            raise Conflict(what, nothing, f"Give one of them {fix}")
+            what = f"two members are called {_shown(name)}"
+            if (other := taken[folded]) != name:
+                what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
+            raise Conflict(what, "One member would replace the other. Nothing was written.", fix)
         taken[folded] = name
 
 
-def _why_not(name: Any) -> str:
-    if type(name) in (int, str) and str(name).startswith("-"):
-        return "it begins with a dash: programs would take the file for an option"
+def _is_name(name: Any) -> bool:
     if type(name) is int:
-        return ""
-    if type(name) is not str:
-        return f"it is of type {type(name).__name__}, neither a string nor a number"
-    if not name or not is_text(name):
-        return "it is not Unicode text" if name else "it is empty"
-    if _NO_FILE.search(name) or not name.isprintable():
-        return "it contains a character that is invisible or not allowed in file names"
-    if name.strip(" .") != name:
-        return "it begins or ends with a dot or a space"
-    if _DEVICES.fullmatch(name):
-        return "Windows has a device of that name"
-    return f"it is longer than {LONGEST_NAME} bytes" if len(name.encode()) > LONGEST_NAME else ""
+        return name >= 0
+    if type(name) is not str or not is_text(name) or not name.isprintable() or _NO_FILE.search(name):
+        return False
+    is_bare = name == name.strip(" .") and not name.startswith("-") and not _DEVICES.fullmatch(name)
+    return is_bare and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def _folded(name: Any) -> str:
@@ -153,44 +152,37 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
 # What a member is ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A member in a report. `bytes`: of its storages, each counted once, also those that another member has too.
+def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[dict[str, Any]]:
+    """A row for each member. bytes: of its storages, each counted once, also those that another member has too.
 
-    file: where it came from, or the file that it went to; of a plain value, what it is.
+    file: where it came from, or the file that it went to, as `origins` has it; of a plain value, what it is.
     """
-
-    name: str
-    kind: str
-    tensors: int
-    bytes: int
-    file: str = ""
-
-
-def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[Member]:
-    """A row for each member. origins: by name."""
     kinds: dict[Any, list[str]] = defaultdict(list)
     for root in find_state_dicts(Checkpoint(tree, "")):
         if root.path:
             kinds[root.path[0]].append(root.detail or root.kind)
     rows = []
     for name, member in tree.items():
-        origin = origins.get(name, "")
-        if is_plain(member):
-            rows.append(Member(str(name), "plain value", 0, 0, origin or json.dumps(member)[:60]))
-            continue
+        plain, origin = is_plain(member), origins.get(name, "")
         kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds.get(name, []), 3)
-        nbytes = sum(storage.nbytes for storage in storages(member))
-        rows.append(Member(str(name), kind, sum(1 for _ in tensors(member)), nbytes, origin))
+        rows.append(
+            {
+                "name": str(name),
+                "kind": "plain value" if plain else kind,
+                "tensors": 0 if plain else sum(1 for _ in tensors(member)),
+                "bytes": 0 if plain else sum(storage.nbytes for storage in storages(member)),
+                "file": origin or (json.dumps(member)[:60] if plain else ""),
+            }
+        )
     return rows
 
 
-def lines_of(rows: Sequence[Member]) -> list[str]:
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The members as a table for people."""
     cells = []
     for row in rows:
-        sizes = (counted(row.tensors, "tensor"), size(row.bytes)) if row.tensors else ("", "")
-        cells.append((row.name, row.kind, *sizes, row.file))
+        sizes = (counted(row["tensors"], "tensor"), size(row["bytes"])) if row["tensors"] else ("", "")
+        cells.append((row["name"], row["kind"], *sizes, row["file"]))
     widths = [max(map(len, column)) for column in list(zip(*cells, strict=True))[:4]]
     return ["  ".join([*map(str.ljust, row, widths), row[4]]).rstrip() for row in cells]
 
@@ -200,49 +192,32 @@ def is_plain(value: Any) -> bool:
 
     Not for an optimizer, though one without state is nothing else.
     """
-    if is_optimizer(value):
-        return False
-    seen: set[int] = set()
-    stack, left = [(value, 0)], _MAX_PARTS
-    while stack:
-        node, depth = stack.pop()
-        left -= 1
-        if not left or depth > _MAX_DEPTH or id(node) in seen or not _is_json(node):
+    nodes, seen = [(value, 0)], set[int]()
+    for node, depth in nodes:  # what is in them comes behind
+        if len(nodes) > _MAX_PARTS or depth > _MAX_DEPTH or id(node) in seen:
             return False
         if type(node) in (list, dict):
             seen.add(id(node))
-            if type(node) is dict and not all(_is_json(key) and type(key) is str for key in node):
-                return False
-            stack += [(part, depth + 1) for part in (node.values() if type(node) is dict else node)]
-    return len(json.dumps(value)) <= MAX_PLAIN
-
-
-def _is_json(node: Any) -> bool:
-    if type(node) is str:
-        return len(node) <= MAX_PLAIN and is_text(node)
-    if type(node) is float:
-        return node - node == 0.0
-    return node is None or type(node) in (bool, int, list, dict)
+            nodes += [(part, depth + 1) for part in (node.values() if type(node) is dict else node)]
+        elif node is not None and type(node) not in (bool, int, float, str):
+            return False
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        same = len(text) <= MAX_PLAIN and is_text(text) and repr(json.loads(text)) == repr(value)
+    except (TypeError, ValueError):
+        return False
+    return same and not is_optimizer(value)
 
 
 # Ties across members -------------------------------------------------------------------------------------------------
 
 
 def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
-    """The addresses of tensors on one storage, for each storage of several members.
-
-    Raises `Ambiguous` where such an address leads to two tensors.
-    """
+    """The addresses of tensors on one storage, for each storage of several members."""
     users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
-    meanings: dict[str, set[int]] = defaultdict(set)
     for path, place, storage in _places(tree):
         users[id(storage)].append((path[:1], place))
-        meanings[place].add(id(storage))
-    ties = [tuple(place for _, place in places) for places in users.values() if len({of for of, _ in places}) > 1]
-    if twice := [place for group in ties for place in group if len(meanings[place]) > 1]:
-        what = f"{twice[0]} leads to two tensors, one of which is shared with another member"
-        raise Ambiguous(what, "What is shared could not be recorded.")
-    return tuple(ties)
+    return tuple(tuple(place for _, place in each) for each in users.values() if len({of for of, _ in each}) > 1)
 
 
 def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any, Any]:

@@ -54,13 +54,9 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
 
     Bytes at the end that make no whole element are dropped. Raises `UsageError` unless both are floating types.
     """
-    for dtype in (source, target):
-        if not dtype.is_float:
-            raise UsageError(
-                f"cannot cast {source.name} to {target.name}: {dtype.name} is not a floating-point dtype",
-                "Casting rounds values; integers, complex and quantized tensors are left as they are.",
-                "Choose one of f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz, f8_e8m0fnu.",
-            )
+    if not (source.is_float and target.is_float):
+        what = f"cannot cast {source.name} to {target.name}: one is not a floating-point dtype"
+        raise UsageError(what, "Casting rounds values; integers, complex and quantized tensors are left as they are.")
     if source is target:
         return storage
     flat = TensorEntry(storage, source, (storage.nbytes // source.itemsize,), (1,))
@@ -81,53 +77,38 @@ class _Converted:
         before = numbers(raw, self.old, "cast before")
         after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
         if self.tally is not None:
-            count_in = _count_rounded if floats else _count_changed
             for first, last in _unseen(self.seen, start, start + len(before)):
                 part = slice(first - start, last - start)
-                count_in(self.tally, before[part], after[part], self.new)
+                _count(self.tally, before[part], after[part], self.new if floats else None)
         return after
 
 
-def _count_changed(tally: CastTally, before: Array, after: Array, new: DType) -> None:
-    import numpy
-
-    back = after.astype(before.dtype)
-    tally.elements += len(before)
-    tally.changed += int(numpy.count_nonzero((back != before) & (before == before)))
-    tally.overflowed += int(numpy.count_nonzero(~numpy.isfinite(after) & numpy.isfinite(before)))
-
-
-def _count_rounded(tally: CastTally, before: Array, after: Array, new: DType) -> None:
+def _count(tally: CastTally, before: Array, after: Array, new: DType | None) -> None:
+    """Adds one block to the tally. new: the type of `after`, None where one of the two is no float."""
     import numpy
 
     tally.elements += len(before)
-    if new.itemsize >= 4 and before.itemsize <= new.itemsize:
+    if new and new.itemsize >= 4 and before.itemsize <= new.itemsize:
         return  # every value of the smaller types exists in f32, and every f32 in f64
-    back = numbers(after.view(numpy.uint8), new, "cast back")
-    if before.itemsize > back.itemsize or new.name == "f8_e8m0fnu":
+    back = numbers(after.view(numpy.uint8), new, "cast back") if new else after.astype(before.dtype)
+    if new and (before.itemsize > back.itemsize or new.name == "f8_e8m0fnu"):
         # Without a sign, the difference from a negative value may be too large for f32.
-        before, back = before.astype(numpy.float64), back.astype(numpy.float64)
+        before, back = before.astype("d"), back.astype("d")
     finite = numpy.isfinite(back, out=scratch("cast mask", "?", len(back)))
     if not (finite.all() and numpy.isfinite(before, out=finite).all()):
         finite = numpy.isfinite(before) & numpy.isfinite(back)
-        lost = ~finite & (before != back)
-        tally.changed += int(numpy.count_nonzero(lost & ~(numpy.isnan(before) & numpy.isnan(back))))
+        lost = ~finite & (before != back) & (before == before)
+        tally.changed += int(numpy.count_nonzero(lost))
         tally.overflowed += int(numpy.count_nonzero(lost & numpy.isfinite(before)))
         before, back = before[finite], back[finite]
-    if len(before):
-        _count_finite(tally, before, back)
-
-
-def _count_finite(tally: CastTally, before: Array, back: Array) -> None:
-    """Adds one chunk to the tally: the values `before`, and what is left of them, in the same type."""
-    import numpy
-
+    if new is None or not len(before):
+        tally.changed += int(numpy.count_nonzero(before != back))
+        return
     kind, count = before.dtype.str, len(before)
     error = numpy.subtract(before, back, out=scratch("cast error", kind, count))
     numpy.abs(error, out=error)
     mask = scratch("cast mask", "?", count)
-    changed = int(numpy.count_nonzero(numpy.not_equal(error, 0, out=mask)))
-    if not changed:
+    if not (changed := int(numpy.count_nonzero(numpy.not_equal(error, 0, out=mask)))):
         return
     tally.changed += changed
     if numpy.equal(back, 0, out=mask).any():
@@ -137,9 +118,7 @@ def _count_finite(tally: CastTally, before: Array, back: Array) -> None:
     ratio = numpy.abs(before, out=scratch("cast ratio", kind, count))
     largest = float(numpy.divide(error, ratio, out=ratio).max())
     if not numpy.isfinite(largest):  # over values that are not zero
-        keep = before != 0
-        ratios = error[keep].astype(numpy.float64) / numpy.abs(before[keep])
-        largest = float(ratios.max(initial=0))
+        largest = float((error[before != 0].astype("d") / abs(before[before != 0])).max(initial=0))
     tally.max_rel_error = max(tally.max_rel_error, largest)
 
 
@@ -295,18 +274,16 @@ class Cast:
 def parse_dtype(given: object) -> DType:
     """The floating type that is meant (`bf16`, `float16`, `torch.bfloat16`, torch's and numpy's own); raises
     `UsageError` for another."""
-    dtype, text = None, given if isinstance(given, str) else repr(given)
     try:
         dtype = dtype_of(given)
     except UsageError:
         if not isinstance(given, str):
             raise
+        dtype = None
     if dtype is None or not dtype.is_float:
-        raise UsageError(
-            f"{text!r} is not a floating-point dtype",
-            "Casts are between floating-point dtypes.",
-            "Available: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …",
-        )
+        what = f"{given if isinstance(given, str) else repr(given)!r} is not a floating-point dtype"
+        fix = "Available: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …"
+        raise UsageError(what, "Casts are between floating-point dtypes.", fix)
     return dtype
 
 

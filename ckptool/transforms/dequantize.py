@@ -1,16 +1,16 @@
 """Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
 
-`conventions.quantized_formats` has turned every format to the weight's own rows, as strided views; what unpacks
+`conventions.quantized` has turned every format to the weight's own rows, as strided views; what unpacks
 these is `_codes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -20,8 +20,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
-from ckptool.conventions.quantized import Quantized
-from ckptool.conventions.quantized_formats import QuantizedWeight, parsed
+from ckptool.conventions.quantized import Quantized, QuantizedWeight, parsed
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 
@@ -228,8 +227,7 @@ def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
 # The checkpoint ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DequantizedCheckpoint:
+class DequantizedCheckpoint(NamedTuple):
     """The checkpoint with weights in place of their parts; those weights, with addresses; and what was left out."""
 
     checkpoint: Checkpoint
@@ -249,8 +247,8 @@ def dequantize(
     where = checkpoint.source or "the checkpoint"
     if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        named = any(problem.endswith("name the block size") for problem in problems)
-        fix = f"For blocks of 128 by 128: {arg(block_size='128x128')}" if named else ""
+        is_open = any(problem.endswith("name the block size") for problem in problems)
+        fix = f"For blocks of 128 by 128: {arg(block_size='128x128')}" if is_open else ""
         raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.", fix)
     weights = [
         (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights

@@ -5,49 +5,35 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.patterns import matcher
-from ckptool.checkpoint.tree import Path, address, children, find, holders, map_storages, rebuild, tensors, walk
+from ckptool.checkpoint.tree import Path, address, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
 from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Edited:
-    """An edited checkpoint: itself, and the addresses that were dropped, set and given new values."""
-
-    checkpoint: Checkpoint
-    dropped: tuple[str, ...] = ()
-    set: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
-
-
 def edit(
-    checkpoint: Checkpoint,
-    drop: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
-    arrays: Mapping[str, Any] | None = None,
-) -> Edited:
-    """Drops entries that match `drop`, sets plain `values`, gives tensors the values of numpy `arrays`.
+    checkpoint: Checkpoint, drop: Sequence[str], values: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Drops entries that match `drop`, gives tensors the values of numpy `arrays`, sets plain `values`; and the names
+    that were dropped, as addresses.
 
     Raises `NoMatch` for a pattern that matches nothing, `UsageError` for an address that leads nowhere, `Conflict` for
     an array of another shape or type than the tensor's.
     """
     tree, dropped = drop_entries(checkpoint, drop) if drop else (checkpoint.tree, ())
-    for place, array in (arrays or {}).items():
+    for place, array in arrays.items():
         tree = _with_array(tree, place, array)
-    for place, value in (values or {}).items():
+    for place, value in values.items():
         tree = _with_value(tree, place, value)
-    changed, above = replace(checkpoint, tree=tree), address(checkpoint.base)
-    named = [tuple(f"{above}/{place}" if above else place for place in places or ()) for places in (values, arrays)]
-    return Edited(changed, dropped, *named)
+    return replace(checkpoint, tree=tree), dropped
 
 
 def drop_entries(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
@@ -123,26 +109,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def _with_value(tree: Any, place: str, value: Any) -> Any:
-    parent, key = _parent(tree, place)
-    old = next((part for name, part in children(parent) if name == key), None)
-    if count := len(lost_tensors(old, None)):
-        single = isinstance(old, (TensorEntry, Composite))
-        held = "is a tensor" if single else f"holds {counted(count, 'tensor')}"
-        values = f"Give it new values: {arg(tensor={place: 'values.npy'})}; or leave" if single else "Leave"
-        raise UsageError(
-            f"{place} {held}, and would become a plain value",
-            "Values would be lost. Nothing was written.",
-            f"{values} it out: {arg(drop=place)}",
-        )
-    if isinstance(parent, list):
-        return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
-    return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
-
-
-def _parent(tree: Any, place: str) -> tuple[Any, Any]:
-    """The dictionary or list that holds `place`, and the key there: an existing one as it is, else a text."""
-    above, _, last = place.strip("/").rpartition("/")
-    if not last:
+    key: Any  # an existing key as it is, else a text
+    above, _, key = place.strip("/").rpartition("/")
+    if not key:
         why = "A value is set at an address in it."
         raise UsageError("the whole file cannot be set", why, f"For example: {arg(set={'epoch': 3})}")
     _, parent = find(tree, above)
@@ -152,13 +121,22 @@ def _parent(tree: Any, place: str) -> tuple[Any, Any]:
         parent = parent.state
     if not isinstance(parent, (dict, list)):
         raise UsageError(f"{above or 'the top'} cannot have entries set", f"It is of type {type(parent).__name__}.")
+    old: Any = None
     try:
-        path, _ = find(parent, last)
+        (key, *_), old = find(parent, key)
     except UsageError:
         if isinstance(parent, list):
             find(tree, place)  # says where
-        return parent, last.replace("~1", "/").replace("~0", "~")
-    return parent, path[0]
+        key = key.replace("~1", "/").replace("~0", "~")
+    if count := len(lost_tensors(old, None)):
+        raise UsageError(
+            f"{place} holds {counted(count, 'tensor')}, and would become a plain value",
+            "Values would be lost. Nothing was written.",
+            f"Leave it out: {arg(drop=place)}; or give a tensor new values: {arg(tensor={place: 'values.npy'})}",
+        )
+    if isinstance(parent, list):
+        return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
+    return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------

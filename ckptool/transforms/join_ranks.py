@@ -37,7 +37,7 @@ from ckptool.errors import (
     quoted,
 )
 from ckptool.formats.boxes import Piece
-from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL
+from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
@@ -84,25 +84,20 @@ def open_joined(
     Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
     """
     name, place = split(file)
-    found = joined(name, rules, given, like)
-    if found is None and not rules.of_layout and (rules.join or rules.layers or not rules.unstack):
-        what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
-        look = f"See what it is: {command('inspect', name)}"
-        raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
-    whole = found if found is not None else _whole(name, rules, part)
+    whole = joined(name, rules, given, like)
+    if whole is None and not rules.of_layout:
+        if rules.join or rules.layers or not rules.unstack:
+            what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
+            look = f"See what it is: {command('inspect', name)}"
+            raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
+        whole = open_whole(name, part=part).checkpoint
+    elif whole is None:
+        whole = open_to_change(name).checkpoint
+        if whole.part is not None:
+            what = f"{name} is only a part of a checkpoint: {whole.part.label}"
+            folder = quoted(os.path.dirname(name) or ".")
+            raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
     return Opened(unstacked(whole, rules.unstack, optional=rules.of_layout), at if at is not None else place, name)
-
-
-def _whole(name: str, rules: Translation, part: bool) -> Checkpoint:
-    """The checkpoint that is not in ranks' files. Raises `OnlyAPart` for one of those by itself."""
-    if not rules.of_layout:
-        return open_whole(name, part=part).checkpoint
-    found = open_to_change(name).checkpoint
-    if found.part is not None:
-        what = f"{name} is only a part of a checkpoint: {found.part.label}"
-        folder = quoted(os.path.dirname(name) or ".")
-        raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
-    return found
 
 
 def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLike | None = None) -> Checkpoint | None:
@@ -125,8 +120,7 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         found.append((place, name, each.tree))
         joiner.notes = [*({note.code: note for note in (*joiner.notes, *each.notes)}).values()]
         joiner.discarded += each.discarded
-    ranks = [_rank(source, place, name, tree) for place, name, tree in found if not name.endswith(OPTIMIZER)]
-    _check_world(source, ranks)
+    ranks = _checked(source, (each for each in found if not each[1].endswith(OPTIMIZER)))
     scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
     model = _model(joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
@@ -146,52 +140,49 @@ def _files(folder: Folder) -> list[tuple[tuple[int, ...], str]]:
     for name in folder.names:
         if match := CONSOLIDATED.fullmatch(name):
             found.append(((int(match["rank"]),), name))
-        elif MODEL_PARALLEL.fullmatch(name) and folder_at(os.path.join(folder.path, name)):
-            inside = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(os.path.join(folder.path, name))]
+        elif MODEL_PARALLEL.fullmatch(name) and folder_at(path := os.path.join(folder.path, name)):
+            inside = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(path)]
             if not set(inside) & set(WEIGHTS):
                 raise Truncated(f"{folder}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
             found += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in inside]
     return found
 
 
-def _rank(folder: Folder, place: tuple[int, ...], name: str, tree: Any) -> _Rank:
-    if not isinstance(tree, dict):
-        raise Corrupt(f"{folder}: {name} is not a dictionary", "It is no rank's file of a model.")
-    args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
-    experts = args.get("expert_model_parallel_size", 1)
-    if len(place) > 2 or (type(experts) is int and experts > 1):
-        what = f"{folder}: {name} is of expert parallelism, which divides the experts over ranks"
-        raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
-    if not any(map(_is_chunk, tree)):  # all of the file is the model
-        tree = {"model": tree}
-    return _Rank(name.partition("/")[0], place[0], place[1] if len(place) > 1 else 0, tree)
-
-
-def _is_chunk(key: Any) -> bool:
-    return isinstance(key, str) and _CHUNK.fullmatch(key) is not None
-
-
-def _check_world(folder: Folder, ranks: list[_Rank]) -> None:
-    """Raises `Truncated` unless each stage has each rank, as many as the arguments say; `Conflict` for two steps."""
-    sizes = [max(rank.tensor for rank in ranks) + 1, max(rank.stage for rank in ranks) + 1]
+def _checked(folder: Folder, files: Iterable[tuple[tuple[int, ...], str, Any]]) -> list[_Rank]:
+    """The ranks that saved these files. Raises `Truncated` unless each stage has each rank, as many as the arguments
+    say; `Conflict` for two steps, `Unsupported` for expert parallelism."""
+    ranks: list[_Rank] = []
+    sizes = [1, 1]
     steps: dict[Any, str] = {}
-    for rank in ranks:
-        args = rank.tree["args"].attributes if isinstance(rank.tree.get("args"), Object) else {}
-        for axis, kind in enumerate(("tensor", "pipeline")):
-            size = args.get(f"{kind}_model_parallel_size")
-            if type(size) is int and size < 1 << 20:
-                sizes[axis] = max(sizes[axis], size)
-        if type(iteration := rank.tree.get("iteration")) is int:
-            steps.setdefault(iteration, rank.name)
+    for place, file, tree in files:
+        if not isinstance(tree, dict):
+            raise Corrupt(f"{folder}: {file} is not a dictionary", "It is no rank's file of a model.")
+        args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
+        said: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
+        if len(place) > 2 or (type(said[2]) is int and said[2] > 1):
+            what = f"{folder}: {file} is of expert parallelism, which divides the experts over ranks"
+            raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
+        for axis, number in enumerate((*place, 0)[:2]):
+            known = said[axis] if type(said[axis]) is int and said[axis] < 1 << 20 else 1
+            sizes[axis] = max(sizes[axis], number + 1, known)
+        name = file.partition("/")[0]
+        if type(iteration := tree.get("iteration")) is int:
+            steps.setdefault(iteration, name)
+        model = tree if any(map(_is_chunk, tree)) else {"model": tree}  # all of the file
+        ranks.append(_Rank(name, place[0], place[1] if len(place) > 1 else 0, model))
     if len(ranks) != prod(sizes):
         world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
         what = f"{folder} has {counted(len(ranks), 'file')} of {world}"
         raise Truncated(what, f"There are {listed([rank.name for rank in ranks], 4)}.", "Copy all of them.")
     if len(steps) > 1:
         (one, first), (other, second) = sorted(steps.items())[:2]
-        what = f"{folder}: {first} is of iteration {one:,}, {second} of {other:,}"
-        raise Conflict(what, "They are of two checkpoints.", "Copy all files of one iteration again.")
+        raise mixed(folder, first, second, f"one is of iteration {one:,}, the other of {other:,}")
     megatron.step_of(folder, next(iter(steps), None))
+    return ranks
+
+
+def _is_chunk(key: Any) -> bool:
+    return isinstance(key, str) and _CHUNK.fullmatch(key) is not None
 
 
 # The tensors ---------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import Any
 
 from ckptool.analysis.targets import BUFFER, PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.files import Folder, folder_at
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
-from ckptool.commands import MODEL, OUT, arg, command
+from ckptool.commands import OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
@@ -45,9 +45,9 @@ def with_optimizers(
     """The part with every optimizer's slots by name or number, or flattened, and a line for each that changed.
 
     whole: the checkpoint that the part is in, among whose weights the names are looked for.  target: the model that has
-    them, in place of those. Raises `UsageError` for a
-    form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is not certain which parameter
-    a number stands for, `Unsupported` for an optimizer whose state is not of single parameters.
+    them, in place of those.
+    Raises `UsageError` for a form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is
+    not certain which parameter a number stands for, `Unsupported` for state that is not of single parameters.
     """
     if form not in FORMS:
         raise UsageError(f"unknown {OPTION} {form!r}", f"Available: {', '.join(FORMS)}.")
@@ -69,19 +69,18 @@ def with_optimizers(
 
 
 def _elsewhere(whole: Checkpoint, form: str) -> str:
-    """The command for the optimizer's member beside weights that stand for a folder."""
-    # `optimizer.pt`, `optimizer.bin`, accelerate's folder `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights.
+    """The command for the optimizer's member beside weights that stand for a folder: `optimizer.pt`, accelerate's
+    folder `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights."""
     name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
     if name is None or whole.source is None:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    is_folder = folder_at(member)  # of ranks, in which the names are
-    named = command("convert", member, optimizer_as="names", out=OUT)
-    if not is_folder:
-        named = command("convert", member, optimizer_as="names", against=MODEL, out=OUT)
-    numbered = command("convert", member, optimizer_as="ids", out=OUT)
-    return f"It is in a {'folder' if is_folder else 'file'} of its own: {numbered if form == IDS else named}"
+    ids, names = (
+        command("convert", member, optimizer_as="ids", out=OUT),
+        command("convert", member, optimizer_as="names", out=OUT),
+    )
+    return f"It is beside them: {ids if form == IDS else names}"
 
 
 def _in_form(slots: Slots, form: str, whole: Checkpoint, target: Target | None) -> tuple[dict[str, Any], str]:
@@ -206,12 +205,8 @@ class Slots:
         in_order = self._in_order(parameters) if ordered else None
         if in_order is not None:
             return in_order, BY_ORDER
-        count = ", ".join(
-            (
-                f"{counted(len(self.slots), 'slot')} in {counted(len(self.groups), 'group')}",
-                counted(len(parameters), "parameter"),
-            )
-        )
+        slots, groups = counted(len(self.slots), "slot"), counted(len(self.groups), "group")
+        count = f"{slots} in {groups}, {counted(len(parameters), 'parameter')}"
         raise Conflict(
             f"it cannot be known which slots of {self.called} belong to which parameters ({count})",
             "They are numbered, not named, and neither their count nor their shapes identify them. "

@@ -10,18 +10,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, isqrt, prod
+from math import isqrt, prod
 from typing import Any
 
-from ckptool.checkpoint import Computed, Flags, TensorEntry
+from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, resolved, stretches
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
-from ckptool.transforms.by_rows import once, refuse_wide
 from ckptool.transforms.casting import compact, converted
-from ckptool.transforms.views import joined, zeros
+from ckptool.transforms.views import joined, once, refuse_wide, zeros
 
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 
@@ -73,32 +72,29 @@ def parse_resize(text: str) -> Resize:
     if found is None or found[1] not in _WAYS:
         raise UsageError(f"unknown way to resize: {text!r}", f"Available: {', '.join(_WAYS)}.", _EXAMPLE)
     kind, modes = _WAYS[found[1]]
-    given: dict[str, Any] = {"mode": modes[0]}
-    seen: set[str] = set()
+    given: dict[str, Any] = {}
     for word in filter(None, map(str.strip, (found[2] or "").split(","))):
         key, _, value = (part.strip() for part in word.partition("="))
-        if (kind_of := "mode" if word in modes or key == "copy" else key) in seen:
-            raise UsageError(f"{text!r} gives the {kind_of} twice", "", _EXAMPLE)
-        seen.add(kind_of)
+        number = int(value) if re.fullmatch(r"\d{1,9}", value, re.ASCII) else None
+        sides = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", value)
         if word in modes:
-            given["mode"] = word
+            new: dict[str, Any] = {"mode": word}
         elif kind == GRID and word == "antialias":
-            given["antialias"] = True
-        elif kind == GRID and key in ("cls", "extra") and _number(value) is not None:
-            given[key] = _number(value)
-        elif kind == GRID and key in ("from", "to") and (sides := re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", value)):
-            given["old" if key == "from" else "new"] = (int(sides[1]), int(sides[2]))
-        elif kind == OF_ROWS and key == "copy" and _number(value) is not None:
-            given |= {"mode": "copy", "row": _number(value)}
+            new = {"antialias": True}
+        elif kind == GRID and key in ("cls", "extra") and number is not None:
+            new = {key: number}
+        elif kind == GRID and key in ("from", "to") and sides:
+            new = {"old" if key == "from" else "new": (int(sides[1]), int(sides[2]))}
+        elif kind == OF_ROWS and key == "copy" and number is not None:
+            new = {"mode": "copy", "row": number}
         else:
-            known = [*modes, "antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [*modes]
-            what = f"{found[1]} does not take {word!r}"
-            raise UsageError(what, f"It takes {', '.join(known + ['copy=ROW'] * (kind == OF_ROWS))}.", _EXAMPLE)
-    return Resize(text.strip(), kind, **given)
-
-
-def _number(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
+            more = ["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else []
+            known = [*modes, *more, *(["copy=ROW"] if kind == OF_ROWS else [])]
+            raise UsageError(f"{found[1]} does not take {word!r}", f"It takes {', '.join(known)}.", _EXAMPLE)
+        if new.keys() & given:
+            raise UsageError(f"{text!r} gives the {'mode' if 'mode' in new else key} twice", "", _EXAMPLE)
+        given |= new
+    return Resize(text.strip(), kind, **{"mode": modes[0], **given})
 
 
 class _Unfit(Exception):
@@ -118,9 +114,8 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
             "Only floating-point numbers have means and values in between. Nothing was written.",
             f"Leave it out: {arg(exclude=NAME)}",
         )
-    whole = resolved(compact(entry))
     try:
-        made = {GRID: _grid, OF_ROWS: _rows, CHANNELS: _channels}[how.kind](whole, tuple(shape), how)
+        made = {GRID: _grid, OF_ROWS: _rows, CHANNELS: _channels}[how.kind](resolved(compact(entry)), shape, how)
     except _Unfit as unfit:
         why, *fix = unfit.args
         what = f"{name} {list(entry.shape)} cannot become {list(shape)} by {how.text}"
@@ -194,9 +189,8 @@ def _rows(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntr
     elif how.row is not None:
         added = _again(entry.narrow(0, how.row, 1), more)
     else:
-        times = _again(entry.reshape((1, *entry.shape)), ceil(more / count))
-        again = times.with_values(Computed(times.nbytes, times.row_major().read, (entry.storage,)))
-        added = again.reshape((times.shape[0] * count, *shape[1:])).narrow(0, 0, more)
+        _limit(how, shape[0] // count)
+        return joined([*[entry] * (shape[0] // count), entry.narrow(0, 0, shape[0] % count)], 0)
     return joined([entry, added], 0)
 
 

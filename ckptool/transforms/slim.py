@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, InlineBytes, Storage, TensorEntry, row_major_strides
@@ -60,11 +63,14 @@ def slim(
 
     whole = checkpoint.tree
     lean, dropped = (whole, ()) if keep_optimizer else _without_optimizers(whole, checkpoint.base)
-    dense, compacted = _compact(lean, others)
+    # Every storage is cut down to what its tensors show; views that overlap go on sharing.
+    moved = [*filter(None, map(_moved, _plain_views(lean, others).values()))]
+    smaller = {old: entry for group in moved for old, entry in group.items()}
+    dense = rebuild(lean, lambda node: smaller.get(id(node), node)) if moved else lean
     tree, tied, tied_bytes = _tied(replace(checkpoint, tree=dense), others) if dedup else (dense, 0, 0)
     before, without, after = map(size, (whole, lean, dense))
     changed = replace(checkpoint, tree=tree)
-    return Slimmed(changed, dropped, before - without, compacted, without - after, tied, tied_bytes)
+    return Slimmed(changed, dropped, before - without, len(moved), without - after, tied, tied_bytes)
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -93,18 +99,6 @@ def _without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
 # Waste behind views --------------------------------------------------------------------------------------------------
 
 
-def _compact(tree: Any, kept: Collection[int]) -> tuple[Any, int]:
-    """The tree with every storage cut down to what its tensors show, and how many were.
-
-    Views that overlap go on sharing.
-    """
-    moved = [*filter(None, map(_moved, _plain_views(tree, kept).values()))]
-    if not moved:
-        return tree, 0
-    entries = {old: entry for group in moved for old, entry in group.items()}
-    return rebuild(tree, lambda node: entries.get(id(node), node)), len(moved)
-
-
 def _plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
     """The tensors of each storage that only plain tensors use, each once. kept: storages that others use, too."""
     views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
@@ -130,39 +124,27 @@ def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
         dense = Storage(Computed(first.nbytes, row_major(first).read, (storage,)), storage.location)
         strides = row_major_strides(first.shape)
         return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
-    pieces = _packed([(*entry.span(), entry.dtype.itemsize) for entry in shown])
-    size = pieces[-1][1] + pieces[-1][2]
-    size += -size % max(entry.dtype.itemsize for entry in group)
-    if size >= storage.nbytes:
+    # What is shown, in whole elements of the widest type, so that every view stays aligned.
+    width = max(entry.dtype.itemsize for entry in group)
+    ranges: list[list[int]] = []
+    for begin, end in sorted(entry.span() for entry in shown):
+        begin, end = begin - begin % width, end + -end % width
+        if ranges and begin <= ranges[-1][1]:
+            ranges[-1][1] = max(ranges[-1][1], end)
+        else:
+            ranges.append([begin, end])
+    places = [0, *accumulate(end - begin for begin, end in ranges)]
+    if places[-1] >= storage.nbytes:
         return {}
     flat = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
-    ends = [at for _, at, _ in pieces[1:]] + [size]
-    parts = [padded(flat.narrow(0, begin, n), 0, end - at) for (begin, at, n), end in zip(pieces, ends, strict=True)]
-    smaller = joined(parts, 0).storage
+    kept = [(begin, min(end, storage.nbytes) - begin, end - begin) for begin, end in ranges]
+    smaller = joined([padded(flat.narrow(0, begin, there), 0, size) for begin, there, size in kept], 0).storage
     moved = {}
     for entry in group:
-        start, offset = entry.span()[0], 0
-        if entry.numel:
-            begin, at, _ = max(piece for piece in pieces if piece[0] <= start)
-            offset = (start - begin + at) // entry.dtype.itemsize
-        moved[id(entry)] = replace(entry, storage=smaller, offset=offset)
+        number = bisect_right(ranges, [entry.span()[0], sys.maxsize]) - 1 if entry.numel else 0
+        begin = entry.span()[0] - ranges[number][0] + places[number] if entry.numel else 0
+        moved[id(entry)] = replace(entry, storage=smaller, offset=begin // entry.dtype.itemsize)
     return moved
-
-
-def _packed(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The ranges that (begin, end, item size) spans cover, one behind the other: (old begin, new begin, length)."""
-    merged: list[list[int]] = []
-    for begin, end, width in sorted(spans):
-        if merged and begin < merged[-1][1]:
-            merged[-1][1:] = max(merged[-1][1], end), max(merged[-1][2], width)
-        else:
-            merged.append([begin, end, width])
-    pieces, at = [], 0
-    for begin, end, width in merged:
-        at += (begin - at) % width  # item sizes are powers of two: what was aligned stays so
-        pieces.append((begin, at, end - begin))
-        at += end - begin
-    return pieces
 
 
 # Equal bytes ---------------------------------------------------------------------------------------------------------

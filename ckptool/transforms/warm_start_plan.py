@@ -13,7 +13,7 @@ from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
-from ckptool.analysis.torch_versions import Accepted, accepted
+from ckptool.analysis.torch_versions import accepted
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     PADDED,
@@ -239,14 +239,14 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
             free[without_wrappers(name)] = free[name] = key
     missing = [name for name in wanted if name not in pairs]
     metadata = node.metadata if isinstance(node, OrderedDict) else None
-    older = accepted(pairs, missing, free, metadata) if missing else Accepted()
-    pairs |= older.pairs
-    names = {key: name for key, name in names.items() if key not in older.dropped}
-    if older.pairs:
-        shown = listed([f"{key} → {name}" for name, key in older.pairs.items()], 2)
+    renamed, supplied, dropped = accepted(pairs, missing, free, metadata)
+    pairs |= renamed
+    names = {key: name for key, name in names.items() if key not in dropped}
+    if renamed:
+        shown = listed([f"{key} → {name}" for name, key in renamed.items()], 2)
         notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
-    if older.supplied:
-        shown = listed(older.supplied, 2)
+    if supplied:
+        shown = listed(supplied, 2)
         notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
 
     if options.only or options.exclude:  # patterns are for what the target calls it, or the rules where it has no name
@@ -256,7 +256,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
         excluded = every.keys() - selected(every, options.only, options.exclude)
         names = {key: name for key, name in names.items() if ours[key] not in excluded}
         pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
-    return _Matched(names, pairs, excluded, older.supplied, notes)
+    return _Matched(names, pairs, excluded, supplied, notes)
 
 
 def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:

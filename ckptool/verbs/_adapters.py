@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
-from ckptool.checkpoint import Checkpoint, InlineBytes, Note
+from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.commands import OUT_SAFETENSORS, arg, argument, option
 from ckptool.conventions.state_dicts import one_state_dict
@@ -17,8 +17,7 @@ from ckptool.formats import SHARDED, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.formats.sharded import divided
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, read_adapter
-from ckptool.transforms.lora.schemes import AdapterFile
+from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, AdapterFile, read_adapter
 from ckptool.verbs._save import Change, Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's
@@ -57,14 +56,9 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
 
 
 def write_adapter(
-    change: Change,
-    original: Checkpoint,
-    made: AdapterFile,
-    *,
-    inputs: Sequence[Input | None] = (),
-    notes: Sequence[Note] = (),
-) -> Written | Any:
-    """Writes an adapter: with a configuration as PEFT's folder, else as one file; the report.
+    change: Change, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input | None] = ()
+) -> Written:
+    """Writes an adapter: with a configuration as PEFT's folder, else as one file.
 
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
     """
@@ -90,5 +84,4 @@ def write_adapter(
             what, "They stand in the metadata of safetensors.", f"Write {arg(out=OUT_SAFETENSORS)}, or {arg(fold=True)}"
         )
     sources = [each for each in inputs if each is not None]
-    saved = change.into(container).write(original, changed, inputs=sources, beside=beside)
-    return saved.about(made.summary, *made.details, notes=notes, **made.facts())
+    return change.into(container).write(original, changed, inputs=sources, beside=beside)

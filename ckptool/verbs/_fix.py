@@ -68,7 +68,10 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
             raise error.within(path) from error.__cause__
         if made is None:
             raise _refusal(seen, path, in_place, "A part of it is lost. ")
-        done.append(Done(step, code, *made.kept.get("done", ("", (), {}))))
+        about = ("", (), dict[str, Any]())  # what `recover` did is its note
+        if isinstance(made, Written):
+            about, made = (made.summary, made.rows, made.facts), made.made[0]
+        done.append(Done(step, code, *about))
         current = _as_it_reads(made, container)
         place = place if VERBS[step.command[1]].address is Use.CHANGES else None
 
@@ -133,7 +136,7 @@ def _steps(found: Diagnosis, in_place: bool) -> Iterator[tuple[Finding, Fix]]:
 
 def _applied(
     step: Fix, checkpoint: Checkpoint | None, file: Any, given: Mapping[str, Any], container: str
-) -> Checkpoint | None:
+) -> Checkpoint | Written | None:
     """What a command makes of a checkpoint; of a damaged file what is in it, and None where that is not all."""
     if step.command[1] == "recover":
         from ckptool.verbs.recover import all_of
@@ -144,8 +147,8 @@ def _applied(
     options |= {"out": None, **({"at": step.at} if step.at else {})}
     if step.command[1] == "convert" and named(container).writable:  # else writing it refuses what is in place
         options["container"] = container
-    made: Checkpoint = function(checkpoint, **options)
-    return made
+    written: Written = function(checkpoint, **options)
+    return written
 
 
 def _as_it_reads(made: Checkpoint, container: str) -> Checkpoint:

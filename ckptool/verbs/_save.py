@@ -18,7 +18,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
-from ckptool.checkpoint.paths import is_url, may_exist
+from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
@@ -33,7 +33,6 @@ from ckptool.errors import (
     counted,
     escaped,
     listed,
-    named_urls,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import Format, marks
@@ -86,8 +85,8 @@ class Written(Report):
 
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
-    made: what the verb gives in place of this report, where nothing was to be written.  left: notes on what of the
-    original is not in the output.
+    made: what the verb gives in place of this report, where nothing was to be written; rows: what it did then, whose
+    lines may read values.  left: notes on what of the original is not in the output.
     """
 
     is_written: ClassVar[bool] = True
@@ -106,14 +105,13 @@ class Written(Report):
     dry_run: bool = False
     verified: bool = False
     made: Annotated[tuple[Any, ...], LIVE] = ()
+    rows: Annotated[tuple[Any, ...], LIVE] = ()
     left: Annotated[tuple[Note, ...], LIVE] = ()
 
-    def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written | Any:
-        """The same with what the verb did, in rows, lines and facts; what it made, where nothing was to be written."""
+    def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
+        """The same with what the verb did, in rows, lines and facts."""
         if self.made:
-            if isinstance(self.made[0], Checkpoint):
-                self.made[0].kept["done"] = summary, rows, facts
-            return self.made[0]
+            return replace(self, summary=summary, rows=rows, facts=facts)
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
         lines = lines_of(rows)
         details, notes = (*map(escaped, lines), *self.details), (*notes, *self.left, *self.notes)
@@ -126,11 +124,9 @@ class Written(Report):
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
-        is_told = (
-            self.how not in ("new file", "copy") or how == "new folder" or (suffix and suffix.name == self.container)
-        )
-        words = [*([] if is_told or not self.output else [self.container]), size(self.file_bytes), how]
-        facts = ", ".join([*words, *(["verified"] if self.verified else [])])
+        is_odd = self.output and how in ("new file", "copy") and (suffix is None or suffix.name != self.container)
+        words = [self.container if is_odd else "", size(self.file_bytes), how, "verified" if self.verified else ""]
+        facts = ", ".join(filter(None, words))
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:
             what = f"{self.output} would stay as it is" if self.how == "nothing" else f"would be {where} ({facts})"
@@ -208,13 +204,10 @@ class Change:
         asked, path, source = self.asked, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
         if (path is None) != bool(asked["in_place"]) and not self.live:
-            raise UsageError(
-                f"{self.verb} needs to know where to write"
-                if path is None
-                else f"{self.verb} was given both an output and {arg(in_place=True)}",
-                "Nothing is written unless you name an output.",
-                f"A new file: {arg(out=OUT)}; the file itself: {arg(in_place=True)}",
-            )
+            both = f"{self.verb} was given both an output and {arg(in_place=True)}"
+            what = f"{self.verb} needs to know where to write" if path is None else both
+            why = "Nothing is written unless you name an output."
+            raise UsageError(what, why, f"A new file: {arg(out=OUT)}; the file itself: {arg(in_place=True)}")
         if asked["verify"] and not asked["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
@@ -224,9 +217,9 @@ class Change:
             written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
             if asked["dry_run"]:
                 return written
-            if original.memory is not None:  # as the original was given
-                return replace(written, made=(original.memory.objects(changed.tree),))
-            return replace(written, made=(replace(changed, base=(), source=None),))  # it is in no file
+            memory = original.memory  # as the original was given
+            made = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
+            return replace(written, made=(made,))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
         if original.memory is not None:
@@ -245,6 +238,12 @@ class Change:
         )
         if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
             stays = False  # torch reads tables of ranks with as many processes alone
+        if not (container.writes_folder and container.tensors_only):
+            beside = None
+        elif beside is None:
+            from ckptool.formats.model_folder import model_folder
+
+            beside = model_folder(original, changed.tree)
         if stays and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
@@ -258,13 +257,10 @@ class Change:
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
-            if container.writes_folder and container.tensors_only:
-                from ckptool.formats.model_folder import model_folder
+            if beside is not None and changed.origin is None:  # with the names that the configuration's library seeks
                 from ckptool.formats.sharded import divided
 
-                beside = beside or model_folder(original, changed.tree)
-                if changed.origin is None:  # with the names that the library of the configuration looks for
-                    changed = divided(changed, None, beside.stem)
+                changed = divided(changed, None, beside.stem)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
             if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
@@ -273,10 +269,7 @@ class Change:
                 entries = {key: value for key, value in changed.tree.items() if isinstance(value, TensorEntry)}
                 notes += tuple(lost_views(entries, not container.keeps_ties))
         details: list[str] = []
-        if container.writes_folder and container.tensors_only:
-            from ckptool.formats.model_folder import model_folder
-
-            beside = beside or model_folder(original, changed.tree)
+        if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
         meant = changed if expected is None else expected
@@ -315,13 +308,11 @@ class Change:
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or not formats.named(original.container).writable:
-            raise UsageError(
-                f"{source} cannot be changed in place: it is of the container {original.container}",
-                "While its files were replaced one by one, the folder would be a mix of two checkpoints."
-                if isinstance(source, Folder)
-                else "That container can be read, not written.",
-                f"Write a new one: {arg(out=OUT)}",
-            )
+            what = f"{source} cannot be changed in place: it is of the container {original.container}"
+            why = "That container can be read, not written."
+            if isinstance(source, Folder):
+                why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
+            raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
         from ckptool.output.append import append_in_place, refuse_links
 
         refuse_links(source.path)
@@ -361,30 +352,34 @@ class Change:
         plan: Plan,
         target: str,
         inputs: Sequence[Input],
-        verify: Callable[[str], None],
+        verify: Callable[[str], None] | None = None,
         replaceable: Iterable[str] | None = None,
     ) -> tuple[Note, ...]:
         """Writes a plan under its name, or looks whether that could be done; the notes of that.
 
-        verify: proves it.  replaceable: files in a folder of that name, if not those of a checkpoint.
+        A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
+        in a folder of that name, if not those of a checkpoint.
         """
-        asked, folder = self.asked, os.path.dirname(target)
+        asked, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
         options: Any = {"overwrite": bool(asked["overwrite"])}
         if asked["make_folder"] and not may_exist(folder or "."):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)
-        if not asked["dry_run"]:
-            options |= {"inputs": inputs, "progress": asked["progress"]}
-            return put_in_place(plan, target, replaceable, verify=verify if asked["verify"] else None, **options)
-        if set(plan.files) == {""}:
-            check_target(target, **options)
-        else:
+        if not is_file:
             known = _files_at(target) if replaceable is None else replaceable
+            options["replaceable"] = {*known, *plan.files}
+        if asked["dry_run"]:
             from ckptool.output.folders import check_folder
 
-            check_folder(target, replaceable={*known, *plan.files}, **options)
-        return ()
+            (check_target if is_file else check_folder)(target, **options)
+            return ()
+        options |= {"inputs": inputs, "progress": asked["progress"], "verify": verify if asked["verify"] else None}
+        if is_file:
+            return replace_file(plan, target, **options)
+        from ckptool.output.folders import replace_folder
+
+        return replace_folder(plan, target, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,11 +420,10 @@ class FileChange(Change):
                 views = ((place, part) for place, other in walk(self.outside) for part in stored_parts(other))
                 other = address(next((place for place, part in views if id(part.storage) in tied), ()))
                 name = address((*self.part.base, *path))
-                raise Conflict(
-                    f"{name} shares its storage with {other}, which is not in {address(self.part.base)}",
-                    "Both would change, or no longer be tied. Nothing was written.",
-                    f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}",
-                )
+                what = f"{name} shares its storage with {other}, which is not in {address(self.part.base)}"
+                why = "Both would change, or no longer be tied. Nothing was written."
+                fix = f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}"
+                raise Conflict(what, why, fix)
 
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
@@ -440,26 +434,28 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     """
     known = (SaveInPlace if in_place else Save).__annotations__
     if unknown := [name for name in options if name not in known]:
-        raise TypeError(
-            f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}; "
-            f"for its output it takes {', '.join(known)}"
-        )
+        what = f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}"
+        raise TypeError(f"{what}; for its output it takes {', '.join(known)}")
     memory = any(map(in_memory, inputs))
     if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
         what = f"{verb} cannot change {elsewhere} in place"
         raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
         what = f"{verb} was to change in place what was not given by its path"
-        raise UsageError(
-            what, "What is in memory stays as it is; the result is returned.", f"Leave out {arg(in_place=True)}"
-        )
+        why = "What is in memory stays as it is; the result is returned."
+        raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb != "unbundle":
         why = "That is where the output is named, and this is the suffix of no container. An option has a name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        what = f"{verb} was given {type(path).__name__} in the place of its output's path"
+        fix = f"For example: {arg(out='new.pt')}"
+        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
+        raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
     asked: Any = dict.fromkeys(SaveInPlace.__annotations__) | options
-    return Change(verb, None if path is None else path_of(verb, path), asked, memory and path is None)
+    return Change(verb, None if path is None else named_urls(os.fspath(path)), asked, memory and path is None)
 
 
 def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
@@ -471,16 +467,6 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
     else:  # there can be no tensor of torch in the tree
         from ckptool.pickles.reduce import from_live as read
     return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)
-
-
-def path_of(verb: str, path: Any) -> str:
-    """The path of an output. Raises `UsageError` for anything else that stands in its place."""
-    if isinstance(path, (str, os.PathLike)):
-        return named_urls(os.fspath(path))
-    what = f"{verb} was given {type(path).__name__} in the place of its output's path"
-    fix = f"For example: {arg(out='new.pt')}"
-    fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
-    raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
 
 
 def out_first(out: Any, option: Any) -> tuple[PathLike | None, Any]:
@@ -532,14 +518,12 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
         if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
             message = f"{address(path)} is outside what was changed, and has the old names: {listed(old, 3)}"
             notes.append(Note("old-names", message))
-    roots: list[dict[str, Any]] = [
-        {"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots
-    ]
-    lines = [f"{row['root'] or 'the whole file'}: {row['changed']:,} of {counted(row['keys'], 'key')}" for row in roots]
+    roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
+    of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
     more = len(renamed.names) - len(renamed.examples)
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
-        Row("roots", roots, lines if len(lines) > 1 else []),
+        Row("roots", roots, of if len(of) > 1 else []),
         *(f"{old} → {new}" for old, new in renamed.examples),
         *([f"… {more:,} more"] if more else []),
         changed=renamed.changed,
@@ -569,18 +553,6 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
         why = "Without its program the file would no longer be that model. Nothing was written."
         raise Unsupported(what, why, f"Write only its weights, then change those: {weights}")
-
-
-def put_in_place(
-    plan: Plan, target: str | os.PathLike[str], replaceable: Iterable[str] | None = None, **options: Any
-) -> tuple[Note, ...]:
-    """Writes a plan with the options of `replace_file`; one of several files, or of a name of its own, is a folder."""
-    if set(plan.files) == {""}:
-        return replace_file(plan, target, **options)
-    known = _files_at(target) if replaceable is None else set(replaceable)
-    from ckptool.output.folders import replace_folder
-
-    return replace_folder(plan, target, replaceable=known, **options)
 
 
 def _files_at(target: str | os.PathLike[str]) -> set[str]:

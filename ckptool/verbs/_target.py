@@ -21,7 +21,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     if not isinstance(target, (str, os.PathLike)):
         if in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
-            from ckptool.verbs._live import target_of
+            from ckptool.bridge.modules import target_of
 
             return target_of(target, shown(target))
         opened = open_whole(target, at, part=part)
@@ -33,7 +33,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     if not may_exist(path) and names_code(name):
         if at is not None:
             raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
-        from ckptool.verbs._live import target_of_code
+        from ckptool.bridge.modules import target_of_code
 
         return replace(target_of_code(name), name=name)
     if not may_exist(path) and "::" not in name and ":" in name:

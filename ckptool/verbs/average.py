@@ -9,7 +9,7 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address
-from ckptool.commands import arg, argument, option, repeated, several, verb
+from ckptool.commands import argument, option, repeated, several, verb
 from ckptool.conventions.state_dicts import is_beside, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats.in_memory import together
@@ -17,7 +17,6 @@ from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.formats.parts import refuse_placeholders
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.merging import merge_of
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
@@ -70,12 +69,9 @@ def average(
         raise UsageError(what, "", "For example: ckptool.average([A, B])")
     files = list(files)
     count = len(files)
-    given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema}
-    how = merge_of(method, count, given)
     change = change_of("average", out, options, base, *files)
-    if t is not None and weights is not None:
-        raise UsageError(f"{arg('t')} and {arg('weights')} were both given", "They are mutually exclusive.")
-    shares = means.weights_of(count, weights if t is None else [1 - t, t], ema, how)
+    given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema, "weights": weights}
+    how = means.merge_of(method, count, given)
     opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
     names = [each.path or f"checkpoint {number}" for number, each in enumerate(opened, count + 1 - len(opened))]
@@ -88,41 +84,41 @@ def average(
         same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
         for (root, _), keys in zip(roots, training, strict=True)
     ]
-    by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), count, how)
-    found = means.average(nodes, names, shares, how, by_key)
+    by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), how)
+    tree, averaged, held = means.average(nodes, names, how, by_key)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
-    changed = weights_alone(last, found.tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
+    changed = weights_alone(last, tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
     original = together(last, (each.checkpoint for each in opened))
     left = []
     for each, (checkpoint, root), keys in zip(opened, pairs, training, strict=True):
         behind = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
         behind += around(checkpoint, root)
-        left.append(left_behind(checkpoint, behind, found.tree, chosen=each.at is not None))
+        left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
     saved = change.write(original, changed, inputs=sources)
     behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
     lines = list(dict.fromkeys(line for each in left for line in each.lines))
     paths = [printable(name) for name in names[-count:]]
-    kept = listed([f"{name} ({why})" for name, why in found.kept], 4)
+    kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []
-    if how.method == "mean" and abs(sum(shares) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(shares):.6g}, not to 1: the result is scaled by that"
+    if how.method == "mean" and abs(sum(how.weights) - 1) >= 1e-6:
+        message = f"the weights add up to {sum(how.weights):.6g}, not to 1: the result is scaled by that"
         notes.append(Note("weights-sum", message))
     of = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
     merged = "the mean" if how.method == "mean" else f"the {how.method} merge"
     return saved.about(
-        f"{merged} of {counted(count, 'file')}: {counted(found.averaged, 'tensor')}{of}{remark}",
-        *[f"{share:.6g} × {path}" for share, path in zip(shares, paths, strict=True)][:8],
-        Row("settings", list(how.settings), how.settings),
+        f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{of}{remark}",
+        *[f"{share:.6g} × {path}" for share, path in zip(how.weights, paths, strict=True)][:8],
+        Row("settings", how.settings, how.settings),
         Row("weight", several(weight), several(weight)),
-        Row("kept", dict(found.kept), [f"copied from {paths[-1]}: {kept}"] if kept else []),
+        Row("kept", held, [f"copied from {paths[-1]}: {kept}"] if kept else []),
         Row("left_behind", behind, lines),
         notes=notes,
         files=paths,
-        weights=shares,
+        weights=list(how.weights),
         method=how.method,
-        base=printable(names[0]) if how.has_base else None,
-        averaged=found.averaged,
+        base=None if base is None else printable(names[0]),
+        averaged=averaged,
     )

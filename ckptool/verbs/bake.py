@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import model_state_dicts
-from ckptool.errors import NoMatch, counted
+from ckptool.errors import NoMatch, counted, listed
 from ckptool.transforms import bake as folding
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
@@ -34,21 +34,22 @@ def bake(
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
-    baked = {id(root.node): folding.bake(root.node, form=form) for root in roots}
-    folded = [weight for found in baked.values() for weight in found.folded]
-    left = {weight: why for found in baked.values() for weight, why in found.left.items()}
+    replaced: dict[int, Any] = {}
+    folded, left, lines = list[str](), dict[str, str](), list[str]()
+    for root in roots:
+        replaced[id(root.node)], kinds, alone = folding.bake(root.node, form)
+        folded, left = folded + list(kinds), left | alone
+        for kind in (folding.WEIGHT_NORM, folding.PRUNING):
+            names = [name for name, of in kinds.items() if of == kind]
+            lines += [f"{kind}: {listed(names, 4)}"] if names else []
+        lines += [f"left alone: {name} ({why})" for name, why in alone.items()]
     if not folded and not left:
         raise NoMatch(
             f"{checkpoint.source or 'the checkpoint'} has no parametrized weights",
             "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
             "and spectral norm.",
         )
-    tree = rebuild(checkpoint.tree, replaced={number: found.tree for number, found in baked.items()})
+    tree = rebuild(checkpoint.tree, replaced=replaced)
     saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
-    return saved.about(
-        f"{counted(len(folded), 'weight')} {word}",
-        *(line for found in baked.values() for line in found.lines()),
-        folded=folded,
-        left=left,
-    )
+    return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=left)

@@ -7,16 +7,17 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from ckptool.analysis.diff import aspect_rows, diff_of_parts, entry_rows
 from ckptool.analysis.inspect import STATISTICS, Listing, TensorRow, listing, summary_of, with_statistics
 from ckptool.analysis.outline import DEEPEST, Branch
 from ckptool.analysis.statistics import values_of
-from ckptool.analysis.words import FEW, array_text, tensor_text, type_name, value_text
+from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
@@ -26,30 +27,20 @@ from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import Path
 from ckptool.checkpoint.workers import ENDS, signals_held
 from ckptool.commands import FILE, command, verb
+from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
-from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size, yellow
-from ckptool.formats.folder import names_in
+from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size
 from ckptool.formats.opening import Opened, open_file
 from ckptool.render.lines import error_text
+from ckptool.render.lines import lines as lines_told
 from ckptool.verbs._options import File
 
-if TYPE_CHECKING:
-    from ckptool.analysis.diff import Diff
-
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
-SIBLINGS = 500  # that are shown at first; the rest follows when it is asked for
+SIBLINGS = 1_000  # that are shown: textual draws more of them too slowly
 Piece = str | tuple[str, ...]  # a line of what is said, or its parts
-KEYS = """\
-↑ ↓  move      ← →  fold, unfold; Enter does both
-/    filter by part of a name, or by a pattern: *.bias, re:^h[.]0
-d    compare with a second file
-Esc  show everything again
-s    statistics of a tensor too large to be read unasked
-y    copy the address, quoted for a shell; it is printed at the end, too
-Tab  move to the values, to scroll them, and back"""
 
 
-@verb(("ckptool browse model.pt", "arrows to move, / to filter, d to compare, q to quit; ? for all keys"))
+@verb(("ckptool browse model.pt", "arrows and Enter to move, / to filter, d to compare, Esc to go back, q to quit"))
 def browse(file: File) -> Page:
     """Walks through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
 
@@ -69,9 +60,6 @@ def browse(file: File) -> Page:
     return Page("\n".join(app.copied))
 
 
-# Its lines ------------------------------------------------------------------------------------------------------------
-
-
 class Plain(NamedTuple):
     """A value that stands in the place of a tensor in a line."""
 
@@ -79,11 +67,9 @@ class Plain(NamedTuple):
     dtype: None = None
     shape: None = None
     location: str = "cpu"
+    kind: str = "value"
     nbytes: int = 0
-
-    @property
-    def kind(self) -> str:
-        return type_name(self.value)
+    numel: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -94,46 +80,30 @@ class Line(TensorRow):
     colour: str = ""
 
 
-def lines_of(found: Listing) -> list[Line]:
+def lines_of(found: Listing) -> Iterator[Line]:
     """Every tensor, then every value, but what an object is made of."""
-    lines, above = [Line(row.path, row.tensor, row.storage) for row in found.tensors], None
+    yield from (Line(row.path, row.tensor, row.storage) for row in found.tensors)
+    above: Path | None = None
     for row in found.entries:
         if not row.repeated and (above is None or row.path[: len(above)] != above):
-            lines.append(_line(row.path, row.value))
+            yield Line(row.path, Plain(row.value), None)  # type: ignore[arg-type]
             above = row.path
-    return lines
 
 
-def lines_of_diff(diff: Diff, base: Path) -> list[Line]:
+def lines_of_diff(diff: Any, base: Path) -> Iterator[Line]:
     """What differs, at its place in the first file, of which the part at `base` was compared."""
-    from ckptool.analysis.diff import aspect_rows, entry_rows
-
     told = {name: text for rows in (aspect_rows(diff), entry_rows(diff)) for name, text in rows}
     found: list[tuple[Path, Any, str, str]] = []
     for each in diff.changed:
-        words, values = [told.get(each.address, "")], each.values
-        if values is not None:
-            words.insert(0, f"{values.changed:,} of {values.total:,} changed, max |a-b| {number(values.max_abs)}")
-        found.append((each.path, each.left, ", ".join(filter(None, words)) or "differs", "yellow"))
+        far, said = each.values, [told[each.address]] if each.address in told else []
+        if far is not None:
+            said.insert(0, f"{far.changed:,} of {far.total:,} changed, max |a-b| {number(far.max_abs)}")
+        found.append((each.path, each.left, ", ".join(said) or "differs", "yellow"))
     found += [(each.path, each.node, "only here", "red") for each in diff.only_left]
     found += [(each.path, each.node, "only in the other", "green") for each in diff.only_right]
-    return [_line(base + path, node, *words) for path, node, *words in found]
-
-
-def _line(path: Path, node: Any, *words: str) -> Line:
-    tensor: Any = node if isinstance(node, (TensorEntry, Composite)) else Plain(node)
-    return Line(path, tensor, id(node.storage) if isinstance(node, TensorEntry) else None, None, *words)
-
-
-def tree_of(lines: Sequence[Line], label: str) -> Branch:
-    """The lines as a tree by the slashes and dots of their addresses."""
-    items = [(line.address.replace("/", ".").split(".", DEEPEST), row, line.address) for row, line in enumerate(lines)]
-    root: Any = None  # of no part of the file
-    part = summary_of(root, lines)
-    return Branch(part, items, 0, label, 1, part.bytes)
-
-
-# What is said of a branch ---------------------------------------------------------------------------------------------
+    for path, node, *words in found:
+        tensor: Any = node if isinstance(node, (TensorEntry, Composite)) else Plain(node)
+        yield Line(base + path, tensor, id(node.storage) if isinstance(node, TensorEntry) else None, None, *words)
 
 
 def line_of(branch: Branch) -> Any:
@@ -143,24 +113,13 @@ def line_of(branch: Branch) -> Any:
 
 def facts_of(branch: Branch) -> tuple[str, str, str]:
     """What a branch is, its size, and its colour."""
-    line = line_of(branch)
-    if line is None:
-        tensors = sum(not isinstance(branch.part.rows[row].tensor, Plain) for _, row, _ in branch.items) * branch.times
-        what = counted(tensors, "tensor") if tensors else counted(len(branch.items) * branch.times, "entry", "entries")
-        return what, size(branch.size) if tensors else "", ""
-    if isinstance(line.tensor, Plain):
-        return line.change or value_text(line.tensor.value, 40), "", line.colour
-    is_tied = branch.leaf in branch.part.tied
-    return line.change or tensor_text(line.tensor), "tied" if is_tied else size(branch.size), line.colour
-
-
-def about_file(found: Listing) -> Iterator[Piece]:
-    yield bold(found.file or "in memory"), f": {found.container}, {size(found.bytes)}"
-    more = f"; {counted(found.unlisted, 'entry is', 'entries are')} not shown" if found.unlisted else ""
-    yield (f"{found.memory}" if found.tensors else "no tensors") + more
-    for note in found.notes:
-        yield yellow(note.code), f": {note.message}"
-        yield f"  {' '.join(map(quoted, note.fix))}" if note.fix else ""
+    if line := line_of(branch):
+        is_plain, is_tied = isinstance(line.tensor, Plain), branch.leaf in branch.part.tied
+        what = value_text(line.tensor.value, 40) if is_plain else tensor_text(line.tensor)
+        return line.change or what, "" if is_plain else "tied" if is_tied else size(branch.size), line.colour
+    tensors = sum(not isinstance(branch.part.rows[row].tensor, Plain) for _, row, _ in branch.items) * branch.times
+    what = counted(tensors, "tensor") if tensors else counted(len(branch.items) * branch.times, "entry", "entries")
+    return what, size(branch.size) if tensors else "", ""
 
 
 def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
@@ -170,17 +129,16 @@ def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
     if line is None:
         yield ", ".join(filter(None, facts_of(branch)))
         return
-    yield (Marked(line.change, line.colour or "dim"),) if line.change else ""
+    yield (Marked(line.change, line.colour),) if line.change else ""
     value = line.tensor.value if isinstance(line.tensor, Plain) else line.tensor
     entry = array_entry(value) or value
+    is_tensor = isinstance(entry, (TensorEntry, Composite))
+    yield f"{tensor_text(entry)}, {size(entry.nbytes)}" if is_tensor else value_text(value, 100_000)
     if not isinstance(entry, TensorEntry):
-        is_plain = isinstance(line.tensor, Plain)
-        yield value_text(value, 100_000) if is_plain else f"{tensor_text(value)}, {size(value.nbytes)}"
         return
-    strides = "" if entry.is_contiguous else f", strides {list(entry.stride)}"
-    yield f"{tensor_text(entry)}, {size(entry.nbytes)}{strides}"
+    yield "" if entry.is_contiguous else f"strides {list(entry.stride)}"
     first = tied.get(branch.leaf or 0, branch.leaf or 0)
-    names = [branch.part.rows[row].address for row in (first, *(row for row in tied if tied[row] == first))]
+    names = [branch.part.rows[row].address for row in (first, *tied) if tied.get(row, row) == first]
     yield (dim("tied: "), ", ".join(names[:20])) if len(names) > 1 else ""
     if not entry.numel or entry.dtype.numpy is None:
         return
@@ -190,16 +148,11 @@ def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
         found, picture, _ = values_of(entry, 0, 1 << 14)
         numbers = [(name, getattr(found, name)) for name in STATISTICS[1:]]
         yield "  ".join(f"{name} {number(value)}" for name, value in numbers if value or name in STATISTICS[1:6])
-        wide = 2 if width >= 2 * len(picture.counts) else 1
         if found.min != found.max:
-            yield from ((Marked(row, "$primary"),) for row in bars(picture.counts, 4, wide))
-            low, high = number(found.min), number(found.max)
-            yield (dim(f"{low}{high:>{wide * len(picture.counts) - len(low)}}"),)
+            yield from ((Marked(row, "$primary"),) for row in bars(picture.counts, 4, 2))
+            yield (dim(f"{number(found.min)} … {number(found.max)}"),)
     is_cut = entry.numel > FEW
     yield from array_text(corners(entry, check=False) if is_cut else to_numpy(entry), width, is_cut).split("\n")
-
-
-# The program ----------------------------------------------------------------------------------------------------------
 
 
 def browser(opened: Opened) -> Any:
@@ -208,15 +161,12 @@ def browser(opened: Opened) -> Any:
     from textual.binding import Binding
     from textual.containers import VerticalScroll
     from textual.content import Content
-    from textual.suggester import SuggestFromList
     from textual.widgets import Footer, Input, Static, Tree
-
-    from ckptool.analysis.diff import diff_of_parts
 
     class Names(Tree[Any]):
         """The tree; each line has its name at the left, what it is and its size at the right."""
 
-        BINDINGS: ClassVar[list[Any]] = [Binding("right", "unfold", show=False), Binding("left", "fold", show=False)]
+        BINDINGS: ClassVar[list[Any]] = [("right", "select_cursor", ""), ("left", "cursor_parent", "")]
 
         def get_label_width(self, node: Any) -> int:
             return 1  # a line is as wide as the screen, whatever its name
@@ -224,8 +174,8 @@ def browser(opened: Opened) -> Any:
         def render_label(self, node: Any, base_style: Any, style: Any) -> Any:
             label, above = super().render_label(node, base_style, style), node
             room = self.scrollable_content_region.width
-            if not isinstance(node.data, Branch):
-                return label.append(f"… {len(node.data):,} more", style=style)
+            if node.data is None:
+                return label
             while above := above.parent:
                 room -= self.guide_depth
             what, total, colour = facts_of(node.data)
@@ -235,13 +185,13 @@ def browser(opened: Opened) -> Any:
             label.truncate(max(room - len(what) - 10, 8), overflow="ellipsis", pad=True)
             return label.append(what, style=colour or "dim").append(f"{total:>10}", style="dim")
 
-        def fill(self, node: Any, below: Sequence[Branch] | None = None) -> None:
-            """Gives a line what stands below it, unless it has that; many siblings a part at a time."""
-            below = (() if node.children else node.data.below) if below is None else below
+        def fill(self, node: Any) -> None:
+            """Gives a line what stands below it, unless it has that; of very many siblings the first."""
+            below = () if node.children else node.data.below
             for child in below[:SIBLINGS]:
                 node.add("", child, allow_expand=line_of(child) is None)
             if below[SIBLINGS:]:
-                node.add_leaf("", below[SIBLINGS:])
+                node.add_leaf(f"… {len(below) - SIBLINGS:,} more (/ filters)")
 
         def unfold_what_fits(self) -> None:
             """Unfolds level by level what there is room for, and the first line whatever is in it."""
@@ -257,21 +207,6 @@ def browser(opened: Opened) -> Any:
         def on_tree_node_expanded(self, event: Any) -> None:
             self.fill(event.node)
 
-        def on_tree_node_selected(self, event: Any) -> None:
-            if not isinstance(event.node.data, Branch):
-                event.node.remove()
-                self.fill(event.node.parent, event.node.data)
-
-        def action_unfold(self) -> None:
-            if self.cursor_node is not None and self.cursor_node.allow_expand:
-                self.cursor_node.expand()
-
-        def action_fold(self) -> None:
-            if self.cursor_node is not None and self.cursor_node.allow_expand and self.cursor_node.is_expanded:
-                self.cursor_node.collapse()
-            else:
-                self.action_cursor_parent()
-
     class Browser(App[None]):
         TITLE, ENABLE_COMMAND_PALETTE = "ckptool", False
         CSS: ClassVar[str] = """
@@ -284,12 +219,11 @@ def browser(opened: Opened) -> Any:
         """
         BINDINGS: ClassVar[list[Any]] = [
             Binding("slash", "ask('filter')", "Filter", key_display="/"),
-            Binding("d", "ask('other')", "Differences"),
-            Binding("s", "statistics", "Statistics"),
-            Binding("y", "copy", "Copy address"),
-            Binding("question_mark", "keys", "Keys", key_display="?"),
-            Binding("q", "quit", "Quit"),
-            Binding("escape", "leave", show=False),
+            ("d", "ask('other')", "Differences"),
+            ("s", "statistics", "Statistics"),
+            ("y", "copy", "Copy address"),
+            ("q", "quit", "Quit"),
+            ("escape", "leave", ""),
             Binding("ctrl+c", "interrupt", show=False, priority=True),
         ]
         pattern = verdict = asked = ""
@@ -297,13 +231,13 @@ def browser(opened: Opened) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.found = with_statistics(listing(opened.checkpoint, opened.at or ""), {}, opened.path)
-            self.lines, self.sources = lines_of(self.found), [opened.checkpoint.source]
+            self.lines, self.sources = [*lines_of(self.found)], [opened.checkpoint.source]
             self.differing, self.copied = list[Line](), list[str]()
             self.worker = ThreadPoolExecutor(1)  # reads one thing after the other, while keys are answered
             self.here: Any = None
 
         def compose(self) -> ComposeResult:
-            self.names, self.field, self.text = Names("", []), Input(), Static("", markup=False)
+            self.names, self.field, self.text = Names(""), Input(), Static("", markup=False)
             self.names.guide_depth = 3
             yield self.names
             with VerticalScroll(id="about"):
@@ -335,20 +269,34 @@ def browser(opened: Opened) -> Any:
                     chosen = set()
                 lines = [line for line in lines if line.address in chosen]
             facts = [os.path.basename(self.found.file) or "in memory", self.verdict, f"/{words}" if words else ""]
-            self.names.reset("", tree_of(lines, ", ".join(filter(None, facts))))
+            part, places = summary_of(StateDict((), None, PLAIN, ""), lines), [line.address for line in lines]
+            items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(places)]
+            self.names.reset("", Branch(part, items, 0, ", ".join(filter(None, facts)), 1, part.bytes))
             self.names.unfold_what_fits()
             self.look(self.names.root.data)
 
         def on_tree_node_highlighted(self, event: Any) -> None:
             self.look(event.node.data)
 
-        def look(self, data: Any, is_asked: bool = False) -> None:
-            """Shows what is to be said of a line, as soon as it is read, if the cursor still stands there."""
+        def look(self, data: Any) -> None:
             self.here = data
             if not isinstance(data, Branch) or not data.depth:
-                self.tell(about_file(self.found))
+                self.tell(lines_told(self.found.told(depth=0)))
             else:
-                self.worker.submit(self.work, lambda: self.read(data, is_asked))
+                self.action_statistics(AT_ONCE[is_url(opened.path)])
+
+        def action_statistics(self, most: int = sys.maxsize) -> None:
+            """Shows what is to be said of a line, as soon as it is read, if the cursor still stands there."""
+            branch, width = self.here, max(self.text.size.width, 20)
+
+            def read() -> None:
+                if branch is self.here:
+                    with unchanged(*self.sources):
+                        said = list(about(branch, width, most))
+                    self.call_from_thread(lambda: self.tell(said) if branch is self.here else None)
+
+            if isinstance(branch, Branch) and branch.depth:
+                self.worker.submit(self.work, read)
 
         def work(self, function: Callable[[], None]) -> None:
             try:
@@ -357,13 +305,6 @@ def browser(opened: Opened) -> Any:
                 said = error_text(error) if isinstance(error, CkptoolError) else repr(error)
                 self.call_from_thread(self.tell, said.split("\n"))
 
-        def read(self, branch: Branch, is_asked: bool) -> None:
-            if branch is self.here:
-                with unchanged(*self.sources):
-                    width, most = max(self.text.size.width, 20), AT_ONCE[is_url(opened.path)]
-                    said = list(about(branch, width, sys.maxsize if is_asked else most))
-                self.call_from_thread(lambda: self.tell(said) if branch is self.here else None)
-
         def tell(self, lines: Any) -> None:
             parts = [(line,) if isinstance(line, str) else line for line in lines if line]
             shown = [[(str(escaped(each)), getattr(each, "mark", "")) for each in part] for part in parts]
@@ -371,11 +312,8 @@ def browser(opened: Opened) -> Any:
 
         def action_ask(self, what: str) -> None:
             self.asked, self.field.display = what, True
-            self.field.value = self.pattern if what == "filter" else ""
             self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "file to compare with"
-            folder = os.path.dirname(self.found.file)
-            names = names_in(folder or ".") if what == "other" and os.path.isdir(folder or ".") else []
-            self.field.suggester = SuggestFromList([os.path.join(folder, name) for name in names])
+            self.field.value = self.pattern if what == "filter" else ""
             self.field.focus()
 
         def on_input_changed(self, event: Any) -> None:
@@ -393,7 +331,7 @@ def browser(opened: Opened) -> Any:
         def compare(self, other: str) -> None:
             diff, parts = diff_of_parts(opened.taken, other)
             self.sources += [part.source for part in parts]
-            self.differing, name = lines_of_diff(diff, parts[0].base), os.path.basename(other)
+            self.differing, name = [*lines_of_diff(diff, parts[0].base)], os.path.basename(other)
             self.verdict = f"the same as {name}" if diff.same else f"what differs in {name}"
             self.call_from_thread(self.show)
 
@@ -405,18 +343,12 @@ def browser(opened: Opened) -> Any:
             self.field.display = False
             self.names.focus()
 
-        def action_statistics(self) -> None:
-            self.look(self.here, is_asked=True)
-
         def action_copy(self) -> None:
             address = self.here.address if isinstance(self.here, Branch) else ""
             is_pattern = address.endswith("*") and line_of(self.here) is None
             self.copied.append(quoted(address if is_pattern else "#".join(filter(None, (opened.path, address)))))
             self.copy_to_clipboard(self.copied[-1])
             self.notify(self.copied[-1], title="copied", markup=False)
-
-        def action_keys(self) -> None:
-            self.tell(KEYS.split("\n"))
 
         def action_interrupt(self) -> None:
             self.exit(return_code=130)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool import formats
@@ -19,7 +19,6 @@ from ckptool.formats import bundle_json, marks
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.transforms.bundles import (
-    CONTAINERS,
     bundled,
     changed,
     check_names,
@@ -27,6 +26,7 @@ from ckptool.transforms.bundles import (
     lines_of,
     members_of,
     one_thing,
+    refuse_container,
     table,
     tied_again,
 )
@@ -56,20 +56,17 @@ def _words(
     files: dict[str, str] = {}
     values: dict[str, Any] = {}
     for word in (*words, *add):
-        name, separator, file = word.partition("=")
-        if not (name and separator and file):
+        name, _, file = word.partition("=")
+        if not (name and file):
             raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
-        plain = name.endswith(":")
-        if plain:
-            name, file = parse_assignment(word)
+        check_names([name.removesuffix(":")], [*files, *values])
+        if name.endswith(":"):
+            values[name[:-1]] = parse_assignment(word)[1]
         elif not os.path.lexists(split(file)[0]) and parse_assignment(word)[1] != file:
             what = f"{word!r} names the file {file}, which is not there"
             raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
-        if name in files or name in values:
-            what = f"two members are called {name}"
-            why = "One member would replace the other. Nothing was written."
-            raise Conflict(what, why, "Give one of them another name.")
-        (values if plain else files)[name] = file
+        else:
+            files[name] = file
     return {"file": base, "members": files, "values": values}
 
 
@@ -104,20 +101,26 @@ def bundle(
         what = f"bundle takes members by name, and was given {type(members).__name__}"
         raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
     change = change_of("bundle", out, options, file, *(members or {}).values(), in_place=True)
-    parts = _gathered(file, from_folder, bool(drop or rename), part)
-    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.members, several(drop), rename))
+    if file is not None and from_folder is not None:
+        raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
+    if (drop or rename) and file is None and from_folder is None:
+        fix = command("bundle", file=FILE, drop=NAME, out=OUT)
+        raise UsageError("there is no bundle whose members could be dropped or renamed", "", f"Name it: {fix}")
+    if from_folder is not None:
+        parts = _of_folder(from_folder, part)
+    else:
+        empty = _Members(Checkpoint({}, formats.DEFAULT), part)
+        parts = empty if file is None else _of_bundle(file, part)
+    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.checkpoint.tree, several(drop), rename))
     parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)
-    if not parts.members or (file is not None and not (drop or rename or members or values)):
+    if not parts.checkpoint.tree or (file is not None and not (drop or rename or members or values)):
         what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)
     container = change.format(container_of(parts.checkpoint))
-    if container.name not in CONTAINERS:
-        what = f"a bundle cannot be {container.name}"
-        why = f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
-        raise UsageError(what, why, f"For example: {arg(out='gan.tar')}; {arg(out='gan.safetensors')}")
+    refuse_container("a bundle cannot be", container.name, f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}")
     made = replace(
         parts.checkpoint,
-        tree=bundled(parts.members, parts.like, live=change.live),
+        tree=bundled(parts.checkpoint.tree, parts.original.tree, live=change.live),
         container=container.name,
         source=parts.original.source,
         # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps
@@ -133,43 +136,33 @@ def bundle(
         message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"
         parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
     rows = table(made.tree, parts.origins)
-    members_row = Row("members", [asdict(row) for row in rows], lines_of(rows))
-    return written.about(counted(len(rows), "member"), members_row, notes=parts.notes)
+    return written.about(counted(len(rows), "member"), Row("members", rows, lines_of(rows)), notes=parts.notes)
 
 
-@dataclass(slots=True)
 class _Members:
-    """The contents of a bundle.
+    """The contents of a bundle, put together.
 
-    original: the bundle that is changed, if one is.  checkpoint: the members so far.  part: they may be parts of
-    checkpoints.  like: the tree whose type it gets.  inputs: the files of the members, beside the original.
-    opened: the readings of each file, with what was taken of them.
+    original: the bundle that is changed, or an empty one.  checkpoint: the members so far.  part: they may be parts of
+    checkpoints.  inputs: the files of the members, beside the original.  readings: of each file, with what was taken.
     """
 
-    original: Checkpoint
-    checkpoint: Checkpoint
-    part: bool
-    like: Any = None
-    inputs: list[Input] = field(default_factory=list)
-    origins: dict[Any, str] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    opened: dict[str, list[tuple[Checkpoint, list[Path]]]] = field(default_factory=dict)
-    memories: list[Checkpoint] = field(default_factory=list)
-
-    @property
-    def members(self) -> dict[Any, Any]:
-        tree: dict[Any, Any] = self.checkpoint.tree
-        return tree
+    def __init__(self, original: Checkpoint, part: bool) -> None:
+        self.original, self.checkpoint, self.part = original, original, part
+        self.inputs: list[Input] = []
+        self.origins: dict[Any, str] = {}
+        self.notes: list[Note] = []
+        self.memories: list[Checkpoint] = []
+        self.readings: dict[str | int, list[tuple[Checkpoint, list[Path]]]] = {}
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
-        check_names([*files, *values], self.members)
+        check_names([*files, *values], self.checkpoint.tree)
         live = {name: given for name, given in files.items() if in_memory(given) and not isinstance(given, Checkpoint)}
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
             part = replace(memory, tree=memory.tree[name]) if name in live else self._taken(file)
             self.member(name, part, shown(file))
-        self.checkpoint = replace(self.checkpoint, tree={**self.members, **values})
+        self.checkpoint = replace(self.checkpoint, tree={**self.checkpoint.tree, **values})
 
     def member(self, name: str | int, part: Checkpoint, origin: str) -> None:
         """Adds what a file holds under a name, with what has to be known of the file."""
@@ -182,59 +175,43 @@ class _Members:
         before = self.checkpoint.metadata
         self.checkpoint = replace(
             self.checkpoint,
-            tree={**self.members, name: part.tree},
+            tree={**self.checkpoint.tree, name: part.tree},
             metadata={**before, **marks.recovered(part.metadata, to=(name,), before=before)},
             discarded=(*self.checkpoint.discarded, *part.discarded),
         )
 
     def _taken(self, file: CheckpointLike) -> Checkpoint:
         """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
-        if not isinstance(file, (str, os.PathLike)):
-            checkpoint = open_whole(file, part=self.part).checkpoint
-            self.memories.append(checkpoint)
-            self.inputs += [checkpoint.source] if checkpoint.source is not None else []
-            return checkpoint
-        path, at = split(file)
-        readings = self.opened.setdefault(os.path.realpath(absolute(path)), [])
+        path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, "")
+        readings = self.readings.setdefault(os.path.realpath(absolute(path)) if type(path) is str else id(file), [])
         for checkpoint, taken in readings:
             place, node = find(checkpoint.tree, at or "")
             if not any(place[: len(other)] == other[: len(place)] for other in taken):
-                taken.append(place)
                 break
         else:
-            checkpoint = open_whole(path, part=self.part).checkpoint
+            checkpoint, taken = open_whole(path, part=self.part).checkpoint, []
             place, node = find(checkpoint.tree, at or "")
-            readings.append((checkpoint, [place]))
+            readings.append((checkpoint, taken))
+            self.memories.append(checkpoint)
             self.inputs += [checkpoint.source] if checkpoint.source is not None else []
+        taken.append(place)
         if not place:
             return checkpoint
         metadata = marks.recovered(checkpoint.metadata, place)
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
-def _gathered(file: CheckpointLike | None, folder: PathLike | None, changes: bool, part: bool) -> _Members:
-    """The members before anything is added: nothing, the members of a bundle, or those of a folder."""
-    if file is not None and folder is not None:
-        raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
-    if folder is not None:
-        return _of_folder(folder, part)
-    if file is None:
-        if changes:
-            what = "there is no bundle whose members could be dropped or renamed"
-            raise UsageError(what, "", f"Name it: {command('bundle', file=FILE, drop=NAME, out=OUT)}")
-        empty = Checkpoint({}, formats.DEFAULT)
-        return _Members(empty, empty, part)
+def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
+    """The members of a bundle that is changed."""
     path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
     if at is not None:
-        raise UsageError(
-            f"{shown(file)} is a part of a file",
-            "A bundle is changed as a whole.",
-            f"Take the part as a member: {command('bundle', members={'NAME': shown(file)}, out=OUT)}",
-        )
-    original = open_whole(path, part=part).checkpoint
-    members = members_of(original)
-    refuse_extras(original, formats.by_name(formats.DEFAULT))
-    return _Members(original, replace(original, tree=members), part, original.tree)
+        take = command("bundle", members={"NAME": shown(file)}, out=OUT)
+        what = f"{shown(file)} is a part of a file"
+        raise UsageError(what, "A bundle is changed as a whole.", f"Take the part as a member: {take}")
+    parts = _Members(open_whole(path, part=part).checkpoint, part)
+    parts.checkpoint = replace(parts.original, tree=members_of(parts.original))
+    refuse_extras(parts.original, formats.by_name(formats.DEFAULT))
+    return parts
 
 
 @counting_whole()
@@ -243,13 +220,13 @@ def _of_folder(path: PathLike, part: bool) -> _Members:
     folder = Folder(path)
     record = bundle_json.read(folder)
     check_names(each.name for each in record.parts if each.file)
-    empty = Checkpoint({}, record.container)
-    parts = _Members(empty, empty, part, OrderedDict() if record.ordered else None)
+    parts = _Members(Checkpoint(OrderedDict() if record.ordered else {}, record.container), part)
     for each in record.parts:
         if each.file:
             parts.member(each.name, formats.read_alone(folder.open(each.file)), os.path.join(folder.path, each.file))
         else:
-            parts.checkpoint = replace(parts.checkpoint, tree={**parts.members, each.name: each.value})
+            parts.checkpoint = replace(parts.checkpoint, tree={**parts.checkpoint.tree, each.name: each.value})
     parts.inputs.append(folder)
-    parts.checkpoint = replace(parts.checkpoint, tree=tied_again(bundled(parts.members), record.ties))
+    tree = tied_again(bundled(parts.checkpoint.tree), record.ties)
+    parts.checkpoint = replace(parts.checkpoint, tree=tree)
     return parts

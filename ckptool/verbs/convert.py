@@ -102,16 +102,13 @@ def convert(
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
-        what = (
-            f"{arg('against')} names the model whose parameters an optimizer has, or FSDP's flat parameters in a folder"
-        )
+        what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
     if out is None and not in_memory(file):
-        raise UsageError(
-            "convert needs an output", "It writes a new file.", f"For example: {arg(out='model.safetensors')}"
-        )
+        fix = f"For example: {arg(out='model.safetensors')}"
+        raise UsageError("convert needs an output", "It writes a new file.", fix)
     if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
@@ -130,10 +127,8 @@ def convert(
     if ranks is not None:
         change = _only(DCP, change, arg("ranks"))
     elif shard_dim is not None:
-        why = "Without a number of ranks nothing is divided."
-        raise UsageError(
-            f"{arg('shard_dim')} was given without {arg('ranks')}", why, f"For example: {arg(ranks=8, shard_dim=0)}"
-        )
+        fix = f"For example: {arg(ranks=8, shard_dim=0)}"
+        raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be divided.", fix)
     if change.asked["container"] is None and (change.path or "").endswith("/"):
         change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
@@ -246,10 +241,8 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
     plain = plain_values(part)
     if plain.checkpoint.tree is None and part.tree is not None:
-        raise Unsupported(
-            f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}",
-            "It is an object that only its own code can make. Nothing was written.",
-        )
+        what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
+        raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")
     lost = lost_tensors(part.tree, plain.checkpoint.tree)
     places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]

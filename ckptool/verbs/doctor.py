@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Annotated, Any
 
 from ckptool.analysis.findings import Diagnosis
@@ -52,7 +51,6 @@ def doctor(
     `fix`, where no command mends it, `Unsupported`.
     """
     from ckptool.analysis.findings import of_error_text  # what only the work needs, and not the help
-    from ckptool.analysis.inspect import listing
     from ckptool.verbs._diagnosis import of_opened, of_unopened
     from ckptool.verbs._target import find_target
 
@@ -61,11 +59,7 @@ def doctor(
         if fix:
             what = f"doctor was given both {arg('error')} and {arg('fix')}"
             raise UsageError(what, "A message names no values to write.", "Give the file alone.")
-        devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
-        with suppress(CkptoolError):
-            tags = [row.tensor.location for row in listing(open_file(file).taken).tensors] if file else None
-            devices = None if tags is None else [tag for tag in dict.fromkeys(tags) if tag != "cpu"]
-        return of_error_text(error, path, devices)
+        return of_error_text(error, path)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     asked: Any = {"out": out, "dtype": dtype, **options}

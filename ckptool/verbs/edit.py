@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ckptool.analysis.words import entry_text
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.tree import find
+from ckptool.checkpoint.tree import address, find
 from ckptool.commands import arg, repeated, several, verb
 from ckptool.errors import MissingKey, UsageError, counted
 from ckptool.transforms import edit as edits
@@ -54,14 +54,16 @@ def edit(
     }
     values = checkpoint_of(plain).tree
     change = begin_change("edit", file, out, at, options)
-    done = edits.edit(change.part, several(drop), values, arrays)
-    words = (("dropped", done.dropped), ("set", done.set), ("replaced", done.replaced))
+    changed, dropped = edits.edit(change.part, several(drop), values, arrays)
+    above = address(change.part.base)
+    named, given = ([f"{above}/{place}" if above else place for place in places] for places in (values, arrays))
+    words = (("dropped", dropped), ("set", named), ("replaced", given))
     summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
-    return change.save(done.checkpoint).about(
+    return change.save(changed).about(
         summary,
-        Row.named("dropped", done.dropped, "dropped"),
-        Row("set", list(done.set), [_set(change.part.tree, *item) for item in list(values.items())[:9]]),
-        Row.named("replaced", done.replaced, "new values for"),
+        Row.named("dropped", dropped, "dropped"),
+        Row("set", named, [_set(change.part.tree, *item) for item in list(values.items())[:9]]),
+        Row.named("replaced", given, "new values for"),
     )
 
 

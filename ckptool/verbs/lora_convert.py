@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from ckptool.commands import option, repeated, verb
 from ckptool.conventions.state_dicts import one_state_dict
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, counted
 from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.transforms.lora.schemes import SCHEMES, convert
+from ckptool.transforms.lora.adapters import SCHEMES, convert
 from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
@@ -43,5 +43,8 @@ def lora_convert(
     checkpoint, found = open_adapter(adapter, config)
     given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
-    made = convert(found, SCHEMES[to], bases=bases, fold=fold)
-    return write_adapter(change, checkpoint, made, notes=found.notes)
+    made, remarks = convert(found, SCHEMES[to], bases=bases, fold=fold)
+    count, old, new = len(found.products), found.scheme, SCHEMES[to]
+    facts = {"from": old, "to": new, "modules": count, "tensors": len(made.tree)}
+    summary = f"{counted(count, 'module')} renamed, {old} → {new}"
+    return write_adapter(change, checkpoint, made).about(summary, *remarks, notes=found.notes, **facts)

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.commands import argument, option, several, verb
 from ckptool.conventions.state_dicts import one_state_dict, without_wrappers
-from ckptool.errors import printable
+from ckptool.errors import counted, listed, printable
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.casting import parse_dtype
-from ckptool.transforms.lora.extract import extract
+from ckptool.transforms.lora.low_rank import extract
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import NEW_ADAPTER, Rank, write_adapter
 from ckptool.verbs._options import Exclude, Only, Out
@@ -54,7 +54,7 @@ def lora_extract(
     nodes = [each if len(each) == len(node) else node for each, node in zip(bare, nodes, strict=True)]
     first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
-    made = extract(
+    made, facts, clamped = extract(
         first.tree,
         second.tree,
         names=names,
@@ -66,4 +66,17 @@ def lora_extract(
         only=several(only),
         exclude=several(exclude),
     )
-    return write_adapter(change, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
+    ranks = list(facts["ranks"].values())
+    span = f"{min(ranks):,}" if min(ranks) == max(ranks) else f"{min(ranks):,} to {max(ranks):,}"
+    unchanged = counted(facts["unchanged"], "tensor")
+    details = {
+        "taken whole": facts["whole"],
+        "smaller than the rank, and kept exactly": clamped,
+        "tied in both, taken once": facts["tied"],
+    }
+    saved = write_adapter(change, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
+    return saved.about(
+        f"{counted(len(ranks), 'matrix', 'matrices')} in rank {span}, {unchanged} unchanged",
+        *(f"{what}: {listed(names, 6)}" for what, names in details.items() if names),
+        **facts,
+    )

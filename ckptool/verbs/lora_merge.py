@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
@@ -15,7 +14,7 @@ from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.transforms.lora.merge import AdapterMerge, MergedWeights
+from ckptool.transforms.lora.merge import AdapterMerge
 from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
@@ -65,27 +64,28 @@ def lora_merge(
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
     is_ordered = not memory.groups and not checkpoint.tensors_only
 
-    def merged_into(weights: Mapping[Any, Any]) -> MergedWeights:
-        return AdapterMerge(weights, found, opened.name, scale, is_ordered).merged(memory.ties)
-
+    merge_into = partial(
+        AdapterMerge, adapter=found, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
+    )
     try:
-        merged = merged_into(memory.tree)
+        merged = merge_into(memory.tree)
     except NoMatch as unmatched:
         memory.refuse_unknown(opened.name)
         try:
-            merged = merged_into(root.node)
+            merged = merge_into(root.node)
         except NoMatch:
             raise unmatched from None
+        tree = merged.tree
     else:
-        merged = replace(merged, tree=memory.on_disk(merged.tree, root.node))
-    changed = weights_alone(checkpoint, merged.tree, [(checkpoint.metadata, root.path)])
-    left = left_behind(checkpoint, around(checkpoint, root), merged.tree, chosen=opened.at is not None)
+        tree = memory.on_disk(merged.tree, root.node)
+    changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
+    left = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
     inputs = [added.source] if added.source else []
     trained_on = printable(found.base_model)
     return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
-        f"{counted(merged.keys, 'key')} of {found.name} merged into {counted(len(merged.changed), 'tensor')}",
+        f"{counted(merged.count, 'key')} of {found.name} merged into {counted(len(merged.computed), 'tensor')}",
         *([remark] if remark else []),
-        *merged.moved,
+        *merged.places.moved(),
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
@@ -93,7 +93,7 @@ def lora_merge(
         notes=found.notes,
         adapter=found.name,
         scheme=found.scheme,
-        keys=merged.keys,
-        changed=merged.changed,
+        keys=merged.count,
+        changed=merged.computed,
         **left.facts,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.commands import verb
+from ckptool.errors import counted, listed
 from ckptool.transforms.lora.low_rank import resize
 from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, Rank, open_adapter, write_adapter
 from ckptool.verbs._options import Out
-from ckptool.verbs._save import Save, Unpack, Written, change_of
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 
 @verb(
@@ -25,4 +26,19 @@ def lora_resize(
     """
     change = change_of("lora resize", out, options, adapter)
     checkpoint, found = open_adapter(adapter, config)
-    return write_adapter(change, checkpoint, resize(found, rank), notes=found.notes)
+    made, cut = resize(found, rank)
+    saved = write_adapter(change, checkpoint, made)
+    errors = {each.name: each.error for each in cut if each.error is not None}  # known once it is written
+    worst = [f"{name} {error:.2%}" for name, error in sorted(errors.items(), key=lambda error: -error[1])]
+    remarks = []
+    if cut and (dora := sum(delta.magnitude is not None for delta in found.products)):
+        remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"]
+    ranks = listed([f"{each:,}" for each in sorted({each.rank for each in found.products})], 4)
+    return saved.about(
+        f"{counted(len(found.products), 'module')} of rank {ranks} in rank {rank:,}",
+        Row("rank", rank),
+        Row("modules", len(found.products)),
+        Row("errors", errors, [f"cut off, of the norm of each product: {listed(worst, 4)}"] if worst else []),
+        *remarks,
+        notes=found.notes,
+    )

@@ -60,7 +60,7 @@ def prune(
     """
     check_harness()
     refuse_address("prune", run)
-    from ckptool.training.runs import reopen_to_prune
+    from ckptool.training.configfile import reopen_to_prune
 
     opened = reopen_to_prune(os.fspath(run), several(set), write=not dry_run)
     try:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from typing import Annotated
+from math import sqrt
+from statistics import median
+from typing import Annotated, Any
 
 from ckptool.analysis.diff import Diff, diff_of_parts
 from ckptool.analysis.findings import Diagnosis
-from ckptool.analysis.health import Health, health
 from ckptool.analysis.inspect import Listing, listing, with_statistics
-from ckptool.analysis.norms import NormsOverTime, Weights, norms_over_time, weights_of
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
+from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.progress import over
+from ckptool.checkpoint.tree import tensors
 from ckptool.commands import arg, argument, command, option, verb
+from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
 from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, shown, split
@@ -29,7 +33,62 @@ from ckptool.training.reports import GOOD, RunReport
 from ckptool.verbs._options import AGAINST, Out, Overwrite
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
-_DOCTYPE = b"<!DOCTYPE html>"
+SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
+_FLOATS = ("float", "complex")
+_RULES = {
+    "nan": "a value is NaN",
+    "inf": "a value is infinite",
+    "all-zero": "every value of a weight is 0 (a weight is a floating-point tensor of a model, with weight in its name "
+    "and two or more dimensions larger than 1; except the half of a LoRA that starts at 0)",
+    "constant": "all values of a weight are the same, and not 0",
+    "dead-rows": "two or more rows of a weight, but not all, are all 0 (a single one may be an embedding's padding); "
+    "a row is everything at one index of the first dimension",
+    "norm": f"the norm of a weight is at least {FACTOR} times the median of its siblings or at most 1/{FACTOR} of it, "
+    f"and at least {DEVIATIONS} median absolute deviations away; at least {SIBLINGS} siblings: weights of one shape "
+    "whose names differ only in a number between dots",
+}
+Weights = dict[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFinding:
+    """Tensors whose values are conspicuous. kind: `nan`, `inf`, `all-zero`, `constant`, `dead-rows`, `norm`.
+
+    rule: the condition with its threshold, as a person reads it.  details: what was found, for each address.
+    """
+
+    kind: str
+    rule: str
+    details: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What the values show, judged by rules that are all named.
+
+    rules: of every check, also of those that found nothing.
+    read: tensors whose values were read, of `tensors`; why the others were not, by address, in `skipped`.
+    """
+
+    tensors: int
+    read: int
+    skipped: dict[str, str]
+    rules: tuple[str, ...]
+    findings: tuple[HealthFinding, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormsOverTime:
+    """The norm of each layer of a run's weights at each of its checkpoints that could be read, and its movement.
+
+    steps: of the checkpoints.  norms: layer -> its norm at each step.  moved: layer -> the norm of its change since the
+    checkpoint before, as a share of its norm there; one fewer.  unread: step -> why a checkpoint was left out.
+    """
+
+    steps: tuple[int, ...]
+    norms: dict[str, tuple[float, ...]]
+    moved: dict[str, tuple[float, ...]]
+    unread: dict[int, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,12 +221,8 @@ def _check_output(out: str, inputs: Iterable[object], overwrite: bool) -> None:
                 what = f"{out} is an input of the report"
                 raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
     if overwrite and os.path.isfile(out) and not os.path.realpath(out).lower().endswith((".html", ".htm")):
-        begun = b""
-        with suppress(OSError), open(out, "rb") as file:
-            begun = file.read(len(_DOCTYPE))
-        if begun != _DOCTYPE:  # a shard of an index, a rank beside another, …
-            what = f"{out} is not a page"
-            raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
+        what = f"{out} is not a page"  # but a shard of an index, a rank beside another, …
+        raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
     check_target(out, overwrite=overwrite)
 
 
@@ -228,6 +283,47 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, values, skipped))
 
 
+def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, str]) -> Health:
+    """Judges the values of a checkpoint, by address.  skipped: why others were not read."""
+    details: dict[str, dict[str, str]] = {kind: {} for kind in _RULES}
+    siblings: dict[object, dict[str, float]] = {}
+    models = [root.path for root in listing.roots if root.is_model]
+    for row in listing.tensors:
+        place, tensor = row.address, row.tensor
+        if place not in values:
+            continue
+        found, dead = values[place].numbers, values[place].zero_rows or 0
+        said = {"nan": _share(found.nans, found.count), "inf": _share(found.infs, found.count)}
+        wide = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
+        named = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
+        if wide and named and any(row.path[: len(path)] == path for path in models):
+            rows = (tensor.shape or (0,))[0]
+            if found.zeros == found.count:
+                said["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _share(found.zeros, found.count)
+            elif found.min == found.max and not (found.nans or found.infs):
+                said["constant"] = f"all values are {found.min:.6g}"
+            if 1 < dead < rows:
+                said["dead-rows"] = _share(dead, rows, "row")
+            if found.norm is not None:
+                pattern = re.sub(r"(?<![^./])\d+(?![^./])", "#", place)
+                siblings.setdefault((pattern, tensor.shape), {})[place] = found.norm
+        for kind, text in said.items():
+            details[kind] |= {place: text} if text else {}
+    for norms in siblings.values():
+        middle = median(norms.values())
+        spread = median(abs(norm - middle) for norm in norms.values())
+        for place, norm in norms.items() if len(norms) >= SIBLINGS and middle else ():
+            if abs(norm - middle) >= DEVIATIONS * spread and not middle / FACTOR < norm < middle * FACTOR:
+                details["norm"][place] = f"norm {norm:.4g}; median of {counted(len(norms), 'sibling')} {middle:.4g}"
+    rules = tuple(f"{kind}: {rule}" for kind, rule in _RULES.items())
+    findings = tuple(HealthFinding(kind, rule, details[kind]) for kind, rule in _RULES.items() if details[kind])
+    return Health(len(listing.tensors), len(values), skipped, rules, findings)
+
+
+def _share(count: int, total: int, word: str = "value") -> str:
+    return f"{count:,} of {counted(total, word)}" if count else ""
+
+
 def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> tuple[Diff, tuple[Checkpoint, ...]]:
     """The differences of two files, and what was compared; a part by the name that it was given, as that depends on it.
     Without a wrapper's prefix, where names differ by nothing else."""
@@ -263,3 +359,69 @@ def _norms(about: RunReport) -> NormsOverTime:
         files[one.step] = {key: entry for key, entry in weights.items() if key in first}
         most = min(most, max(2, MOST_NAMES // max(len(first), 1)))
     return norms_over_time(files, unread)
+
+
+def weights_of(checkpoint: Checkpoint) -> Weights:
+    """The tensors of the models in a checkpoint, by names that do not depend on wrappers, nor on where the only model
+    is; all tensors of one without a model."""
+    models = [root for root in find_state_dicts(checkpoint) if root.is_model]
+    found: Weights = {}
+    for root in models:
+        base = f"{root.address}/" if len(models) > 1 else ""
+        for key, value in root.node.items():
+            if isinstance(key, str) and isinstance(value, TensorEntry):
+                found.setdefault(base + without_wrappers(key), value)
+    everything = () if models else tensors(checkpoint.tree)
+    return found | {"/".join(map(str, path)): one for path, one in everything if isinstance(one, TensorEntry)}
+
+
+def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> NormsOverTime:
+    """The norms of the layers that all checkpoints have, by steps. One that cannot be read is left out, and why."""
+    import numpy
+
+    squares: dict[str, Array] = {}
+    moves: dict[str, Array] = {}
+    weights = next(iter(files.values()), {})
+    for key, first in over(weights.items(), lambda pair: pair[1].nbytes * len(files)):
+        layer, _, name = key.rpartition(".")
+        entries = [weights[key] for weights in files.values() if key in weights and _is_comparable(weights[key], first)]
+        if name.startswith("running_") or len(entries) < len(files):
+            continue
+        here = squares.setdefault(layer, numpy.zeros(len(files)))
+        moved = moves.setdefault(layer, numpy.zeros(len(files) - 1))
+
+        def add(_: int, *blocks: Array, entries: Any = entries, here: Array = here, moved: Array = moved) -> None:
+            pairs = zip(blocks, entries, strict=True)
+            values = numpy.stack([numbers(raw, each.dtype) for raw, each in pairs], dtype="d", casting="unsafe")
+            numpy.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)
+            here += numpy.einsum("ij,ij->i", values, values)
+            apart = numpy.diff(values, axis=0)
+            moved += numpy.einsum("ij,ij->i", apart, apart)
+
+        try:
+            fold(add, *entries)
+        except CkptoolError:
+            for step, entry in zip(files, entries, strict=True):
+                try:
+                    fold(lambda *_: None, entry)
+                except CkptoolError as problem:
+                    others = {other: weights for other, weights in files.items() if other != step}
+                    return norms_over_time(others, {**unread, step: problem.what})
+            raise
+    norms = {layer: tuple(map(sqrt, found.tolist())) for layer, found in squares.items()}
+    shares = {
+        layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(row.tolist(), norms[layer], strict=False))
+        for layer, row in moves.items()
+    }
+    return NormsOverTime(tuple(files), norms, shares, dict(unread))
+
+
+def _is_comparable(entry: TensorEntry, first: TensorEntry) -> bool:
+    """True for values that are read beside those of the first checkpoint: floats, in the same shape."""
+    return (
+        entry.shape == first.shape
+        and first.dtype.kind == "float"
+        and has_numbers(entry.dtype)
+        and entry.dtype.kind != "complex"
+        and 0 < entry.nbytes <= entry.storage.nbytes
+    )

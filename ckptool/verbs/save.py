@@ -1,17 +1,22 @@
-"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably."""
+"""`ckptool.save`: tensors, arrays and entries to a checkpoint, durably; `save_for_cpu`: a module's, for any machine."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, BinaryIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from ckptool import formats
-from ckptool.checkpoint import FileRange
+from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import storages
+from ckptool.checkpoint.tree import map_storages, storages
+from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.errors import UsageError
 from ckptool.output import check_target
-from ckptool.verbs._save import checkpoint_of, path_of, put_in_place
+from ckptool.verbs._save import change_of, checkpoint_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def save(
@@ -32,33 +37,50 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    if callable(getattr(path, "write", None)):
-        _save_into(path, tree, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
+    if callable(getattr(path, "write", None)):  # an open file, by way of a temporary one
+        from shutil import copyfileobj
+        from tempfile import TemporaryDirectory
+
+        with TemporaryDirectory(prefix="ckptool-") as folder:
+            whole, file = os.path.join(folder, "checkpoint"), cast(Any, path)
+            save(tree, whole, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
+            try:
+                with open(whole, "rb") as content:
+                    copyfileobj(content, file, 1 << 20)
+            except (IsADirectoryError, TypeError, ValueError) as error:
+                what = f"<{type(file).__name__}> does not take the bytes of a file"
+                fix = "Open it for writing in binary: open(PATH, 'wb'); for a folder of files, name one."
+                raise UsageError(what, str(error), fix) from None
         return
-    path = path_of("save", path)
-    target = formats.by_name(container) if container else formats.for_output(path, formats.DEFAULT)
-    formats.refuse_name(path, target, asked=bool(container))
+    change = change_of("save", path, {"container": container, "overwrite": overwrite})  # type: ignore[arg-type]
+    out, target = change.path or "", change.format(formats.DEFAULT)
+    formats.refuse_name(out, target, asked=bool(container))
     if not target.writes_folder:
-        check_target(path, overwrite=overwrite)
+        check_target(out, overwrite=overwrite)
     made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
     with no_collection():
         plan = target.write(made, keep_unknown=keep_unknown)
     ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
-    sources = list({id(data.file): data.file for data in ranges}.values())
-    put_in_place(plan, path, overwrite=overwrite, inputs=sources)
+    change.put(plan, out, list({id(data.file): data.file for data in ranges}.values()))
 
 
-def _save_into(file: Any, tree: Any, **options: Any) -> None:
-    """Saves to an open file, by way of a temporary one."""
-    from shutil import copyfileobj
-    from tempfile import TemporaryDirectory
+def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Writes a model's state dict as any machine can load it: unwrapped, on the CPU, without wrappers' prefixes.
 
-    with TemporaryDirectory(prefix="ckptool-") as folder:
-        path = os.path.join(folder, "checkpoint")
-        save(tree, path, **options)
-        try:
-            with open(path, "rb") as content:
-                copyfileobj(content, file, 1 << 20)
-        except (IsADirectoryError, TypeError, ValueError) as error:
-            fix = "Open it for writing in binary: open(PATH, 'wb'); for a folder of files, name one."
-            raise UsageError(f"<{type(file).__name__}> does not take the bytes of a file", str(error), fix) from None
+    The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
+    weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
+    `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    """
+
+    from ckptool import bridge
+    from ckptool.bridge.modules import unwrapped
+    from ckptool.transforms.rename import apply
+
+    def without_inner(key: str) -> str:  # what `torch.compile` and the like put on submodules; not a submodule `module`
+        *modules, name = key.split(".")
+        return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
+
+    state: Any = unwrapped(model, averages=True).state_dict()
+    tree = map_storages(bridge.from_torch(state), lambda storage: replace(storage, location="cpu"))
+    whole = Checkpoint(tree, formats.LIVE)
+    save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

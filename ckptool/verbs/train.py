@@ -26,7 +26,7 @@ def _words(
 ) -> dict[str, Any] | Page | Rehearsal:
     if init or schema:
         check_harness()
-        from ckptool.training.example import begun, example, schema_text
+        from ckptool.training.configfile import begun, example, schema_text
 
         return Page(schema_text() if schema else begun(config) if config else example())
     if config is None:

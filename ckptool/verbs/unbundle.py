@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool import formats
@@ -19,13 +19,13 @@ from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import bundle_json, marks
 from ckptool.formats.opening import PathLike, open_whole
 from ckptool.transforms.bundles import (
-    CONTAINERS,
     check_names,
     container_of,
     is_plain,
     key_of,
     lines_of,
     members_of,
+    refuse_container,
     refuse_unnamed,
     table,
     ties_across,
@@ -61,49 +61,48 @@ def unbundle(
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
     container = formats.by_name(change.asked["container"] or container_of(checkpoint))
-    if container.name not in CONTAINERS:
-        what = f"members cannot be written as {container.name}"
-        why = f"They are {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
-        raise UsageError(what, why, f"For example: {arg(container='safetensors')}")
+    refuse_container("members cannot be written as", container.name, str(arg(container="safetensors")))
     refuse_extras(checkpoint, container)
     members = members_of(checkpoint)
     refuse_unnamed(checkpoint.tree)
     chosen = {key_of(members, name) for name in only} if only else set(members)
     tree = {name: value for name, value in members.items() if name in chosen}
-    ties = ties_across(tree)
-    check_names(name for name, value in tree.items() if not is_plain(value))
+    files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not is_plain(value)}
+    check_names(files)
     if odd := [name for name in tree if type(name) not in (str, int)]:
         raise Conflict(
             f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
             f"{bundle_json.NAME} cannot express that.",
             f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
         )
-    files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not is_plain(value)}
     rows = table(tree, files)
     if folder is None:
         written = change.write(opened.checkpoint, replace(checkpoint, tree=tree))
     else:
-        entries = [
-            bundle_json.BundleMember(name, files[name], None, row.kind)
-            if name in files
-            else bundle_json.BundleMember(name, value=tree[name])
+        entries = tuple(
+            bundle_json.BundleMember(name, files.get(name, ""), None if name in files else tree[name], row["kind"])
             for name, row in zip(tree, rows, strict=True)
-        ]
+        )
         ordered = isinstance(checkpoint.tree, OrderedDict)
-        record = bundle_json.BundleRecord(container_of(checkpoint), tuple(entries), ties, ordered)
-        alone = replace(checkpoint, origin=None, tensors_only=False, notes=())
-        marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
-        parts = {files[name]: replace(alone, tree=tree[name], metadata=marked[name]) for name in files}
+        record = bundle_json.BundleRecord(container_of(checkpoint), entries, ties_across(tree), ordered)
+        parts = {
+            file: replace(
+                checkpoint,
+                tree=tree[name],
+                container=container.name,
+                origin=None,
+                tensors_only=False,
+                notes=(),
+                metadata=marks.recovered(checkpoint.metadata, (name,)),
+            )
+            for name, file in files.items()
+        }
         keep_unknown = bool(change.asked["keep_unknown"])
         with no_collection():
-            plans = {
-                name: container.write(replace(part, container=container.name), keep_unknown=keep_unknown)
-                for name, part in parts.items()
-            }
-        contents = {name: plan.files[""] for name, plan in plans.items()}
+            plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
         record_file = {bundle_json.NAME: [InlineBytes(bundle_json.text(record))]}
-        plan = Plan({**contents, **record_file}, list(checks.values()))
+        plan = Plan({name: plan.files[""] for name, plan in plans.items()} | record_file, list(checks.values()))
         if change.asked["verify"] and not change.asked["dry_run"]:
             refuse_damaged(checkpoint)
 
@@ -125,5 +124,5 @@ def unbundle(
     return written.about(
         f"{counted(len(files), 'file')} and {bundle_json.NAME}"
         + (f", with {counted(values, 'plain value')}" if values else ""),
-        Row("members", [asdict(row) for row in rows], lines_of(rows)),
+        Row("members", rows, lines_of(rows)),
     )

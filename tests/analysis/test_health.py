@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.analysis.health import Health
+from ckptool.verbs.report import Health
 
 
 def health_of(state: Any, tmp_path: Path) -> Health:

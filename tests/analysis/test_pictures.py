@@ -16,7 +16,7 @@ from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, values_o
 from ckptool.checkpoint import arrays
 from tests.support.entries import entry_of
 from tests.support.looped import examples
-from tests.support.random_tensors import DTYPES
+from tests.support.object_graphs import DTYPES
 
 
 def shown_values(tensor: torch.Tensor) -> numpy.ndarray:
@@ -118,9 +118,3 @@ def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk
     with patch.multiple(arrays, CHUNK=chunk):
         judge(tensor, side, 1 << 14)
         judge(tensor, side, 20)
-
-
-def test_what_lies_in_another_order_is_read_in_that() -> None:
-    with patch("ckptool.checkpoint.blocks.MadeBlocks.view", side_effect=AssertionError):
-        for tensor in (torch.randn(30, 20).t(), torch.randn(8, 6, 5, 4).to(memory_format=torch.channels_last)):
-            judge(tensor, 4, 1000)

@@ -13,15 +13,19 @@ import ckptool
 from tests.support.browser import Browser
 
 PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "NaN": (dict, lambda s: s | {"l.0.w": s["l.0.w"] / 0 * 0}, "NaN or Inf only in B: l.0.w; values changed in l.0.w"),
-    "cast": (dict, lambda s: {k: v.half() for k, v in s.items()}, "Dtype f32 → f16 in 4 tensors (l.{0..3}.w)"),
-    "larger": (dict, lambda s: s | {"l.0.w": torch.ones(5, 4)}, "Shape [4, 4] → [5, 4] in l.0.w."),
-    "one value": (dict, lambda s: s | {"l.3.w": s["l.3.w"] + ONE}, "in l.3.w: 1 of 16 elements, by up to 0.5."),
+    "NaN": (dict, lambda s: s | {"l.0.w": s["l.0.w"] / 0 * 0}, "NaN or Inf only in B: l.0.w; 1 of 4 tensors changed"),
+    "cast": (dict, lambda s: {k: v.half() for k, v in s.items()}, "4 of 4 tensors changed."),
+    "larger": (dict, lambda s: s | {"l.0.w": torch.ones(5, 4)}, "changed; 3 tensors the same, byte for byte."),
+    "one value": (dict, lambda s: s | {"l.3.w": s["l.3.w"] + ONE}, "1 of 4 tensors changed"),
     "prefix": (dict, lambda s: {f"module.{k}": v for k, v in s.items()}, "prefix, and by nothing else."),
-    "prefix and values": (dict, lambda s: {f"module.{k}": v + ONE for k, v in s.items()}, "in 4 tensors (l.{0..3}.w)"),
-    "part": (lambda s: {"sd": s, "n": 1}, lambda s: s | {"l.3.w": s["l.3.w"] + ONE}, "Values changed in l.3.w"),
-    "entry": (lambda s: {"sd": s, "n": 1}, lambda s: {"sd": s, "n": 2}, "Entries changed: n 1 → 2."),
-    "optimizer": (lambda s: {"sd": s, "o": {"n": 1}}, lambda s: {"sd": s}, "Only in A: o."),
+    "prefix and values": (
+        dict,
+        lambda s: {f"module.{k}": v + ONE for k, v in s.items()},
+        "changed; the names differ by a",
+    ),
+    "part": (lambda s: {"sd": s, "n": 1}, lambda s: s | {"l.3.w": s["l.3.w"] + ONE}, "1 of 4 tensors changed"),
+    "entry": (lambda s: {"sd": s, "n": 1}, lambda s: {"sd": s, "n": 2}, "1 entry changed"),
+    "optimizer": (lambda s: {"sd": s, "o": {"n": 1}}, lambda s: {"sd": s}, "1 only in A"),
     "same": (dict, dict, "Nothing: they are the same."),
 }
 ONE = torch.zeros(4, 4).index_put((torch.tensor([1]), torch.tensor([2])), torch.tensor(0.5))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,27 +17,14 @@ ODD = (
 )
 
 
-def test_a_module_with_a_hostile_name_filters_to_its_tensors_and_no_cell_of_csv_is_a_formula(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_no_cell_of_csv_is_a_formula(browser: Browser, tmp_path: Path) -> None:
     torch.save({name: torch.ones(8, 8) for name in ODD}, tmp_path / "m.pt")
     ckptool.report(tmp_path / "m.pt", out=tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    cells = browser.driver.find_elements("css selector", "svg.wide g[role=button]")
-    assert sum(_filtered(browser, cell) for cell in cells) == len(ODD) and len(cells) > 5
-    browser.js("document.getElementById('search').value = ''; find(); document.getElementById('csv').click()")
+    browser.js("document.getElementById('csv').click()")
     text = browser.downloaded("tensors.csv")
     rows = list(csv.reader(io.StringIO(text)))
     assert {len(row) for row in rows} == {14} and len(rows) == len(ODD) + 1
     for delimiter in ",;\t":
         cells_of_it = [cell for row in csv.reader(io.StringIO(text), delimiter=delimiter) for cell in row]
         assert not [cell for cell in cells_of_it if cell.strip()[:1] in {*"=+-@\uff1d\uff0b\uff0d\uff20"}]
-
-
-def _filtered(browser: Browser, cell: Any) -> int:
-    """The number of tensors after a click on a cell, which is what its title says."""
-    browser.js("only(arguments[0])", cell)
-    count, title = len(browser.names()), browser.js("return arguments[0].querySelector('title').textContent", cell)
-    assert f": {count} tensor" in title, title
-    browser.js("only(arguments[0])", cell)
-    return count

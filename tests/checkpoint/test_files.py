@@ -1,7 +1,8 @@
-"""Folders of more files than a process may have open at a time."""
+"""Folders of more files than a process may have open at a time, and open files in the place of paths."""
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ckptool.checkpoint.files import Folder, Source, open_files
-from ckptool.errors import FileChanged, FileProblem
+from ckptool.checkpoint import files
+from ckptool.checkpoint.files import Folder, Source, source_of
+from ckptool.errors import FileChanged, FileProblem, UsageError
 from tests.support.sharded_folders import write_index
 
 LIMITED = """
@@ -63,8 +65,8 @@ def test_two_thousand_shards(tmp_path: Path) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most three files of folders are open."""
-    open_files.close_idle()
-    monkeypatch.setattr(open_files, "limit", 3)
+    files.shared.clear()
+    monkeypatch.setattr(files, "most_shared", lambda: 3)
 
 
 def numbered(folder: Path, count: int = 12) -> Folder:
@@ -80,7 +82,7 @@ def test_a_file_that_is_another_when_it_is_opened_again(how: str, tmp_path: Path
     folder = numbered(tmp_path)
     source, path = folder.open("1"), tmp_path / "1"
     status = path.stat()
-    open_files.close_idle()
+    files.shared.clear()
     if how == "written":
         path.write_bytes(bytes(64))
         os.utime(path, ns=(0, status.st_mtime_ns + 1))
@@ -116,12 +118,12 @@ def test_threads_that_read_at_once(limit: int, seeds: list[int], tmp_path_factor
                 if set(buffer) != {number} or set(source.read(turn % 48, 16)) != {number}:
                     wrong.append(number)
                 if turn % 50 == seed % 50:
-                    open_files.close_idle()
+                    files.shared.clear()
         except (OSError, FileProblem) as error:
             wrong.append(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_files, "limit", limit)
+        patch.setattr(files, "most_shared", lambda: limit)
         threads = [threading.Thread(target=read, args=(seed,)) for seed in seeds]
         for thread in threads:
             thread.start()
@@ -135,10 +137,10 @@ def test_none_is_closed_that_another_file_has_taken(tmp_path: Path) -> None:
     code = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-from ckptool.checkpoint.files import Folder, Source, open_files
+from ckptool.checkpoint.files import Folder, Source, most_shared, shared
 folder = Folder({str(tmp_path)!r})
 sources = [folder.open(name) for name in folder.names]
-assert open_files.limit == 16, open_files.limit
+assert most_shared() == 16 >= len(shared) > 0
 taken = []
 try:
     while True:
@@ -152,3 +154,35 @@ assert [int(source.read(0, 1)[0]) for source in sources] == [int(name) for name 
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Open files -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_gives_no_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    odd = type("Odd", (), {"read": lambda self, n=-1: "text"})()
+    with path.open("wb") as writable, path.open() as text:
+        for file, words in {
+            io.StringIO("text"): "open as text",
+            3: "neither a path nor an open file",
+            None: "neither a path nor an open file",
+            odd: "gives no bytes",
+            writable: "cannot be read from",
+            text: "open as text",
+        }.items():
+            with pytest.raises(UsageError, match=words):
+                source_of(file)
+    with pytest.raises(UsageError, match="cannot be read from"):
+        source_of(writable)
+
+
+def test_an_open_file_is_read_from_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(200)))
+    for at in (0, 50):
+        with path.open("r+b") as file:
+            file.seek(at)
+            found = source_of(file)
+            assert found.read(0, found.size) == bytes(range(at, 200)) and file.tell() == 200
+        assert found.read(0, 1) == bytes([at])  # also when it is closed

@@ -18,26 +18,7 @@ from ckptool.formats import read
 from tests.support.hidden_effects import Call, torch_saved
 from tests.support.looped import looped
 
-TYPES = (
-    "i1",
-    "u1",
-    "u2",
-    ">i4",
-    "f2",
-    "f4",
-    ">f8",
-    "c8",
-    "c16",
-    "S1",
-    "S5",
-    "V1",
-    "V3",
-    "U1",
-    ">U2",
-    "M8[ns]",
-    "m8",
-    "?",
-)
+TYPES = tuple(("i1 u1 u2 >i4 f2 f4 >f8 c8 c16 S1 S5 V1 V3 U1 >U2 M8[ns] m8 ?").split())
 
 
 def any_type(rng: random.Random, depth: int = 0) -> np.dtype[Any]:

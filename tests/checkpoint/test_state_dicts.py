@@ -29,55 +29,29 @@ BARE = (
     "dp.pt compiled.pt dp_compiled.pt compiled_dp.pt compiled_submodule.pt averaged.pt fsdp.pt deepspeed.pt cuda.pt "
     "crc_off.pt old_zip.pt big_endian.pt rezipped_zip64.pt model.safetensors bf16.safetensors ties.safetensors ties.pt"
 ).split()
+KINDS = {"": PLAIN, "W": WEIGHTS, "A": AVERAGE, "O": OPTIMIZER}
+
+
+def roots(words: str) -> list[tuple[str, str]]:
+    """The roots of `epoch model=W`, each with its kind."""
+    return [(name, KINDS[kind]) for name, _, kind in (word.partition("=") for word in words.split())]
+
+
 FIXTURES: dict[str, list[tuple[str, str]]] = {
-    **{name: [("", WEIGHTS)] for name in BARE},
-    "training.pt": [
-        ("epoch", PLAIN),
-        ("global_step", PLAIN),
-        ("model_state_dict", WEIGHTS),
-        ("ema_state_dict", AVERAGE),
-        ("optimizer_state_dict", OPTIMIZER),
-        ("scheduler_state_dict", PLAIN),
-        ("rng_state", PLAIN),
-        ("loss", PLAIN),
-        ("best_metric", PLAIN),
-        ("config", PLAIN),
-    ],
-    "training_sgd.pt": [
-        ("epoch", PLAIN),
-        ("arch", PLAIN),
-        ("state_dict", WEIGHTS),
-        ("best_acc1", PLAIN),
-        ("optimizer", OPTIMIZER),
-    ],
-    "gan.pt": [
-        ("iteration", PLAIN),
-        ("generator", WEIGHTS),
-        ("generator_optimizer", OPTIMIZER),
-        ("discriminator", WEIGHTS),
-        ("discriminator_optimizer", OPTIMIZER),
-    ],
-    "lightning.ckpt": [
-        ("epoch", PLAIN),
-        ("global_step", PLAIN),
-        ("pytorch-lightning_version", PLAIN),
-        ("state_dict", WEIGHTS),
-        ("loops", PLAIN),
-        ("callbacks", PLAIN),
-        ("optimizer_states/0", OPTIMIZER),
-        ("lr_schedulers", PLAIN),
-        ("MixedPrecision", PLAIN),
-        ("hparams_name", PLAIN),
-        ("hyper_parameters", PLAIN),
-    ],
-    "protocol4.pt": [("state_dict", WEIGHTS), ("raw", PLAIN), ("epoch", PLAIN)],
-    "protocol5.pt": [("state_dict", WEIGHTS), ("raw", PLAIN), ("epoch", PLAIN)],
-    "rezipped_deflated.pt": [("state_dict", WEIGHTS), ("zeros", PLAIN)],
-    "whole_module.pt": [("", WEIGHTS)],
-    "numpy_values.pt": [
-        ("state_dict", WEIGHTS),
-        *((name, PLAIN) for name in "loss history confusion args meters price when classes root".split()),
-    ],
+    **{name: roots("=W") for name in [*BARE, "whole_module.pt"]},
+    "training.pt": roots(
+        "epoch global_step model_state_dict=W ema_state_dict=A optimizer_state_dict=O scheduler_state_dict rng_state "
+        "loss best_metric config"
+    ),
+    "training_sgd.pt": roots("epoch arch state_dict=W best_acc1 optimizer=O"),
+    "gan.pt": roots("iteration generator=W generator_optimizer=O discriminator=W discriminator_optimizer=O"),
+    "lightning.ckpt": roots(
+        "epoch global_step pytorch-lightning_version state_dict=W loops callbacks optimizer_states/0=O lr_schedulers "
+        "MixedPrecision hparams_name hyper_parameters"
+    ),
+    **{f"protocol{number}.pt": roots("state_dict=W raw epoch") for number in (4, 5)},
+    "rezipped_deflated.pt": roots("state_dict=W zeros"),
+    "numpy_values.pt": roots("state_dict=W loss history confusion args meters price when classes root"),
 }
 LEGACY = {"legacy.pt", "cuda1_legacy.pt"}  # another container
 
@@ -93,56 +67,44 @@ def test_fixture(name: str, tmp_path: Path) -> None:
 
 
 # Made-up layouts, and where their weights are.
-LAYOUTS: dict[str, tuple[Any, list[tuple[str, str]]]] = {
-    "bare": (MODEL, [("", WEIGHTS)]),
-    "bare, names without dots": (weights("a", "b"), [("", WEIGHTS)]),
-    "ordered": (collections.OrderedDict(MODEL), [("", WEIGHTS)]),
-    "model": ({"model": MODEL, "epoch": 3}, [("model", WEIGHTS)]),
-    "model of plain names": ({"params": weights("w", "b"), "epoch": 3}, [("params", WEIGHTS)]),
-    "module": ({"module": MODEL, "optimizer": None}, [("module", WEIGHTS)]),
-    "nested": ({"models": {"G": MODEL, "D": OTHER}}, [("models/G", WEIGHTS), ("models/D", WEIGHTS)]),
-    "nested beside a tensor": (
-        {"models": {"G": MODEL, "D": OTHER}, "rng": BYTES},
-        [("models/G", WEIGHTS), ("models/D", WEIGHTS)],
-    ),
-    "a list": ([MODEL, OTHER], [("0", WEIGHTS), ("1", WEIGHTS)]),
-    "a list inside": ({"models": [MODEL, OTHER]}, [("models/0", WEIGHTS), ("models/1", WEIGHTS)]),
-    "a tuple": ((MODEL, ADAM, 3), [("0", WEIGHTS)]),
-    "the same twice": ({"model": MODEL, "best": MODEL}, [("model", WEIGHTS)]),
-    "random states and a loss": (
-        {"model": MODEL, "rng_state": BYTES, "cuda_rng_state": BYTES, "loss": LOSS},
-        [("model", WEIGHTS)],
-    ),
-    "class weights": ({"model": MODEL, "weight": BYTES, "scale": LOSS}, [("model", WEIGHTS)]),
-    "curves": ({"train_losses": BYTES, "val_losses": BYTES, "net": MODEL}, [("net", WEIGHTS)]),
-    "curves below": ({"history": weights("train.loss", "val.loss"), "net": MODEL}, [("net", WEIGHTS)]),
-    "random states only": ({"rng_states": {"python": BYTES, "numpy": BYTES}}, []),
-    "normalizer": ({"state_dict": MODEL, "normalizer": {"mean": LOSS, "std": LOSS}}, [("state_dict", WEIGHTS)]),
-    "optimizer": (ADAM, []),
-    "deep optimizer": ({"trainer": {"parts": [ADAM]}, "model": MODEL}, [("model", WEIGHTS)]),
-    "state of an optimizer without groups": ({"optimizer": {"exp.avg": BYTES, "exp.sq": BYTES}}, []),
-    "extra state": (
-        {**MODEL, "fc._extra_state": {"amax": BYTES}, "a._extra_state": b"1", "b._extra_state": {}},
-        [("", WEIGHTS)],
-    ),
-    "weights and a counter": ({**MODEL, "ema_decay": 0.9}, [("", WEIGHTS)]),
-    "weights beside an optimizer": ({**MODEL, "optimizer": ADAM}, [("", WEIGHTS)]),
-    "few tensors among settings": ({"config": {"a": LOSS, "b": 1, "c": 2, "d": 3}}, []),
-    "integer keys": ({0: BYTES, 1: BYTES}, []),
-    "empty": ({}, []),
-    "empty weights": ({"state_dict": {}}, []),
-    "one tensor": (LOSS, []),
-    "nothing": (None, []),
-    "EMA, suffix": ({"model": MODEL, "model_ema": OTHER}, [("model", WEIGHTS), ("model_ema", AVERAGE)]),
-    "EMA, prefix": ({"ema_model": MODEL, "net": OTHER}, [("ema_model", AVERAGE), ("net", WEIGHTS)]),
-    "EMA, camel": ({"emaModel": MODEL, "net": OTHER}, [("emaModel", AVERAGE), ("net", WEIGHTS)]),
-    "EMA below": (
-        {"model": MODEL, "ema": {"module": OTHER, "updates": 5}},
-        [("model", WEIGHTS), ("ema/module", AVERAGE)],
-    ),
-    "SWA": ({"swa": {"n_averaged": LOSS, **MODEL}}, [("swa", AVERAGE)]),
-    "no EMA: e-mail": ({"email_encoder": MODEL, "emanet": OTHER}, [("email_encoder", WEIGHTS), ("emanet", WEIGHTS)]),
-    "teacher": ({"student": MODEL, "teacher": OTHER}, [("student", WEIGHTS), ("teacher", WEIGHTS)]),
+LAYOUTS: dict[str, tuple[Any, str]] = {
+    "bare": (MODEL, "=W"),
+    "bare, names without dots": (weights("a", "b"), "=W"),
+    "ordered": (collections.OrderedDict(MODEL), "=W"),
+    "model": ({"model": MODEL, "epoch": 3}, "model=W"),
+    "model of plain names": ({"params": weights("w", "b"), "epoch": 3}, "params=W"),
+    "module": ({"module": MODEL, "optimizer": None}, "module=W"),
+    "nested": ({"models": {"G": MODEL, "D": OTHER}}, "models/G=W models/D=W"),
+    "nested beside a tensor": ({"models": {"G": MODEL, "D": OTHER}, "rng": BYTES}, "models/G=W models/D=W"),
+    "a list": ([MODEL, OTHER], "0=W 1=W"),
+    "a list inside": ({"models": [MODEL, OTHER]}, "models/0=W models/1=W"),
+    "a tuple": ((MODEL, ADAM, 3), "0=W"),
+    "the same twice": ({"model": MODEL, "best": MODEL}, "model=W"),
+    "random states": ({"model": MODEL, "rng_state": BYTES, "cuda_rng_state": BYTES, "loss": LOSS}, "model=W"),
+    "class weights": ({"model": MODEL, "weight": BYTES, "scale": LOSS}, "model=W"),
+    "curves": ({"train_losses": BYTES, "val_losses": BYTES, "net": MODEL}, "net=W"),
+    "curves below": ({"history": weights("train.loss", "val.loss"), "net": MODEL}, "net=W"),
+    "random states only": ({"rng_states": {"python": BYTES, "numpy": BYTES}}, ""),
+    "normalizer": ({"state_dict": MODEL, "normalizer": {"mean": LOSS, "std": LOSS}}, "state_dict=W"),
+    "optimizer": (ADAM, ""),
+    "deep optimizer": ({"trainer": {"parts": [ADAM]}, "model": MODEL}, "model=W"),
+    "state of an optimizer without groups": ({"optimizer": {"exp.avg": BYTES, "exp.sq": BYTES}}, ""),
+    "extra state": (MODEL | {"fc._extra_state": {"amax": BYTES}, "a._extra_state": b"1", "b._extra_state": {}}, "=W"),
+    "weights and a counter": ({**MODEL, "ema_decay": 0.9}, "=W"),
+    "weights beside an optimizer": ({**MODEL, "optimizer": ADAM}, "=W"),
+    "few tensors among settings": ({"config": {"a": LOSS, "b": 1, "c": 2, "d": 3}}, ""),
+    "integer keys": ({0: BYTES, 1: BYTES}, ""),
+    "empty": ({}, ""),
+    "empty weights": ({"state_dict": {}}, ""),
+    "one tensor": (LOSS, ""),
+    "nothing": (None, ""),
+    "EMA, suffix": ({"model": MODEL, "model_ema": OTHER}, "model=W model_ema=A"),
+    "EMA, prefix": ({"ema_model": MODEL, "net": OTHER}, "ema_model=A net=W"),
+    "EMA, camel": ({"emaModel": MODEL, "net": OTHER}, "emaModel=A net=W"),
+    "EMA below": ({"model": MODEL, "ema": {"module": OTHER, "updates": 5}}, "model=W ema/module=A"),
+    "SWA": ({"swa": {"n_averaged": LOSS, **MODEL}}, "swa=A"),
+    "no EMA: e-mail": ({"email_encoder": MODEL, "emanet": OTHER}, "email_encoder=W emanet=W"),
+    "teacher": ({"student": MODEL, "teacher": OTHER}, "student=W teacher=W"),
 }
 
 
@@ -150,20 +112,14 @@ LAYOUTS: dict[str, tuple[Any, list[tuple[str, str]]]] = {
 def test_layout(name: str, tmp_path: Path) -> None:
     value, expected = LAYOUTS[name]
     found = find_state_dicts(opened(value, tmp_path))
-    assert [(root.address, root.kind) for root in found if root.is_model] == expected
+    assert [(root.address, root.kind) for root in found if root.is_model] == roots(expected)
 
 
 def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
     value = {"epoch": 1, "model": MODEL, 7: [1], None: "x", "models": {"a": OTHER, "config": {}}}
     found = find_state_dicts(opened(value, tmp_path))
-    assert [root.path for root in found] == [
-        ("epoch",),
-        ("model",),
-        (7,),
-        (None,),
-        ("models", "a"),
-        ("models", "config"),
-    ]
+    paths = [("epoch",), ("model",), (7,), (None,), ("models", "a"), ("models", "config")]
+    assert [root.path for root in found] == paths
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------

@@ -12,17 +12,7 @@ from fixtures.make import make_all
 from tests.support.repositories import git_output, own_home
 from tests.support.small_files import make_small_files
 
-NAMES = [
-    "dp.pt",
-    "compiled.pt",
-    "cuda.pt",
-    "training.pt",
-    "gan.pt",
-    "ties.pt",
-    "numpy_values.pt",
-    "model.safetensors",
-    "legacy.pt",
-]
+NAMES = ("dp.pt compiled.pt cuda.pt training.pt gan.pt ties.pt numpy_values.pt model.safetensors legacy.pt").split()
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,6 @@ TYPED = {
     "ckptool show a\\ model.pt --at=ep\t": ["show", "a model.pt", "--at=epoch"],
     "ckptool show ~/0.pt#\t\t": ["show", "{home}/0.pt#d/weight"],
     "ckptool bundle net=0.pt#\t\t": ["bundle", "net=0.pt#d/weight"],
-    "ckptool cast a\\ model.pt --only layers.2.n\t": ["cast", "a model.pt", "--only", "layers.2.norm.weight"],
     "ckptool scan 0.pt#\tx": ["scan", "0.pt#x"],
 }
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,27 +28,18 @@ def state_of(folder: Path) -> dict[str, str]:
 
 
 BAD = {
-    "missing file": ("inspect missing.pt", 2, "io"),
-    "folder": ("inspect folder", 2, "not-a-checkpoint"),
     "empty file": ("inspect empty.pt", 2, "truncated"),
-    "text file": ("inspect text.pt", 2, "not-a-checkpoint"),
     "cut-off zip": ("inspect cut.pt", 2, "truncated"),
-    "text file to change": ("strip-module text.pt -o x.pt", 2, "not-a-checkpoint"),
-    "unknown address": ("inspect training.pt#nothing", 2, "usage"),
     "unknown root": ("strip-module training.pt --at nothing -o x.pt", 2, "usage"),
     "address of a value": ("strip-module training.pt --at epoch -o x.pt", 2, "usage"),
     "address in a tensor": ("show dp.pt#module.fc1.weight/x", 2, "usage"),
     "bad slice": ("show dp.pt#module.fc1.weight --slice 99", 2, "usage"),
-    "no such folder": ("strip-module dp.pt -o nowhere/x.pt", 2, "io"),
     "output is a folder": ("strip-module dp.pt -o folder", 2, "io"),
     "OUT exists": ("strip-module dp.pt -o compiled.pt", 2, "output-exists"),
     "OUT exists, dry": ("strip-module dp.pt -o compiled.pt -n", 2, "output-exists"),
-    "IN as OUT": ("strip-module dp.pt -o dp.pt", 2, "conflict"),
     "IN as OUT by a link": ("strip-module dp.pt -o link.pt", 2, "conflict"),
     "in place through a link": ("strip-module link.pt --in-place", 2, "conflict"),
     "no output": ("strip-module dp.pt", 2, "usage"),
-    "two outputs": ("strip-module dp.pt -o x.pt --in-place", 2, "usage"),
-    "several into one": ("strip-module dp.pt compiled.pt -o x.pt", 2, "usage"),
     "same names": ("strip-module dp.pt other/dp.pt -d out", 2, "conflict"),
     "folder is a file": ("strip-module dp.pt -d compiled.pt", 2, "io"),
     "exists in the folder": ("strip-module compiled.pt dp.pt -d other", 2, "output-exists"),
@@ -71,8 +63,6 @@ BAD = {
     "what to convert to": ("convert dp.pt -d out", 2, "usage"),
     "bad container": ("convert dp.pt -o x --to onnx", 2, "usage"),
     "ignore nonsense": ("diff dp.pt dp.pt --ignore nonsense", 2, "usage"),
-    "unknown command": ("frobnicate dp.pt", 2, "usage"),
-    "unknown option": ("inspect dp.pt --frobnicate", 2, "usage"),
     "no argument": ("inspect", 2, "usage"),
     "not a number": ("inspect dp.pt --depth many", 2, "usage"),
     "no such order": ("convert dp.pt --ties colour", 2, "usage"),
@@ -93,8 +83,6 @@ def folder(files: Path) -> Path:
 
 @looped("name", BAD)
 def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path, run: Run) -> None:
-    import shlex
-
     command, code, kind = BAD[name]
     before = state_of(folder)
     ran = run(*shlex.split(command))
@@ -169,28 +157,14 @@ def test_an_interrupt_ends_with_130(files: Path, run: Run, monkeypatch: pytest.M
 
 
 def test_nothing_hostile_reaches_the_terminal(hostile: Path, run: Run) -> None:
-    name, out = str(hostile), str(hostile.with_name("out.pt"))
-    commands = [
-        ("inspect", name),
-        ("inspect", name, "--all"),
-        ("inspect", name, "--stats"),
-        ("inspect", name, "--json"),
-        ("inspect", f"{name}#\x1b[5m"),
-        ("show", name),
-        ("show", f"{name}#text"),
-        ("show", f"{name}#state_dict", "--json"),
-        ("rename", name, "*weight => *w\x1b[5m", "-o", out),
-        ("diff", name, out),
-        ("diff", name, out, "--json"),
-        ("rename", name, "* => x", "-o", out, "-f"),
-        ("edit", name, "--drop", "text", "-o", out, "-f"),
-        ("convert", name, "-o", f"{out}.safetensors"),
-        ("remap", name, "--to", "\x1b[5m", "-o", out, "-f"),
-        ("inspect", "missing\x1b[5m\n.pt"),
-        ("\x1b[5m",),
-        ("inspect", "--\x1b[5m"),
-    ]
-    for command in commands:
+    lines = (
+        "inspect {f}; inspect {f} --all; inspect {f} --stats; inspect {f} --json; inspect '{f}#{e}'; show {f}; "
+        "show {f}#text; show {f}#state_dict --json; rename {f} '*weight => *w{e}' -o {o}; diff {f} {o}; "
+        "diff {f} {o} --json; rename {f} '* => x' -o {o} -f; edit {f} --drop text -o {o} -f; "
+        "convert {f} -o {o}.safetensors; remap {f} --to '{e}' -o {o} -f; inspect 'missing{e}\n.pt'; '{e}'; "
+        "inspect '--{e}'"
+    ).format(f=hostile, o=hostile.with_name("out.pt"), e="\x1b[5m")
+    for command in map(shlex.split, lines.split("; ")):
         ran = run(*command)
         raw = {c for c in ran.out + ran.err if not c.isprintable()} - {"\n"}
         assert not raw, f"{command}: {raw}"

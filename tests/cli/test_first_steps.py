@@ -20,18 +20,6 @@ from tests.support.programs import path_with
 Run = Callable[..., Ran]
 
 
-# Names that people type ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("inspct", "inspect"), ("compar", "compare"), ("stripmodule", "strip-module"), ("chek", "check"), ("inf", "info")],
-)
-def test_a_near_miss_is_told_what_was_probably_meant(typed: str, meant: str, run: Run) -> None:
-    ran = run(typed, "a.pt")
-    assert ran.code == 2 and f"Did you mean '{meant}'?" in ran.err and f"See: ckptool {meant}" in ran.err
-
-
 # Demo ----------------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,33 +97,6 @@ def test_with_lfs(repository: Path, run: Run) -> None:
     git_output("lfs", "install", "--local", "--force")
     git_output("add", "--renormalize", ".")
     assert codes(run, path, "--max-size", "1") == (0, [[]])
-
-
-# pre-commit -----------------------------------------------------------------------------------------------------------
-
-(HOOK,) = yaml.safe_load((HOME / ".pre-commit-hooks.yaml").read_text())
-
-
-@pytest.mark.soak
-def test_soak_the_real_pre_commit_runs_the_hook(repository: Path, tmp_path: Path) -> None:
-    """`pre-commit` and this checkout are installed from the index, so this is for a machine that reaches one."""
-    program = tmp_path / "own" / "bin"
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
-    subprocess.run([program / "python", "-m", "pip", "install", "-q", "pre-commit"], check=True)
-    torch.save({"w": torch.ones(2)}, "good.pt")
-    commit("one")
-    words = [program / "pre-commit", "try-repo", HOME, HOOK["id"], "--files"]
-    environment = os.environ | {"PRE_COMMIT_HOME": str(tmp_path / "cache")}
-
-    def ended(name: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*words, name], env=environment, capture_output=True, text=True, check=False)
-
-    assert "Passed" in (ran := ended("good.pt")).stdout and ran.returncode == 0, ran
-    for kind in KINDS[:-1]:
-        make_bad(kind, repository / "bad.pt")
-        git_output("add", "-A")
-        ran = ended("bad.pt")
-        assert ran.returncode == 1 and kind in ran.stdout, ran
 
 
 # The action -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import ckptool
 from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
 from ckptool.commands import function_of
@@ -24,14 +25,8 @@ from tests.support.cli import Ran, Run, done
 from tests.support.looped import looped
 
 EXAMPLES = {name: function_of(name).verb.examples for name in COMMANDS}
-TRAINING = (
-    "train",
-    "resume",
-    "eval",
-    "prove",
-    "prune",
-    "plot",
-)  # tests/training runs them; here only their options are looked at; browse needs a terminal
+# tests/training runs them; here only their options are looked at; browse needs a terminal
+TRAINING = ("train", "resume", "eval", "prove", "prune", "plot")
 MODEL = """
 from safetensors.torch import save_file
 from torch import nn
@@ -109,9 +104,13 @@ def test_what_is_usual_fits_a_screen_and_the_rest_follows_it(run: Run) -> None:
 
 
 def test_help_and_version_are_words_too(run: Run) -> None:
-    for words, same in ((["help"], ["--help"]), (["help", "lora"], ["lora", "--help"]), (["version"], ["--version"])):
+    for words, same in (
+        (["help"], ["--help"]), (["-h"], ["--help"]), (["cast", "-h"], ["cast", "--help"]),
+        (["help", "lora"], ["lora", "--help"]), (["version"], ["--version"]),
+    ):  # fmt: skip
         assert done(run(*words)) == done(run(*same))
-    assert "Did you mean 'convert'?" in told(run("help", "conver"))
+    assert done(run("--version")) == f"ckptool {ckptool.__version__}\n"
+    assert "Did you mean 'convert'?" in told(run("help", "conver")) and "ckptool --help" in told(run())
 
 
 @pytest.mark.parametrize("command", ["convert", "warm-start", "lora merge"])
@@ -122,12 +121,6 @@ def test_the_lines_of_a_text_stand_below_each_other(command: str, run: Run) -> N
             assert len({found.end() for found in matches if found}) == 1, lines
 
 
-def test_python_runs_the_package(examples: Path) -> None:
-    for words, code in ((["inspect", "gan.pt"], 0), (["inspect", "none.pt"], 2)):
-        ended = subprocess.run([sys.executable, "-m", "ckptool", *words], capture_output=True, text=True, check=False)
-        assert ended.returncode == code and ("G " in ended.stdout) == (code == 0)
-
-
 # What people mistype -------------------------------------------------------------------------------------------------
 
 
@@ -136,14 +129,27 @@ def told(ran: Ran) -> str:
     return ran.err
 
 
-def test_a_file_that_is_almost_there(examples: Path, run: Run) -> None:
-    text = told(run("inspect", "mdel.pt"))
-    assert "did you mean model.pt?" in text and text.count("No such file") == 1
+MISTYPED = {
+    "inspect mdel.pt": "did you mean model.pt?",
+    "show model.pt#state_dict.module.fc.weight": "Did you mean state_dict/module.fc.weight?",
+    "strip-module model.pt -o new/": "use -d for the folder",
+    "rename model.pt 'module.* -> *' -n -o x.pt": "neither a file nor a rule",
+    "rename model.pt module.fc.weight=fc.weight -n -o x.pt": "neither a file nor a rule",
+    "rename model.pt module.* -n -o x.pt": "'a.* => b.*'",
+    "rename model.pt '* => x' -n -o x.pt": "and 13 more would all be 'x'",
+    "inspect -gan.pt": "For the file: ./-gan.pt",
+    "inspct a.pt": "Did you mean 'inspect'?",
+    "stripmodule a.pt": "See: ckptool strip-module --help",
+    "inf a.pt": "Did you mean 'info'?",
+}
+
+
+def test_what_was_meant_is_told_in_one_line(examples: Path, run: Run) -> None:
+    os.rename("gan.pt", "-gan.pt")
+    for line, words in MISTYPED.items():
+        text = told(run(*shlex.split(line)))
+        assert words in text and len(text.split("\n")[0]) < 200 and text.count("No such file") <= 1, (line, text)
     assert "did you mean" not in told(run("inspect", "nothing-like-it.bin"))
-
-
-def test_an_address_with_dots(examples: Path, run: Run) -> None:
-    assert "Did you mean state_dict/module.fc.weight?" in told(run("show", "model.pt#state_dict.module.fc.weight"))
 
 
 @pytest.mark.parametrize("suffix", [".safetensor", ".safetensors2", ".onnx", ".gguf", ".npy"])
@@ -160,26 +166,3 @@ def test_a_suffix_of_ones_own(examples: Path, run: Run) -> None:
     os.rename("model.pt", "model.zip")
     for out in ("a.state", "a", "b.zip", "step.100"):
         assert run("strip-module", "model.zip", "-o", out).code == 0
-
-
-def test_a_folder_in_place_of_an_output(examples: Path, run: Run) -> None:
-    assert "use -d for the folder" in told(run("strip-module", "model.pt", "-o", "new/"))
-
-
-@pytest.mark.parametrize("rule", ["module.* -> *", "module.fc.weight=fc.weight", "module.*"])
-def test_a_rule_that_is_none(rule: str, examples: Path, run: Run) -> None:
-    text = told(run("rename", "model.pt", rule, "-n", "-o", "x.pt"))
-    assert "neither a file nor a rule" in text and "'a.* => b.*'" in text
-
-
-def test_a_collision_of_many_is_told_in_one_line(examples: Path, run: Run) -> None:
-    text = told(run("rename", "model.pt", "* => x", "-n", "-o", "x.pt"))
-    assert "and 13 more would all be 'x'" in text and len(text.split("\n")[0]) < 200
-
-
-def test_a_file_called_like_an_option(examples: Path) -> None:
-    os.rename("gan.pt", "-gan.pt")
-    ended = subprocess.run(
-        [sys.executable, "-m", "ckptool", "inspect", "-gan.pt"], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 2 and "For the file: ./-gan.pt" in ended.stderr

@@ -125,21 +125,6 @@ def test_what_comes_after_a_failure_is_done_or_as_it_was(tmp_path: Path, capfd: 
     assert all(torch.load(tmp_path / name)["module.a"].equal(torch.ones(3, dtype=torch.bfloat16)) for name in changed)
 
 
-def test_members_of_a_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-5"
-    folder.mkdir()
-    saved({"a": torch.ones(3)}, folder / "pytorch_model.bin")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
-        saved({"state": torch.arange(1000.0)}, folder / name)
-    (folder / "trainer_state.json").write_text('{"global_step": 5}')
-    data = bytearray((folder / "optimizer.pt").read_bytes())
-    data[data.index(torch.arange(1000.0).numpy().tobytes()[:64]) + 60] ^= 1
-    (folder / "optimizer.pt").write_bytes(data)
-    found = ckptool.verify(folder, jobs=3)
-    assert not found.fine and "optimizer.pt" in found.problems[0].record
-    assert found.problems == ckptool.verify(folder).problems
-
-
 @pytest.mark.parametrize("jobs", ["0", "-1", "100000", "two", ""])
 def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved({"a": torch.ones(3)}, tmp_path / "a.pt")
@@ -148,12 +133,6 @@ def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.C
         ran = capfd.readouterr()
         assert ran.out == "" and "error[usage]: " in ran.err and "--jobs" in ran.err, ran
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
-
-
-def test_in_python(tmp_path: Path) -> None:
-    for number in range(3):
-        saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt")
-    assert ckptool.scan(tmp_path, jobs=2) == ckptool.scan(tmp_path)
     with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, or dask:.*, not 0"):
         ckptool.scan(tmp_path, jobs=0)
 

@@ -31,82 +31,15 @@ SECONDS, SECONDS_OF_RUNS = 10, 40
 
 # For an option that takes a value: words that are no sense, other sense, too much sense.
 VALUES = (
-    *("", " ", "m.pt", "out.pt", "there", ".", "..", "missing.pt", "missing/out.pt", "m.pt/x", "there/", "text.txt"),
-    *(
-        "a\nb.pt",
-        "\x1b[31mred.pt",
-        'it\'s "so".pt',
-        "-x.pt",
-        "--",
-        "模型é.pt",
-        "\udcff.pt",
-        "\u202eflip.pt",
-        "x" * 300,
-        "a\0b",
-    ),
-    *("0", "-1", "3", "1.5", "nan", "inf", "-inf", "1e999", "9" * 5000, "true", "0x10", "1_000"),
-    *(
-        "a=b",
-        "=",
-        "a:=1",
-        "a:={",
-        "epoch:=NaN",
-        "a:=" + "[" * 3000,
-        "m.pt#",
-        "m.pt#sd",
-        "#",
-        "sd/a.weight",
-        "sd/a.weight=v.npy",
-    ),
-    *(
-        "*",
-        "re:(",
-        "re:.*",
-        "[",
-        "{n}",
-        "a => b",
-        "* => x",
-        "=>",
-        "sd/*",
-        "cpu",
-        "cuda:0=cpu",
-        "meta",
-        "bf16",
-        "i8",
-        "safetensors",
-    ),
-    *(
-        "5GB",
-        "0B",
-        "-5GB",
-        "1e3",
-        "5 XB",
-        "device,dtype",
-        ",",
-        ",,",
-        "0.5,0.5",
-        ":",
-        "0:1,:",
-        "...",
-        "::0",
-        "file.py:build",
-    ),
-    *(
-        "link.pt",
-        "loop.pt",
-        "broken.pt",
-        "pipe",
-        "/dev/null",
-        "/proc/self/mem",
-        "/dev/full",
-        "s3://a/b",
-        "-",
-        "~",
-        "v.npy",
-        "rules.yaml",
-    ),
-    *("train.steps=3", "train.steps=", "nonsense=1", "optim=3", "save.every=-1", "device=tpu", "run.yaml", "run"),
-)
+    *("", " ", "-", "--", "~", "#", "=", "=>", "*", "[", ":", ",", ",,", "a\nb.pt", "\x1b[31mred.pt", "a\0b"),
+    *"m.pt out.pt there . .. missing.pt missing/out.pt m.pt/x there/ text.txt m.pt# m.pt#sd sd/a.weight".split(),
+    *("-x.pt", 'it\'s "so".pt', "模型é.pt", "\udcff.pt", "\u202eflip.pt", "x" * 300, "9" * 5000, "a:=" + "[" * 3000),
+    *"0 -1 3 1.5 nan inf -inf 1e999 true 0x10 1_000 5GB 0B -5GB 1e3 0.5,0.5 0:1,: ... ::0 device,dtype".split(),
+    *"a=b a:=1 a:={ epoch:=NaN sd/a.weight=v.npy re:( re:.* {n} sd/* cpu cuda:0=cpu meta bf16 i8".split(),
+    *("5 XB", "a => b", "* => x", "safetensors", "file.py:build", "link.pt", "loop.pt", "broken.pt", "pipe", "s3://a/b"),
+    *"/dev/null /proc/self/mem /dev/full v.npy rules.yaml run.yaml run device=tpu".split(),
+    *"train.steps=3 train.steps= nonsense=1 optim=3 save.every=-1".split(),
+)  # fmt: skip
 
 
 class Stuck(BaseException):
@@ -145,13 +78,9 @@ def options(command: str) -> list[Option]:
 
 def given(option: Option, value: str) -> list[str]:
     """The option as it is typed. Joined by `=`, a value may begin with a dash."""
-    return (
-        [option.flag]
-        if option.is_flag
-        else [f"{option.flag}={value}"]
-        if value.startswith("-")
-        else [option.flag, value]
-    )
+    if option.is_flag:
+        return [option.flag]
+    return [f"{option.flag}={value}"] if value.startswith("-") else [option.flag, value]
 
 
 def without(words: list[str], option: Option) -> list[str]:

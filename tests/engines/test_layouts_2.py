@@ -259,20 +259,3 @@ def test_models_with_the_names_of_another_are_refused(family: str, tmp_path: Pat
         with pytest.raises(CkptoolError, match=f"config.json says '{config.model_type}'"):
             ckptool.translate(tmp_path / "model", rules_file=layout, out=tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_vae_without_attention_in_the_middle(tmp_path: Path) -> None:
-    import diffusers
-
-    sizes = {"layers_per_block": 1, "norm_num_groups": 4, "block_out_channels": (8, 16)}
-    down, up = (tuple(f"{way}coderBlock2D" for _ in range(2)) for way in ("DownEn", "UpDe"))
-    model = diffusers.AutoencoderKL(down_block_types=down, up_block_types=up, mid_block_add_attention=False, **sizes)
-    randomised(model).save_pretrained(tmp_path / "a")
-    first = tmp_path / "a" / "diffusion_pytorch_model.safetensors"
-    ckptool.translate(first, out=tmp_path / "ldm.safetensors", rules_file=VAE)
-    converted = as_diffusers_converts(VAE, load_file(tmp_path / "ldm.safetensors"), model)
-    assert converted.keys() == model.state_dict().keys()
-    (tmp_path / "b").mkdir()
-    ckptool.translate(tmp_path / "ldm.safetensors", out=tmp_path / "b" / first.name, rules_file=VAE)
-    (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
-    close(outputs(VAE, tmp_path / "a"), outputs(VAE, tmp_path / "b"), 0.0)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ckptool
-from ckptool.errors import CkptoolError
 from fixtures.surgery.make_lora import BF16, CASES, F16, F32, F64, LYCORIS, Net, Tensors, trained, with_lycoris
 
 pytestmark = pytest.mark.engines
@@ -93,27 +92,6 @@ def test_a_bf16_adapter_of_gpt2_as_peft_loads_it_and_as_it_was_saved(tmp_path: P
         assert all(torch.allclose(ours[key], theirs[key], rtol=2**-7, atol=2**-14) for key in ours), options
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_an_adapter_of_a_llama_gives_the_outputs_that_it_was_trained_for(tmp_path: Path) -> None:
-    import peft
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=24, tie_word_embeddings=False)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base", max_shard_size="10KB")
-    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    adapter = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"]))
-    for name, parameter in adapter.named_parameters():
-        parameter.data = torch.randn_like(parameter) / 4 if "lora_" in name else parameter.data
-    adapter.save_pretrained(tmp_path / "adapter")
-    ckptool.lora_merge(tmp_path / "base", tmp_path / "adapter", f"{tmp_path / 'out'}/")
-    found, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    words = torch.arange(12).reshape(2, 6)
-    assert (found.eval()(words).logits - adapter.eval()(words).logits).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("algorithm", LYCORIS)
 @pytest.mark.filterwarnings("ignore")
 def test_what_lycoris_computes(algorithm: str, tmp_path: Path) -> None:
@@ -165,34 +143,3 @@ def test_an_adapter_of_diffusers_is_fused_as_it_does(alpha: int, tmp_path: Path)
     ours = load_file(tmp_path / "out.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[key], theirs[key], rtol=1e-6, atol=1e-6) for key in ours)  # another order of sums
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.filterwarnings("ignore")
-def test_an_adapter_without_a_part_that_its_configuration_names_is_refused(seed: int, tmp_path: Path) -> None:
-    """PEFT takes what it has just initialised in the place of a missing part, and says so in a warning."""
-    import random
-
-    from peft import LoraConfig, get_peft_model
-
-    rng = random.Random(seed)
-    kinds: list[dict[str, Any]] = [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["head"]}, {}]
-    options = kinds[seed % len(kinds)]
-    torch.manual_seed(seed)
-    layers = {"q": nn.Linear(8, 8), "v": nn.Linear(8, 6), "head": nn.Linear(6, 3)}
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    save_file(model.state_dict(), tmp_path / "base.safetensors")
-    targets: Any = rng.choice([["q", "v"], "(q|v)"])
-    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
-    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
-    whole = load_file(path)
-    ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "whole.safetensors")
-    parts = [key for key in whole if any(part in key for part in ("magnitude", "B.bias", "head"))]
-    without = [rng.choice(parts)] if parts else [key for key in whole if ".v." in key]
-    save_file({key: value for key, value in whole.items() if key not in without}, path)
-    with pytest.raises(CkptoolError, match=r"has (no|nothing)"):
-        ckptool.lora_merge(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
-    assert not (tmp_path / "out.safetensors").exists()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckptool
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.errors import unreadable
@@ -54,9 +54,8 @@ POLICY = {
 }
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_a_policy_is_one_checkpoint_of_its_files(tmp_path: Path, run: Run, compression: int) -> None:
-    path = zipped(tmp_path / "policy.zip", POLICY, compression)
+def test_a_policy_is_one_checkpoint_of_its_files(tmp_path: Path, run: Run) -> None:
+    path = zipped(tmp_path / "policy.zip", POLICY)
     found = ckptool.open(path)
     assert list(found) == list(POLICY) and found.container == "archive"
     assert found["data"]["n_steps"] == 8 and found["system_info.txt"] == "- OS: Linux"
@@ -168,12 +167,9 @@ def test_a_zip_that_could_be_read_in_two_ways_is_refused(
     unreadable(hostile_zip(tmp_path / "h.zip", names), kind)
 
 
-def test_a_bomb_is_not_inflated(tmp_path: Path) -> None:
+def test_nothing_is_inflated(tmp_path: Path) -> None:
     path = zipped(tmp_path / "b.zip", {"policy.pth": bytes(64 << 20)}, zipfile.ZIP_DEFLATED)
-    unreadable(path, LimitExceeded, "67,108,864", "unzip")
-    small = bytes(1 << 20)
-    path = zipped(tmp_path / "c.zip", {f"{n}.pth": small for n in range(40)}, zipfile.ZIP_DEFLATED)
-    unreadable(path, LimitExceeded, "unzip")
+    unreadable(path, Unsupported, "policy.pth is compressed", "unzip")
 
 
 def test_encrypted_files_are_named(tmp_path: Path) -> None:
@@ -191,8 +187,7 @@ def test_a_file_that_is_cut_or_none_is_named_with_its_place(tmp_path: Path) -> N
     unreadable(zipped(tmp_path / "c.zip", {"x.txt": b"x", "y.png": b"y"}), NotACheckpoint, "zip archive")
 
 
-def test_the_real_policy_is_read_without_leaving_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_the_real_policy_is_read() -> None:
     real = ROOT / "stable-baselines3" / "checkpoint"
     with zipfile.ZipFile(real) as archive:
         expected = torch.load(io.BytesIO(archive.read("policy.pth")), weights_only=True)
@@ -200,4 +195,3 @@ def test_the_real_policy_is_read_without_leaving_files(tmp_path: Path, monkeypat
     assert {name: entry.bytes() for name, entry in found.items()} == {
         name: value.numpy().tobytes() for name, value in expected.items()
     }
-    assert not list(tmp_path.iterdir())

@@ -1,11 +1,11 @@
-"""Folders of torch.distributed.checkpoint: read as torch reads them, bit for bit, without torch and without running
-anything."""
+"""Folders of torch.distributed.checkpoint: read as torch reads them, bit for bit, however a chunk is stored: in a zip,
+in a stream of zstd, in safetensors."""
 
 from __future__ import annotations
 
-import io
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,28 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import ckptool
-from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Corrupt, NotACheckpoint, OnlyAPart, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, NotACheckpoint, OnlyAPart, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.formats.dcp import payloads
-from tests.support.dcp_folders import edit, save_dcp, training_state
-from tests.support.errors import three_parts
-from tests.support.files import CORPUS
+from ckptool.formats.dcp import payloads, templates
+from tests.support.cli import Run
+from tests.support.dcp_folders import edit, placed, save_dcp, training_state
+from tests.support.errors import refused, three_parts
+from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
 from tests.support.same import assert_same_objects
-
-
-def as_torch_reads(folder: Path, out: Path) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp_to_torch_save(folder, out)
-    return torch.load(out, weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,29 +41,8 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "saved"))
 
 
-def live(found: Checkpoint) -> Any:
-    """The tree with torch's tensors, as torch.load gives it."""
-    out = Path(found.source.path).parent / "live.pt"  # type: ignore[union-attr]
-    ckptool.convert(found.source.path, out, overwrite=True, verify=True)  # type: ignore[union-attr]
-    return torch.load(out, weights_only=True)
-
-
-# Reading -------------------------------------------------------------------------------------------------------------
-
-
-def test_everything_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
-    found = read(folder)
-    assert found.container == "dcp" and found.notes == () and found.discarded == ()
-    expected = as_torch_reads(folder, tmp_path / "torch.pt")
-    got = live(found)
-    assert expected.keys() == got.keys()
-    # Views of one storage, and strides of what torch assembles itself, are not kept by torch's own reader.
-    assert_same_objects(contiguous(expected), contiguous(got))
-    assert got["list"][1]["inside"].tolist() == [0, 1, 2] and got["plain"] == [1, 2, "three"]
-    assert list(got["optimizer"]["0"]) == ["step", "exp_avg", "exp_avg_sq"]
-
-
 def contiguous(value: Any) -> Any:
+    """Views of one storage, and strides of what torch assembles itself, are not kept by torch's own reader."""
     if isinstance(value, torch.Tensor):
         return value.clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
@@ -77,37 +50,15 @@ def contiguous(value: Any) -> Any:
     return [contiguous(part) for part in value] if isinstance(value, list) else value
 
 
-def test_verbs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckptool.cli import main
-
-    assert main(["inspect", str(folder), "--stats"]) == 0
-    assert "dcp" in capsys.readouterr().out
-    assert main(["convert", str(folder), "-o", str(tmp_path / "out.pt"), "--verify"]) == 0
-    assert main(["diff", f"{folder}#model", f"{tmp_path / 'out.pt'}#model"]) == 0
-    assert main(["convert", f"{folder}#model", "-o", str(tmp_path / "out.safetensors")]) == 0
-    assert main(["strip-module", str(folder), "-o", str(tmp_path / "clean.pt"), "--at", "model"]) == 0
-    assert (tmp_path / "clean.pt").is_file()
-    assert main(["strip-module", str(folder), "--in-place"]) == 2
-
-
-def test_the_corpus() -> None:
-    path = CORPUS / "lightning_dcp"
-    if not path.is_dir():
-        return
-    found = read(path)
-    entries = [entry for _, entry in tensors(found.tree)]
-    assert len(entries) == 4 and {str(entry.dtype) for entry in entries} == {"f32"}
-    assert sorted(entry.shape or () for entry in entries) == [(2,), (2, 32), (32,), (32, 32)]
-    places = pickle.loads((path / ".metadata").read_bytes()).storage_data
-    for name, entry in found["model"].items():
-        parts = sorted((at.offset, place) for at, place in places.items() if at.fqn == f"model.{name}")
-        halves = [torch.load(io.BytesIO(raw_bytes(path, place)), weights_only=True) for _, place in parts]
-        assert len(halves) == 2 and torch.equal(entry.torch(), torch.cat(halves)), name
-
-
-def raw_bytes(folder: Path, place: Any) -> bytes:
-    """What torch would be given to load of one chunk."""
-    return (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+def test_everything_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
+    found = read(folder)
+    assert found.container == "dcp" and found.notes == () and found.discarded == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    ckptool.convert(folder, tmp_path / "ours.pt", verify=True)
+    expected = torch.load(tmp_path / "torch.pt", weights_only=False)
+    assert_same_objects(contiguous(expected), contiguous(torch.load(tmp_path / "ours.pt", weights_only=True)))
 
 
 # Many ranks ----------------------------------------------------------------------------------------------------------
@@ -122,8 +73,6 @@ APART = """
         state = {"model": {n: distribute_tensor(t, mesh, [how[n]]) for n, t in whole.items()}, "step": 5, "rank": rank}
         state["buffer"] = torch.full((3,), float(rank))
         dcp.save(state, checkpoint_id=folder, use_collectives=False)
-        if rank == 0:
-            torch.save(whole, folder + ".pt")
 """
 
 
@@ -136,7 +85,6 @@ def tables_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def apart(tables_of_two_ranks: Path, tmp_path: Path) -> Path:
-    shutil.copy(f"{tables_of_two_ranks}.pt", tmp_path / "whole.pt")
     return Path(shutil.copytree(tables_of_two_ranks, tmp_path / "apart"))
 
 
@@ -150,8 +98,7 @@ def test_damage_in_values_that_both_ranks_saved_is_found(name: str, apart: Path)
     data = bytearray((apart / "__1_0.distcp").read_bytes())
     data[entry.storage.data.offset + 5] ^= 16
     (apart / "__1_0.distcp").write_bytes(data)
-    found = ckptool.verify(apart)
-    (problem,) = found.problems
+    (problem,) = ckptool.verify(apart).problems
     assert problem.code == "checksum" and "__1_0.distcp" in problem.record and problem.tensors
 
 
@@ -163,23 +110,12 @@ def test_large_objects_of_ranks_are_not_said_to_differ(apart: Path, monkeypatch:
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
     (apart / "__1.metadata").rename(apart / "other")
-    with pytest.raises(Corrupt, match=r"\(the tables of 1 rank\): rows|the tables of 1 rank\): model.rows") as caught:
-        read(apart)
-    assert "15 of its 35 elements are in no file" in str(caught.value)
+    assert "15 of its 35 elements are in no file" in refused("corrupt", apart, lambda: read(apart)).what
     (apart / "__1.metadata.tmp").write_bytes(b"")
-    with pytest.raises(Corrupt, match=r"lacks the tables of 1 rank: __1\.metadata"):
-        read(apart)
+    assert "lacks the tables of 1 rank: __1.metadata" in refused("corrupt", apart, lambda: read(apart)).what
     (apart / "__1.metadata.tmp").unlink()
     (apart / "other").rename(apart / "__2.metadata")
-    with pytest.raises(Corrupt, match=r"lacks the tables of 1 rank: __1\.metadata"):
-        read(apart)
-
-
-def test_a_table_that_was_not_renamed(folder: Path) -> None:
-    (folder / ".metadata").rename(folder / ".metadata.tmp")
-    with pytest.raises(Truncated, match=r"holds \.metadata\.tmp and no \.metadata") as caught:
-        read(folder)
-    three_parts(caught.value)
+    assert "lacks the tables of 1 rank: __1.metadata" in refused("corrupt", apart, lambda: read(apart)).what
 
 
 # What engines and versions write -----------------------------------------------------------------------------------
@@ -191,7 +127,6 @@ def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
     path = folder / ".metadata"
     old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)  # made by this test
-    assert data.count(old) == 1
     path.write_bytes(data.replace(old, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
     found = read(folder)
     assert set(found.tree) == expected and [note.code for note in found.notes] == ["flat-names"]
@@ -200,43 +135,166 @@ def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
         read(folder)
 
 
-def test_parameters_that_fsdp_flattened_are_no_model(tmp_path: Path, run: Callable[..., Any]) -> None:
-    state = {"_flat_param": torch.randn(63), "1.running_mean": torch.ones(5)}
-    folder = save_dcp({"model": state}, tmp_path / "saved")
-    found = run("convert", str(folder), "-o", str(tmp_path / "out.safetensors"))
-    assert found.code == 2 and "LOCAL_STATE_DICT" in found.err and not (tmp_path / "out.safetensors").exists()
-
-
-# Files by themselves -------------------------------------------------------------------------------------------------
-
-
-def test_a_file_of_a_rank_is_what_that_rank_saved(folder: Path) -> None:
+def test_what_is_no_model_by_itself_is_said(folder: Path, tmp_path: Path, run: Run) -> None:
+    """Parameters that FSDP flattened; one rank's file; what no value of the table is in."""
+    flat = save_dcp({"model": {"_flat_param": torch.randn(63), "1.mean": torch.ones(5)}}, tmp_path / "flat")
+    done = run("convert", str(flat), "-o", str(tmp_path / "out.safetensors"))
+    assert done.code == 2 and "LOCAL_STATE_DICT" in done.err and not (tmp_path / "out.safetensors").exists()
     (rank,) = folder.glob("*.distcp")
-    found = ckptool.open(rank)
-    whole = dict(tensors(read(folder).tree))
-    assert {entry.bytes() for _, entry in tensors(found.tree)} == {entry.bytes() for entry in whole.values()}
-    (note,) = found.notes
-    assert (
-        note.code == "part"
-        and found.part is not None
-        and found.part.label == "rank 0 of 1"
-        and note.fix == ("ckptool", "inspect", str(folder))
-    )
-    (folder / "__3_0.distcp").write_bytes(rank.read_bytes())
-    with pytest.raises(Unsupported, match=r"no value of \.metadata is in"):
-        ckptool.inspect(folder / "__3_0.distcp")
-    (folder / ".metadata").unlink()
-    with pytest.raises(OnlyAPart, match="without the table"):
-        ckptool.inspect(rank)
-    with pytest.raises(Truncated, match=r"no \.metadata"):
-        ckptool.inspect(folder)
-
-
-def test_what_nothing_uses_is_noted(folder: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        metadata.state_dict_metadata.pop("half")
-
+    with pytest.raises(OnlyAPart, match="is what one rank saved") as caught:
+        ckptool.open(rank)
+    assert str(folder) in caught.value.fix
     (folder / "__3_0.distcp").write_bytes(b"old")
-    found = read(edit(folder, change))
-    assert [note.code for note in found.notes] == ["unused-record", "stale-shards"]
-    assert "half" in found.notes[0].message and "__3_0.distcp" in found.notes[1].message
+    notes = read(edit(folder, lambda metadata: metadata.state_dict_metadata.pop("half") and None)).notes
+    assert [note.code for note in notes] == ["unused-record", "stale-shards"]
+    assert "half" in notes[0].message and "__3_0.distcp" in notes[1].message
+
+
+# Zips that are alike -------------------------------------------------------------------------------------------------
+
+
+def written(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_state(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+def values(folder: Path) -> dict[Any, bytes]:
+    return {path: entry.bytes() for path, entry in tensors(read(folder).tree)}
+
+
+def outcome(folder: Path, most: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "MOST", most)
+        try:
+            return values(folder)
+        except CkptoolError as error:
+            return str(error)
+
+
+def test_a_zip_that_differs_in_any_byte_is_read_in_full(tmp_path: Path) -> None:
+    """Every byte around the values, changed in one zip of many: what the reader of zips says of it is what is said."""
+    folder = written({f"w{i}": torch.arange(6.0) + i for i in range(3)}, tmp_path / "saved")
+    (rank,) = folder.glob("*.distcp")
+    whole, size = rank.read_bytes(), len(rank.read_bytes()) // 3
+    expected = values(folder)
+    for at in range(size, 2 * size, 7):
+        rank.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        (quick, full) = (outcome(folder, most) for most in (templates.MOST, 0))
+        assert quick == full, at
+        assert isinstance(quick, str) or quick.keys() == expected.keys()
+
+
+def test_values_that_hold_the_end_of_another_zip_are_refused_where_they_were(tmp_path: Path) -> None:
+    """An end record with all that follows for its comment: what readers of zips see there differs."""
+    folder = written({f"w{i}": torch.zeros(64, dtype=torch.uint8) for i in range(3)}, tmp_path / "saved")
+    (rank,) = folder.glob("*.distcp")
+    data = bytearray(rank.read_bytes())
+    size = len(data) // 3
+    at = read(folder)["w1"].storage.data.offset  # type: ignore[union-attr]
+    end = 2 * size if at < 2 * size else 3 * size
+    data[at : at + 22] = b"PK\5\6" + bytes(16) + (end - at - 22).to_bytes(2, "little")
+    rank.write_bytes(data)
+    assert outcome(folder, templates.MOST) == outcome(folder, 0)
+    assert "comment of another" in outcome(folder, 0)
+
+
+# zstd ----------------------------------------------------------------------------------------------------------------
+
+
+def zstd() -> list[Any]:
+    pytest.importorskip("zstandard")
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    return [ZStandard()]
+
+
+def test_compressed_payloads_are_read_as_others(tmp_path: Path) -> None:
+    state = {**training_state(), "large": torch.randn(700, 600).round(decimals=1)}
+    plain, packed = written(state, tmp_path / "plain"), written(state, tmp_path / "zstd", _extensions=zstd())
+    assert values(plain) == values(packed)
+    verified = ckptool.verify(packed)
+    assert verified.fine and verified.checksums != "none"
+    ckptool.convert(packed, tmp_path / "out.pt", verify=True)
+    assert ckptool.diff(tmp_path / "out.pt", plain, ignore=["strides"]).same
+
+
+def test_no_more_inflated_chunks_are_kept_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{number}": torch.randn(1024) for number in range(5)}
+    found = read(written(state, tmp_path / "saved", _extensions=zstd())).tree
+    begun: list[Any] = []
+    made = payloads.inflated
+    monkeypatch.setattr(payloads, "inflated", lambda part, most: begun.append(part) or made(part, most))
+    for most, times in ((10_000, 5), (10_000, 10), (1 << 20, 15), (1 << 20, 15)):
+        monkeypatch.setattr(payloads, "MOST_KEPT", most)
+        for name, value in state.items():
+            assert bytes(found[name].storage.data.read(0, 4096)) == value.numpy().tobytes()
+        assert times - 2 <= len(begun) <= times  # two may still be there
+
+
+def test_payloads_that_cannot_be_unpacked_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written({"w": torch.ones(3)}, tmp_path / "saved")
+    with pytest.raises(Unsupported, match=r"w is packed by stream\.other/2"):
+        read(edit(folder, placed("w", transform_descriptors=["stream.other/2"])))
+    folder = written({"w": torch.ones(3)}, tmp_path / "zstd", _extensions=zstd())
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(MissingExtra, match=r"needs the package zstandard") as caught:
+        read(folder)
+    three_parts(caught.value)
+    assert "pip install 'ckptool[zstd]'" in caught.value.fix
+
+
+def bomb(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(bytes(1 << 24))[: len(data)].ljust(len(data), b"\0")
+
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], type[CkptoolError]]] = {
+    "damaged": (lambda data: data[:40] + bytes([data[40] ^ 255]) + data[41:], CkptoolError),
+    "cut": (lambda data: data[: len(data) // 2].ljust(len(data), b"\0"), CkptoolError),
+    "zeros": (lambda data: bytes(len(data)), Corrupt),
+    "bomb": (bomb, LimitExceeded),
+}
+
+
+@looped("kind", DAMAGED)
+def test_compressed_payloads_that_are_damaged(kind: str, tmp_path: Path) -> None:
+    change, error = DAMAGED[kind]
+    folder = written({"w": torch.randn(500)}, tmp_path / "saved", _extensions=zstd())
+    (rank,) = folder.glob("*.distcp")
+    rank.write_bytes(change(rank.read_bytes()))
+    assert [problem.tensors for problem in ckptool.verify(folder, finite=True).problems] == [("w",)]
+    with pytest.raises(error) as caught:
+        ckptool.convert(folder, tmp_path / "out.pt")
+    three_parts(caught.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("keep", [100, 450])
+def test_a_compressed_object_that_is_cut_off_is_damaged(keep: int, tmp_path: Path) -> None:
+    import zstandard
+
+    folder = written({"w": torch.randn(5), "object": {"a", "b"}}, tmp_path / "saved", _extensions=zstd())
+    (rank,) = folder.glob("*.distcp")
+    table = pickle.loads((folder / ".metadata").read_bytes())  # made by this test
+    place = next(info for index, info in table.storage_data.items() if index.fqn == "object")
+    data = bytearray(rank.read_bytes())
+    plain = zstandard.ZstdDecompressor().stream_reader(bytes(data[place.offset :][: place.length])).read()
+    cut = zstandard.ZstdCompressor().compress(plain[:keep])
+    rank.write_bytes(data + cut)
+    edit(folder, placed("object", offset=len(data), length=len(cut)))
+    (problem,) = ckptool.verify(folder).problems
+    assert problem.code == "truncated"
+
+
+def test_a_safetensors_that_has_other_chunks_than_the_table_says(tmp_path: Path) -> None:
+    folder = written({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "saved",
+                     serialization_format=SerializationFormat.SAFETENSORS)  # fmt: skip
+    (rank,) = folder.glob("*.distcp")
+    data = rank.read_bytes()
+    for old, new in ((b'"b":{"dtype"', b'"c":{"dtype"'), (b'saved_offsets\\": [0]', b'saved_offsets\\": [1]')):
+        rank.write_bytes(data.replace(old, new))
+        with pytest.raises(Corrupt, match=r"no chunk of [ab] at \[0\]"):
+            read(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
-from ckptool.cli import main
-from ckptool.errors import CkptoolError, Conflict, OutputExists, Unsupported, UsageError
+from ckptool.errors import Conflict, OutputExists, Unsupported
 from ckptool.formats import read
-from tests.support.errors import three_parts
+from tests.support.dcp_folders import save_dcp, training_state
+from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
@@ -29,31 +28,7 @@ from tests.support.same import assert_same_tree
 DIVISIONS: list[dict[str, Any]] = [{}, {"ranks": 3}, {"ranks": 4, "shard_dim": 1}]
 
 
-def plain_state() -> dict[str, Any]:
-    """Nested dictionaries and lists that torch's format can say."""
-    torch.manual_seed(0)
-    return {
-        "model": {
-            "emb.weight": torch.randn(7, 5),
-            "head.weight": torch.randn(5, 9).bfloat16(),
-            "bias": torch.randn(3),
-            "one": torch.randn(1),
-            "scale": torch.tensor(2.5),
-            "steps": torch.arange(6),
-            "mask": torch.tensor([True, False, True]),
-            "nothing": torch.empty(0, 4),
-        },
-        "half": torch.randn(4, 3).half(),
-        "complex": torch.randn(3, 4, dtype=torch.complex64),
-        "float8": torch.randn(8).to(torch.float8_e4m3fn),
-        "list": [torch.ones(2), {"inside": torch.arange(3)}],
-        "plain": [1, 2, "three"],
-        "epoch": 3,
-        "none": None,
-    }
-
-
-def training_state() -> dict[str, Any]:
+def odd_state() -> dict[str, Any]:
     """A state with all that torch's format cannot say: ties, ordered dictionaries, integer keys, empties, strides."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
@@ -85,13 +60,14 @@ def written(state: Any, folder: Path, **options: Any) -> Path:
     return folder / "out.dcp"
 
 
-def as_torch_reads(folder: Path) -> Any:
+def as_torch_reads(folder: Path) -> dict[str, Any]:
+    """What stock torch makes of a folder."""
     out = folder.with_name("by-torch.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process loads
         dcp_to_torch_save(folder, out)
-    values = torch.load(out, weights_only=False)
-    return {key: value for key, value in values.items() if not key.startswith("ckptool.pickle")}
+    values: dict[str, Any] = torch.load(out, weights_only=False)
+    return values
 
 
 def same_values(a: Any, b: Any) -> bool:
@@ -110,32 +86,27 @@ def same_values(a: Any, b: Any) -> bool:
 # Torch reads it ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("division", DIVISIONS, ids=str)
-@pytest.mark.parametrize("state", [plain_state, training_state])
+@looped(("state", "division"), [(state, each) for state in (training_state, odd_state) for each in DIVISIONS])
 def test_torch_reads_the_same_values(state: Callable[[], Any], division: Any, tmp_path: Path) -> None:
-    made = state()
-    found = as_torch_reads(written(made, tmp_path, **division))
-    if state is training_state:
+    folder = written(made := state(), tmp_path, **division)
+    if state is odd_state:
         made["empty"].pop("of all")
-    assert same_values(made, found)
-
-
-@pytest.mark.parametrize("division", DIVISIONS, ids=str)
-def test_every_zip_in_it_is_one_that_torch_loads(division: Any, tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path, **division)
+    found = as_torch_reads(folder)
+    assert same_values(made, {key: value for key, value in found.items() if not key.startswith("ckptool.pickle")})
     table = FileSystemReader(folder).read_metadata()
     assert {info.relative_path for info in table.storage_data.values()} == {p.name for p in folder.glob("*.distcp")}
     for index, info in table.storage_data.items():
         raw = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        assert zipfile.ZipFile(io.BytesIO(raw)).testzip() is None
+        records = zipfile.ZipFile(io.BytesIO(raw))
+        assert records.testzip() is None
         value = torch.load(io.BytesIO(raw), weights_only=True)
         described = table.state_dict_metadata[index.fqn]
         if index.offset is not None:
             sizes = {chunk.offsets: chunk.sizes for chunk in described.chunks}
             assert value.shape == sizes[index.offset] and value.dtype is described.properties.dtype
-            data = next(name for name in zipfile.ZipFile(io.BytesIO(raw)).infolist() if name.filename.endswith("/0"))
-            start = data.header_offset + 30 + int.from_bytes(raw[data.header_offset + 26 :][:2], "little")
-            assert (start + int.from_bytes(raw[data.header_offset + 28 :][:2], "little")) % 64 == 0
+            at = next(record.header_offset for record in records.infolist() if record.filename.endswith("/0"))
+            lengths = [int.from_bytes(raw[at + field :][:2], "little") for field in (26, 28)]
+            assert (at + 30 + sum(lengths)) % 64 == 0
 
 
 # ckptool gives it back -----------------------------------------------------------------------------------------------
@@ -148,7 +119,7 @@ def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
     assert ckptool.diff(tmp_path / "in.pt", folder).same
 
 
-@pytest.mark.parametrize("start", ["safetensors", "sharded", "npz"])
+@looped("start", ["safetensors", "sharded", "npz"])
 def test_weights_of_other_containers(start: str, tmp_path: Path) -> None:
     weights = {"a.weight": torch.randn(6, 4), "a.bias": torch.randn(4), "b.weight": torch.randn(4, 2)}
     file = tmp_path / {"safetensors": "m.safetensors", "npz": "m.npz"}.get(start, "m")
@@ -159,19 +130,25 @@ def test_weights_of_other_containers(start: str, tmp_path: Path) -> None:
     assert ckptool.diff(file, tmp_path / "back.safetensors").same
 
 
+VERBS: dict[str, Callable[[Path, Path], Any]] = {
+    "rename": lambda file, out: ckptool.rename(file, ["0.* => first.*"], out, verify=True),
+    "strip-module": lambda file, out: ckptool.strip_module(file, out, verify=True),
+    "cast": lambda file, out: ckptool.cast(file, out, dtype="bf16", exclude=["0.bias"], verify=True),
+    "remap": lambda file, out: ckptool.remap(file, out, to="cuda:0", verify=True),
+    "edit": lambda file, out: ckptool.edit(file, out, set={"note": "x"}, verify=True),
+    "slim": lambda file, out: ckptool.slim(file, out, verify=True),
+}
+
+
+@looped("verb", VERBS)
+def test_verbs_on_a_folder_and_on_the_file_that_it_was(verb: str, tmp_path: Path) -> None:
+    folder = written(odd_state(), tmp_path, ranks=2)
+    VERBS[verb](folder, tmp_path / "changed.dcp")
+    VERBS[verb](tmp_path / "in.pt", tmp_path / "changed.pt")
+    assert ckptool.diff(tmp_path / "changed.dcp", tmp_path / "changed.pt").same
+
+
 # A pickle that does not fit ------------------------------------------------------------------------------------------
-
-
-def saved_again(folder: Path, change: Callable[[bytes], bytes]) -> Path:
-    """What torch makes of a folder, with another pickle."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one process loads
-        dcp_to_torch_save(folder, folder.with_name("all.pt"))
-        state = torch.load(folder.with_name("all.pt"), weights_only=False)
-        content = change(state["ckptool.pickle"].numpy().tobytes())
-        state["ckptool.pickle"] = torch.tensor(list(content), dtype=torch.uint8)
-        torch.distributed.checkpoint.save(state, checkpoint_id=folder.with_name("again"), no_dist=True)
-    return folder.with_name("again")
 
 
 def exchanged(one: bytes, other: bytes) -> Callable[[bytes], bytes]:
@@ -197,7 +174,12 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 
 @looped("change", BAD)
 def test_a_pickle_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
-    folder = saved_again(written(training_state(), tmp_path), BAD[change])
+    """In what torch makes of the folder."""
+    state, folder = as_torch_reads(written(odd_state(), tmp_path)), tmp_path / "again"
+    state["ckptool.pickle"] = torch.tensor(
+        list(BAD[change](state["ckptool.pickle"].numpy().tobytes())), dtype=torch.uint8
+    )
+    save_dcp(state, folder)
     found = ckptool.open(folder)
     assert [note.code for note in found.notes if note.code == "side-car-ignored"], found.notes
     assert type(read(folder).tree["model"]) is dict and "of all" not in found["empty"] and "3" in found
@@ -219,115 +201,60 @@ def test_a_name_of_our_own_is_refused_or_comes_back(mine: Any, others: Any, tmp_
         assert_same_tree(read(tmp_path / "a.pt"), read(tmp_path / "a.dcp"))
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}},
-        {0: torch.ones(1), "0": torch.ones(2)},
-        [torch.ones(2)],
-        torch.ones(2),
-    ],
-    ids=str,
-)
-def test_what_it_cannot_hold(state: Any, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported) as caught:
-        written(state, tmp_path)
-    three_parts(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
-
-
-def test_a_dictionary_in_itself(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"w": torch.ones(2), "in": {}}
-    state["in"]["again"] = state["in"]
-    with pytest.raises(Conflict, match="in/again contains itself"):
-        written(state, tmp_path)
-
-
 class Opaque:
     def __reduce__(self) -> Any:
         return print, ("run",)
 
 
-def test_unknown_calls_are_kept_only_when_asked(tmp_path: Path) -> None:
-    state = {"w": torch.ones(2), "x": Opaque()}
-    with pytest.raises(CkptoolError) as caught:
-        written(state, tmp_path)
-    assert caught.value.code == "unsafe-global"
-    folder = written(state, tmp_path, keep_unknown=True)
+def in_itself() -> dict[str, Any]:
+    state: dict[str, Any] = {"w": torch.ones(2), "in": {}}
+    state["in"]["again"] = state["in"]
+    return state
+
+
+W = {"w": torch.ones(2)}
+REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
+    ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, "x.dcp", {}, "unsupported"),
+    ({0: torch.ones(1), "0": torch.ones(2)}, "x.dcp", {}, "unsupported"),
+    ([torch.ones(2)], "x.dcp", {}, "unsupported"),
+    (torch.ones(2), "x.dcp", {}, "unsupported"),
+    (in_itself(), "x.dcp", {}, "conflict"),
+    (W | {"x": Opaque()}, "x.dcp", {}, "unsafe-global"),
+    (W, "x.pt", {"ranks": 2}, "usage"),
+    (W, "x.safetensors", {"ranks": 2}, "usage"),
+    (W, "x.dcp", {"shard_dim": 1}, "usage"),
+    (W, "x.dcp", {"ranks": 0}, "usage"),
+    (W, "x.dcp", {"ranks": 1 << 20}, "usage"),
+    (W, "x.dcp", {"ranks": 2, "shard_dim": -1}, "usage"),
+    (W, "x.dcp", {"shard_size": "1MB"}, "usage"),
+    (W, "x", {"shard_size": "1MB", "ranks": 2}, "usage"),
+    (W, "x.distcp", {}, "usage"),
+]
+
+
+@looped(("state", "out", "options", "code"), REFUSED)
+def test_what_it_cannot_hold_or_makes_no_sense(
+    state: Any, out: str, options: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    file = saved(state, tmp_path / "in.pt")
+    refused(code, tmp_path, lambda: ckptool.convert(file, tmp_path / out, **options))
+
+
+def test_unknown_calls_are_kept_when_asked(tmp_path: Path) -> None:
+    folder = written(W | {"x": Opaque()}, tmp_path, keep_unknown=True)
     ckptool.convert(folder, tmp_path / "back.pt", keep_unknown=True)
     assert ckptool.diff(tmp_path / "in.pt", tmp_path / "back.pt").same
 
 
-@pytest.mark.parametrize(
-    ("out", "options"),
-    [
-        ("x.pt", {"ranks": 2}),
-        ("x.safetensors", {"ranks": 2}),
-        ("x.dcp", {"shard_dim": 1}),
-        ("x.dcp", {"ranks": 0}),
-        ("x.dcp", {"ranks": 1 << 20}),
-        ("x.dcp", {"ranks": 2, "shard_dim": -1}),
-        ("x.dcp", {"shard_size": "1MB"}),
-        ("x", {"shard_size": "1MB", "ranks": 2}),
-        ("x.distcp", {}),
-    ],
-)
-def test_options_that_make_no_sense(out: str, options: dict[str, Any], tmp_path: Path) -> None:
-    file = saved({"w": torch.ones(2)}, tmp_path / "in.pt")
-    with pytest.raises(UsageError) as caught:
-        ckptool.convert(file, tmp_path / out, **options)
-    three_parts(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
-
-
-# The folder ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) -> None:
-    folder = written(plain_state(), tmp_path, ranks=4)
+    folder = written(training_state(), tmp_path, ranks=4)
     (folder / "__7_0.distcp").write_bytes(b"of a run on eight ranks")
     with pytest.raises(OutputExists):
-        written(plain_state(), tmp_path)
+        written(training_state(), tmp_path)
     (folder / "notes.txt").write_text("precious")
     with pytest.raises(Conflict, match=r"notes\.txt would be deleted"):
-        written(plain_state(), tmp_path, overwrite=True)
+        written(training_state(), tmp_path, overwrite=True)
     assert len(list(folder.iterdir())) == 7
     (folder / "notes.txt").unlink()
-    written(plain_state(), tmp_path, overwrite=True, ranks=2)
+    written(training_state(), tmp_path, overwrite=True, ranks=2)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-
-
-VERBS: dict[str, Callable[[Path, Path], Any]] = {
-    "rename": lambda file, out: ckptool.rename(file, ["0.* => first.*"], out, verify=True),
-    "strip-module": lambda file, out: ckptool.strip_module(file, out, verify=True),
-    "cast": lambda file, out: ckptool.cast(file, out, dtype="bf16", exclude=["0.bias"], verify=True),
-    "remap": lambda file, out: ckptool.remap(file, out, to="cuda:0", verify=True),
-    "edit": lambda file, out: ckptool.edit(file, out, set={"note": "x"}, verify=True),
-    "slim": lambda file, out: ckptool.slim(file, out, verify=True),
-}
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_verbs_on_a_folder_and_on_the_file_that_it_was(verb: str, tmp_path: Path) -> None:
-    folder = written(training_state(), tmp_path, ranks=2)
-    VERBS[verb](folder, tmp_path / "changed.dcp")
-    VERBS[verb](tmp_path / "in.pt", tmp_path / "changed.pt")
-    assert ckptool.diff(tmp_path / "changed.dcp", tmp_path / "changed.pt").same
-
-
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved(plain_state(), tmp_path / "in.pt")
-    assert main(["convert", "in.pt", "-o", "a.dcp", "--ranks", "2", "--shard-dim", "1"]) == 0
-    assert main(["convert", "in.pt", "-o", "b.dcp/"]) == 0 and (tmp_path / "b.dcp" / ".metadata").exists()
-    assert main(["convert", "in.pt", "-o", "c", "--to", "dcp"]) == 0
-    assert main(["convert", "a.dcp", "-o", "d"]) == 0 and (tmp_path / "d" / ".metadata").exists()
-    assert main(["strip-module", "a.dcp", "--in-place"]) == 2
-    shutil.rmtree("c")
-    assert main(["convert", "in.pt", "-o", "c", "--ranks", "3", "-n"]) == 0 and not (tmp_path / "c").exists()
-    assert main(["diff", "a.dcp", "b.dcp"]) == 0 and main(["verify", "a.dcp"]) == 0
-    capsys.readouterr()
-    assert main(["convert", "in.pt", "-o", "e.pt", "--ranks", "2"]) == 2
-    assert "-o model.dcp --ranks 8" in capsys.readouterr().err

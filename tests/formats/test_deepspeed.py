@@ -1,10 +1,10 @@
-"""DeepSpeed's folders beyond those that it wrote for `fixtures/engines`: other worlds, padding, options, large ones."""
+"""DeepSpeed's folders beyond those that it wrote for `fixtures/engines`: padding, options; and in one folder files of
+two steps, which what they hold twice tells, in those of torch.distributed.checkpoint too."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.errors import CkptoolError, Conflict
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import MOMENTS, optimizer_file, write_zero, zero_weights
+from tests.support.deepspeed_folders import MOMENTS, SHAPES, states_of, write_zero, zero_weights
 from tests.support.engine_cases import ROOT
+from tests.support.ranks import save_on_two_ranks
 
 
 def _tree(folder: Path) -> dict[str, Any]:
@@ -101,19 +103,6 @@ def test_the_copies_in_bf16_are_told_of_and_their_checksums_are_verified(tmp_pat
     assert done.code == 1 and "damaged, 2 problems" in done.out  # its checksum, and the values that differ
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_flipped_byte_in_a_share_is_found_by_verify(rank: int, tmp_path: Path, run: Run) -> None:
-    folder = write_zero(tmp_path / "global_step2", 3, 2)
-    path = folder / optimizer_file(rank)
-    data = bytearray(path.read_bytes())
-    at = data.index(b"PK\1\2") - 400
-    while not data[at]:
-        at -= 1
-    data[at] ^= 1
-    path.write_bytes(data)
-    assert run("verify", str(folder)).code != 0
-
-
 def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path) -> None:
     write_zero(tmp_path / "run" / "global_step2", 2, 2)
     write_zero(tmp_path / "run" / "global_step4", 2, 2, zero_weights(1))
@@ -129,22 +118,17 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
         ckptool.open(tmp_path / "run")
 
 
-def test_a_folder_and_its_conversion_by_hand_are_the_same(tmp_path: Path, run: Run) -> None:
-    folder = write_zero(tmp_path / "global_step2", 3, 3)
-    module = zero_weights() | {"places": torch.arange(4)}
-    torch.save(module, tmp_path / "whole.pt")
-    done = run("diff", str(folder), str(tmp_path / "whole.pt"))
-    assert done.code == 0, done
-
-
-def test_many_ranks_open_in_bounded_time(tmp_path: Path) -> None:
-    """Two files a rank; each of most ranks is a link to one of the first, as their contents do not matter here."""
-    folder = write_zero(tmp_path / "global_step2", 3, 400)
-    began = time.monotonic()
-    tree = _tree(folder)
-    assert time.monotonic() - began < 60
-    assert torch.equal(tree["module"]["wide.bias"].torch(), zero_weights()["wide.bias"])
-    shutil.rmtree(folder)
+def test_the_masters_of_stage_0_are_said_to_be_elsewhere(tmp_path: Path) -> None:
+    masters = [torch.cat([zero_weights()[name].flatten() for name in group]) for group in SHAPES]
+    optimizer = {"fp32_groups_flat": masters, "optimizer_state_dict": {}}
+    states = states_of(0, 4, zero_weights(), optimizer=optimizer, param_shapes=None, frozen_param_shapes=None)
+    (folder := tmp_path / "global_step2").mkdir()
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    found = ckptool.open(folder)
+    assert found.metadata["ranks"] == 4 and [note.code for note in found.notes] == ["copies-not-shown"]
+    module = {name: value.torch() for name, value in found.tree["module"].items()}
+    assert all(torch.equal(module[name], value.bfloat16()) for name, value in zero_weights().items())
+    assert torch.equal(found.tree["optimizer"]["fp32_groups_flat"][1].torch(), masters[1])
 
 
 def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path: Path, run: Run) -> None:
@@ -152,4 +136,103 @@ def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path
     done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
     assert done.code == 1
     again = shlex.quote(str(folder / "global_step2"))
-    assert f"folder of its own: ckptool convert {again} --optimizer-as names" in done.err
+    assert f"It is beside them: ckptool convert {again} --optimizer-as names" in done.err
+
+
+# Files of two steps --------------------------------------------------------------------------------------------------
+
+
+def verdict(folder: Path, out: Path) -> str:
+    """Why a folder is refused, by `verify` and by `convert`; empty where it is fine."""
+    try:
+        ckptool.convert(folder, out, overwrite=True)
+        said = ""
+    except CkptoolError as error:
+        said = str(error)
+    try:
+        assert ckptool.verify(folder).fine == (not said), said
+    except Conflict:
+        assert said
+    return said
+
+
+def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        for total, word in ((2, ""), (9, "steps-differ"), (0, "two checkpoints")):
+
+            def change(rank: int, states: dict[str, Any], _: Any, total: int = total) -> None:
+                states["global_steps"] = total
+
+            folder = write_zero(tmp_path / f"{stage}-{total}", stage, 2, change=change)
+            if word == "two checkpoints":
+                assert word in verdict(folder, tmp_path / "out.pt")
+                continue
+            assert not verdict(folder, tmp_path / "out.pt")
+            assert [n.code for n in ckptool.verify(folder).notes if n.code == "steps-differ"] == [word] * bool(word)
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), 10**400])
+def test_steps_that_are_no_numbers_or_many(step: float, tmp_path: Path) -> None:
+    def change(rank: int, states: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        for state in optimizer["base_optimizer_state"]["state"].values():
+            state["step"] = torch.tensor(step) if isinstance(step, float) else step
+
+    said = verdict(write_zero(tmp_path / "in", 2, 2, change=change), tmp_path / "out.pt")
+    assert ("two checkpoints" in said) == isinstance(step, int) and "bug" not in said
+
+
+def test_a_parameter_of_another_step_in_a_universal_folder(tmp_path: Path) -> None:
+    folder = Path(
+        shutil.copytree(Path(__file__).parents[2] / "fixtures/engines/deepspeed-universal2/checkpoint", tmp_path / "u")
+    )
+    assert not verdict(folder, tmp_path / "out.pt")
+    for step in folder.rglob("step.pt"):
+        kept = step.read_bytes()
+        found = torch.load(step)
+        torch.save(found | {"param": found["param"] + 1} if isinstance(found, dict) else found + 1, step)
+        assert "the step differs" in verdict(folder, tmp_path / "out.pt"), step
+        step.write_bytes(kept)
+
+
+SAVE = """
+    def save(rank, folder, mesh):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.fsdp import fully_shard
+
+        def make():
+            model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(16)))
+            fully_shard(model, mesh=mesh)
+            return model, torch.optim.Adam(model.parameters())
+
+        for name in ("all", "late"):
+            model, optimizer = make()
+            for step in range(1, 4):
+                loss = model(torch.randn(2, 4)).sum()
+                loss.backward()
+                for p in list(model[0].parameters()) if name == "late" and step < 3 else []:
+                    p.grad = None  # not trained at first
+                optimizer.step()
+                optimizer.zero_grad()
+                weights, state = get_state_dict(model, optimizer)
+                dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/{name}-{step}")
+                moments = {f"{rank}.{i}": {"step": p["step"], "exp_avg": p["exp_avg"].to_local()}
+                    for i, p in enumerate(optimizer.state.values())}  # the stages of a pipeline
+                dcp.save({"optim": {"state": moments}}, checkpoint_id=f"{folder}/stages-{name}-{step}")
+"""
+
+
+def test_a_rank_file_of_dcp_of_another_step(tmp_path: Path) -> None:
+    (folder := tmp_path / "runs").mkdir()
+    save_on_two_ranks(SAVE, folder, tmp_path)
+    for name in ("all-1", "all-3", "late-2", "late-3", "stages-all-1", "stages-all-3"):
+        assert not verdict(folder / name, tmp_path / "out.pt"), name
+        files = {note.code: note.message for note in ckptool.verify(folder / name).notes}.get("not-provable", "")
+        assert ("__0_0.distcp" in files) == (not name.startswith("stages")), files  # torch saves all steps on one rank
+    for step, other in ((3, 1), (2, 3)):
+        for file in sorted(path.name for path in (folder / "all-1").glob("*.distcp")):
+            shutil.copytree(folder / f"stages-all-{step}", mixed := tmp_path / f"{step}-{file}")
+            shutil.copy(folder / f"stages-all-{other}" / file, mixed)
+            with pytest.raises(Conflict, match=r"\.distcp and .*\.distcp are of two checkpoints") as raised:
+                ckptool.open(mixed)
+            assert f"step {max(step, other)}, the other {min(step, other)}" in str(raised.value)
+            assert verdict(mixed, tmp_path / "out.pt")

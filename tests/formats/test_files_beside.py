@@ -19,18 +19,9 @@ from tests.support.files import torch_bytes
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, state_pickle, text
 
 BESIDE = (
-    *(
-        "optimizer.bin",
-        "optimizer.pt",
-        "scheduler.pt",
-        "scheduler.bin",
-        "scaler.pt",
-        "rng_state.pth",
-        "rng_state_1.pth",
-    ),
-    *("training_args.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "sampler.bin", "notes.txt"),
-    *("state", "extra/more.dat", "a.npy", "meta.json", "tokenizer/merges"),
-)
+    "optimizer.bin scheduler.pt scaler.pt rng_state_1.pth training_args.bin random_states_0.pkl sampler.bin "
+    "custom_checkpoint_0.pkl notes.txt state extra/more.dat a.npy meta.json tokenizer/merges"
+).split()
 
 
 def zip_of(name: str) -> bytes:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import random
 import struct
 import warnings
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ import pytest
 
 import ckptool
 from ckptool.checkpoint import TensorEntry
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read
 from ckptool.pickles.plain import plain
 from tests.support.files import written
-from tests.support.npz_files import each_saver, numpy_file
+from tests.support.npz_files import numpy_file
 from tests.support.processes import is_quick
 
 
@@ -32,32 +30,6 @@ def values_of(tree: Any) -> dict[str, Any]:
     return {
         name: value.bytes() if isinstance(value, TensorEntry) else plain(value).values() for name, value in tree.items()
     }
-
-
-@each_saver
-def test_an_archive_cut_at_any_byte_is_refused(how: str, tmp_path: Path) -> None:
-    whole = small(tmp_path, how)
-    for length in range(4, len(whole)):
-        with pytest.raises(CkptoolError) as caught:
-            read(written(whole[:length], tmp_path / "a.npz"))
-        assert length < 60 or isinstance(caught.value, (Truncated, Corrupt, Ambiguous))
-
-
-@each_saver
-def test_no_flipped_byte_gives_another_value_without_a_word(how: str, tmp_path: Path) -> None:
-    whole = small(tmp_path, how)
-    expected = values_of(read(written(whole, tmp_path / "a.npz")).tree)
-    for place in range(len(whole)):
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << random.Random(place).randrange(8)
-        try:
-            tree = read(written(bytes(damaged), tmp_path / "a.npz")).tree
-            found = values_of(tree)
-        except CkptoolError:
-            continue
-        for name, entry in tree.items():
-            wrong = found[name] != expected[name]
-            assert not wrong or (isinstance(entry, TensorEntry) and zlib.crc32(found[name]) != entry.storage.crc)
 
 
 def test_zip64_sizes_in_numpys_local_headers_must_agree(tmp_path: Path) -> None:

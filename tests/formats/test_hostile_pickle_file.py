@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import ckptool
 from ckptool.checkpoint.nodes import MISSING, Object
 from ckptool.checkpoint.numpy_arrays import array_entry
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
 from tests.support.files import torch_bytes, written
@@ -141,24 +140,3 @@ def test_a_right_start_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:
     for data in (b"\x80\x04" + bytes(50), b"\x80\x02}q\x01", b"\x80\x04\x95" + b"\xff" * 8 + b"}.", b"\x80\x02(.ab"):
         with pytest.raises((Corrupt, Truncated)):
             read(written(data, tmp_path / "a.pkl"))
-
-
-@each
-def test_every_truncation_is_named(protocol: int, tmp_path: Path) -> None:
-    whole = pickle.dumps({"model": {"a.w": np.arange(3), "t": torch.ones(2)}}, protocol)
-    for length in range(8, len(whole), 1 if len(whole) < 500 else 3):
-        with pytest.raises((Truncated, Corrupt, NotACheckpoint)):
-            read(written(whole[:length], tmp_path / "a.pkl"))
-
-
-@each
-def test_no_flipped_byte_crashes(protocol: int, tmp_path: Path) -> None:
-    whole = pickle.dumps({"model": {"a.w": np.arange(3), "t": torch.ones(2)}, "x": [1.5, "a", b"b"]}, protocol)
-    rng = random.Random(protocol)
-    for _ in range(300):
-        damaged = bytearray(whole)
-        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        try:
-            str(ckptool.inspect(written(bytes(damaged), tmp_path / "a.pkl")))
-        except CkptoolError as error:
-            assert error.what

@@ -98,21 +98,6 @@ def sharded(*rows: int, table: bool = True, add: float = 0) -> Callable[[int, De
 Change = Callable[[Path], object]
 
 
-def renamed(folder: Path) -> None:
-    (folder / "x").write_bytes((folder / NAME.format(0)).read_bytes())
-    (folder / NAME.format(1)).replace(folder / NAME.format(0))
-    (folder / "x").replace(folder / NAME.format(1))
-
-
-def emptied(folder: Path) -> None:
-    (folder / NAME.format(1)).write_bytes(b"")
-
-
-def cut(folder: Path) -> None:
-    path = folder / NAME.format(1)
-    path.write_bytes(path.read_bytes()[:-40])
-
-
 def nothing(folder: Path) -> None:
     """Leaves the folder as it is."""
 
@@ -142,11 +127,7 @@ def epochs(folder: Path) -> None:
 
 # For each what the ranks save, what is done to the folder, the code of the error, and what it names.
 HOSTILE: dict[str, tuple[Callable[[int, DeviceMesh], Any], Change, str, str]] = {
-    "a missing rank": (model, lambda f: (f / NAME.format(1)).unlink(), "corrupt", NAME.format(1)),
-    "a rank of 0 bytes": (model, emptied, "truncated", NAME.format(1)),
-    "a rank that was cut off": (model, cut, "truncated", NAME.format(1)),
     "ranks of two worlds": (model, another_world, "conflict", "model_world_size_3_rank_0.pt"),
-    "two ranks that were exchanged": (model, renamed, "conflict", "was saved as"),
     "a rank of another step": (model, another_step, "conflict", "step"),
     "schedulers of two epochs": (model, epochs, "conflict", "last_epoch"),
     "another shape": (put("fc.bias", lambda m: divided(torch.ones(9), m, [Shard(0)])), nothing, "conflict", "fc.bias"),

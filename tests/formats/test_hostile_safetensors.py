@@ -3,8 +3,11 @@ well."""
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,7 @@ REFUSED: list[tuple[type[CkptoolError], bytes, tuple[str, ...]]] = [
         for metadata in ({"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}, [], "text", 3, None, True)
     ],
     (Corrupt, one(payload="x" * 100_000), ()),
+    (Corrupt, one(data_offsets=[False, 4]), ()),
 ]
 
 
@@ -173,11 +177,6 @@ def test_sizes_and_offsets_that_are_no_natural_numbers_are_corrupt(fields: dict[
         read(path)
 
 
-def test_an_offset_of_false_is_corrupt(put: Put) -> None:
-    with pytest.raises(Corrupt):
-        read(put(one(data_offsets=[False, 4])))
-
-
 @pytest.mark.parametrize("number", [b"9" * 5000, b"1e999", b"-0", b"1.5", b"9" * 60_000, b"9" * 900_000])
 def test_absurd_numbers_in_the_header_are_refused_quickly(number: bytes) -> None:
     for header in (
@@ -185,6 +184,9 @@ def test_absurd_numbers_in_the_header_are_refused_quickly(number: bytes) -> None
         b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + number + b"]}}",
     ):
         assert meets_budget(made(header), ".safetensors").code in ("corrupt", "bad-tensor")
+    sizes = b",".join([b"2305843009213693952"] * 3000)  # whose product would take minutes
+    header = b'{"w":{"dtype":"F32","shape":[' + sizes + b'],"data_offsets":[0,4]}}'
+    assert meets_budget(made(header), ".safetensors").code == "bad-tensor"
 
 
 @looped(
@@ -210,12 +212,6 @@ def test_a_shape_that_contradicts_its_bytes_is_a_bad_tensor(fields: dict[str, An
     path = put(one(**fields))
     assert not stock_takes(path)
     assert "\x1b" not in str(unreadable(path, BadTensor))
-
-
-def test_a_shape_of_three_thousand_dimensions_is_refused_quickly() -> None:
-    """The product of these sizes would take minutes."""
-    header = b'{"w":{"dtype":"F32","shape":[' + b",".join([b"2305843009213693952"] * 3000) + b'],"data_offsets":[0,4]}}'
-    assert meets_budget(made(header), ".safetensors").code == "bad-tensor"
 
 
 def test_control_characters_in_metadata_are_escaped(put: Put) -> None:
@@ -244,11 +240,7 @@ def test_unknown_fields_are_noted_and_large_ones_refused(put: Put) -> None:
     note = accepted(path, "unknown-fields").notes[0]
     assert "offset, payload" in note.message and note.fix
     assert meets_budget(path).code == ""
-
-
-def test_odd_names_of_unknown_fields_are_escaped_and_shortened(put: Put) -> None:
-    fields = {f"\x1b{n}" * 20: n for n in range(200)}
-    note = accepted(put(one(**fields)), "unknown-fields").notes[0]
+    note = accepted(put(one(**{f"\x1b{n}" * 20: n for n in range(200)})), "unknown-fields").notes[0]
     assert "\x1b" not in note.message and len(note.message) < 400
 
 
@@ -270,14 +262,6 @@ def test_millions_of_tensors_without_elements_exceed_the_limit(put: Put) -> None
     assert meets_budget(path).code == "limit-exceeded"
 
 
-def test_ten_million_tensors_are_refused_by_the_size_of_their_header(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    with path.open("wb") as file:
-        file.write(made(b'{"0":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", size=10_000_000 * 50))
-        file.truncate(10_000_000 * 50 + 8)
-    assert meets_budget(path).code == "limit-exceeded"
-
-
 BOMBS = {"lists": b"[],", "objects": b"{},", "numbers": b"1.5,", "texts": b'"",', "integers": b"1234567,"}
 
 
@@ -293,48 +277,27 @@ def test_a_header_of_many_values_takes_no_more_than_its_size(name: str, before: 
         assert outcome.code == "corrupt"
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_header_at_the_limit_takes_no_more_than_its_size(name: str, put: Put) -> None:
-    unit = BOMBS[name]
-    header = b'{"w":[' + unit * ((LIMIT - 10) // len(unit))
-    assert meets_budget(put(made(header)), seconds=5, megabytes=400).code == "corrupt"
-
-
 # Two files in one ----------------------------------------------------------------------------------------------------
 
 
-def with_archive_as_data(archive: bytes) -> bytes:
-    """A valid safetensors file whose last tensor's bytes are an archive."""
-    tensors = {"w": W, "z": {"dtype": "U8", "shape": [len(archive)], "data_offsets": [4, 4 + len(archive)]}}
-    return made(tensors, DATA + archive)
+def test_a_zip_archive_behind_the_tensors_is_ambiguous_and_before_them_only_data(put: Put) -> None:
+    archive, last = honest().build(), {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}
 
+    def with_archive_as_data(data: bytes) -> bytes:
+        """A valid safetensors file whose last tensor's bytes are an archive."""
+        return made({"w": W, "z": last | {"shape": [len(data)], "data_offsets": [4, 4 + len(data)]}}, DATA + data)
 
-def test_a_zip_archive_as_the_last_tensor_is_ambiguous(put: Put) -> None:
-    import io
-    import zipfile
-
-    data = with_archive_as_data(honest().build())
-    path = put(data)
-    assert stock_takes(path) and "archive/data.pkl" in zipfile.ZipFile(io.BytesIO(data)).namelist()
-    unreadable(path, Ambiguous, "zip archive")
-
-
-def test_a_trailing_zip_archive_with_corrected_offsets_is_ambiguous(put: Put) -> None:
-    from dataclasses import replace
-
-    shift = len(with_archive_as_data(honest().build())) - len(honest().build())
-    unreadable(put(with_archive_as_data(replace(honest(), shift=shift).build())), Ambiguous)
-    unreadable(put(with_archive_as_data(replace(honest(zip64=True), shift=shift).build())), Ambiguous)
-
-
-def test_a_zip_archive_after_the_last_tensor_is_ambiguous(put: Put) -> None:
-    unreadable(put(made(ONE) + honest().build()), Ambiguous)
-    unreadable(put(made(ONE) + honest(comment=b"x").build()), Ambiguous)
-
-
-def test_a_zip_archive_in_an_earlier_tensor_is_only_data(put: Put) -> None:
-    archive = honest().build()
+    whole = with_archive_as_data(archive)
+    assert stock_takes(put(whole)) and "archive/data.pkl" in zipfile.ZipFile(io.BytesIO(whole)).namelist()
+    shift = len(whole) - len(archive)
+    for data in (
+        whole,
+        with_archive_as_data(replace(honest(), shift=shift).build()),
+        with_archive_as_data(replace(honest(zip64=True), shift=shift).build()),
+        made(ONE) + archive,
+        made(ONE) + honest(comment=b"x").build(),
+    ):
+        unreadable(put(data), Ambiguous, "zip archive")
     tensors = {"w": {**W, "data_offsets": [len(archive), len(archive) + 4]}}
     tensors["z"] = {"dtype": "U8", "shape": [len(archive)], "data_offsets": [0, len(archive)]}
     accepted(put(made(tensors, archive + DATA)))

@@ -6,8 +6,10 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array, array_entry, with_tensors
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Ambiguous, NotACheckpoint, Unsupported
+from ckptool.conventions.state_dicts import array_state_dicts
+from ckptool.errors import Ambiguous, CkptoolError, NotACheckpoint, Unsupported
 from ckptool.formats import read
 from ckptool.pickles.plain import plain
 from tests.support.files import CORPUS, torch_bytes, written
+from tests.support.memory import LIMIT, peak_of
 from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
 
 # Every protocol ------------------------------------------------------------------------------------------------------
@@ -165,8 +169,6 @@ def test_persistent_ids_are_unsupported_by_name(tmp_path: Path) -> None:
 
 
 def test_the_pickle_out_of_a_torch_zip(tmp_path: Path) -> None:
-    import zipfile
-
     with zipfile.ZipFile(written(torch_bytes({"w": torch.ones(2)}), tmp_path / "a.pt")) as archive:
         data = archive.read("archive/data.pkl")
     with pytest.raises(Unsupported, match=r"the data\.pkl of a torch zip, taken out of it"):
@@ -193,3 +195,108 @@ def test_corpus() -> None:
     checkpoint = read(file)
     assert checkpoint.container == "pickle" and not list(tensors(checkpoint.tree))
     assert not {module for module in set(sys.modules) - before if not module.startswith("ckptool")}
+
+
+# As weights: which dictionaries are a model --------------------------------------------------------------------------
+
+
+def weight_arrays() -> dict[str, np.ndarray[Any, Any]]:
+    return {name: given for name, given in arrays_model().items() if name.endswith("weight")}
+
+
+@pytest.mark.parametrize(
+    ("tree", "addresses"),
+    [
+        ({"stubs": {"conv1_w": np.ones(2), "conv1_b": np.ones(1)}, "cfg": "…"}, ["stubs"]),
+        ({"w": np.ones(2), "b": np.ones(1)}, [""]),
+        ({"model": {"a.w": np.ones(2)}, "ema": {"a.w": np.ones(2)}}, ["model", "ema"]),
+        ({"mean": np.ones(3), "std": np.ones(3), "net": {f"l{n}.w": np.ones(2) for n in range(3)}}, ["net"]),
+        ({"deep": [{"x": {"w.w": np.ones(2)}}]}, ["deep/0/x"]),
+        ({"optimizer": {"a": np.ones(2)}}, []),
+        ({"history": [np.ones(2)]}, []),
+        ({1: np.ones(2), 2: np.ones(2)}, []),
+        ({"a": np.ones(1), "b": 1, "c": 2, "d": 3}, []),
+        ({"labels": np.array(["a"]), "rows": np.zeros(1, [("a", "f4")])}, []),
+    ],
+)
+def test_which_dictionaries_of_arrays_are_weights(tree: Any, addresses: list[str], tmp_path: Path) -> None:
+    file = pickle_to(tree, tmp_path / "a.pkl")
+    assert [root.address for root in array_state_dicts(read(file).tree)] == addresses
+    if not addresses:
+        with pytest.raises(CkptoolError, match="no dictionary that looks like model weights"):
+            ckptool.convert(file, tmp_path / "a.npz")
+
+
+def test_large_arrays_are_shown_in_part(tmp_path: Path) -> None:
+    file = pickle_to({"model": weight_arrays()}, tmp_path / "a.pkl")
+    shown = ckptool.show(file, at="model/large.weight")
+    assert shown.truncated and shown.entry.shape == (200, 300)
+    cut = ckptool.show(file, at="model/large.weight", slice=":1,:2")
+    assert cut.values.tolist() == weight_arrays()["large.weight"][:1, :2].tolist()
+
+
+@pytest.mark.parametrize("verb", ["pickle", "header"])
+def test_arrays_that_are_too_large_to_be_pickled_again(verb: str, tmp_path: Path) -> None:
+    file = pickle_to({"model": {"a.w": np.zeros(40 << 20, "u1")}}, tmp_path / "a.pkl")
+    with pytest.raises(Unsupported, match="41,943,040 bytes cannot be pickled again") as caught:
+        if verb == "pickle":
+            ckptool.convert(file, tmp_path / "a.pt")
+        else:
+            ckptool.convert(file, tmp_path / "a.safetensors", all=True)
+    assert "-o OUT.safetensors" in caught.value.fix
+    ckptool.convert(file, tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").stat().st_size > 40 << 20
+
+
+# Large ones: their arrays stay in the file ----------------------------------------------------------------------------
+
+_ARRAY = (  # the opcodes before and behind the data of an array of f4, without a memo
+    (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+        b"(K\x01J%b\x85cnumpy\ndtype\nX\x02\0\0\0f4\x89\x88\x87R"
+        b"(K\x03X\x01\0\0\0<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb\x89B%b"
+    ),
+    b"tb",
+)
+
+
+def sparse_pickle(path: Path, size: int, count: int) -> Path:
+    """A pickle of `count` arrays of zeros, together of `size` bytes, that are holes in the file."""
+    numel = size // count // 4
+    with path.open("wb") as file:
+        file.write(b"\x80\x03}(X\x05\0\0\0model}(")
+        for number in range(count):
+            name = f"layer{number}.weight".encode()
+            file.write(b"X" + struct.pack("<I", len(name)) + name)
+            file.write(_ARRAY[0] % (struct.pack("<i", numel), struct.pack("<I", 4 * numel)))
+            file.seek(4 * numel, 1)
+            file.write(_ARRAY[1])
+        file.write(b"uu.")
+    return path
+
+
+@pytest.mark.parametrize("nbytes", [200_000_000, pytest.param(2_000_000_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("verb", ["inspect", "convert to safetensors", "convert to npz", "diff"])
+def test_a_large_pickle_takes_little_memory(verb: str, nbytes: int, tmp_path: Path) -> None:
+    file = sparse_pickle(tmp_path / "a.pkl", nbytes, 20)
+    found = peak_of(
+        {
+            "inspect": f"ckptool.inspect({str(file)!r})",
+            "convert to safetensors": f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.safetensors')!r})",
+            "convert to npz": f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})",
+            "diff": f"assert ckptool.diff({str(file)!r}, {str(file)!r}).same",
+        }[verb],
+        tmp_path,
+    )
+    assert found <= LIMIT, f"{found:,}"
+
+
+@pytest.mark.parametrize("numel", [1_250_000, pytest.param(25_000_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_pickles_of_arrays_take_little_memory(protocol: int, numel: int, tmp_path: Path) -> None:
+    given = {"model": {f"{n}.w": np.full(numel, n, "f4") for n in range(4)}}
+    file = pickle_to(given, tmp_path / "a.pkl", protocol)
+    assert peak_of(f"ckptool.inspect({str(file)!r})", tmp_path) <= LIMIT
+    assert peak_of(f"ckptool.convert({str(file)!r}, {str(tmp_path / 'a.npz')!r})", tmp_path) <= LIMIT
+    with np.load(tmp_path / "a.npz") as again:
+        assert all(np.array_equal(again[f"{n}.w"], given["model"][f"{n}.w"]) for n in range(4))

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has: torch's own placements and its own arithmetic are the judge."""
+"""Which part of a tensor a rank has, by torch's own placements and arithmetic; and which parts cover one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
-from ckptool.errors import LimitExceeded
-from ckptool.formats.pieces import Joiner
+from ckptool.errors import LimitExceeded, Unsupported
+from ckptool.formats.pieces import Joiner, covers
 from ckptool.formats.placements import Axis, Mesh, blocks, encoded_order, runs_of
 from tests.support.looped import looped
 
@@ -104,3 +104,14 @@ def test_rows_that_do_not_divide_are_where_fsdp_beside_tensor_parallelism_puts_t
 def test_a_split_into_very_many_pieces_is_refused() -> None:
     with pytest.raises(LimitExceeded):
         runs_of((10**12,), Mesh((2,), (), (0,)), ((0, 10**9),), {})
+
+
+def test_boxes_that_only_have_the_right_volume() -> None:
+    assert not covers((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 4))])
+    assert not covers((4, 4), [((0, 0), (4, 2)), ((2, 0), (2, 4))])
+    assert not covers((2, 2), [((0, 0), (1, 1)), ((0, 0), (1, 1)), ((1, 1), (1, 1)), ((1, 1), (1, 1))])
+    assert not covers((4,), [((0,), (2,)), ((3,), (2,))])
+    assert covers((4,), [((2,), (2,)), ((0,), (2,)), ((4,), (0,))])
+    assert covers((), [((), ())]) and not covers((), [((), ()), ((), ())])
+    with pytest.raises(Unsupported, match="divided along 9 axes"):
+        covers((2,) * 9, [((0,) * 9, (1,) * 9)])

@@ -29,7 +29,10 @@ def loaded(folder: Path, out: Path, **options: Any) -> Any:
 
 
 def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> None:
-    folder = save_ranks(tmp_path / "actor", model, (3,))
+    def late(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return model(rank, mesh) | ({"late": torch.ones(2)} if rank else {})
+
+    folder = save_ranks(tmp_path / "actor", late, (3,))
     save_ranks(folder, optimizer, (3,), name="optim")
     save_ranks(folder, lambda rank, mesh: {"rng": torch.full((8,), rank, dtype=torch.uint8), "epoch": 2, "seed": rank},
         (3,), name="extra_state")  # fmt: skip
@@ -37,7 +40,8 @@ def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> Non
     assert list(found.tree) == ["model", "extra_state", "optim"] and found.part is None
     assert found.metadata["ranks"] == 3
     assert {note.code for note in found.notes} == {"ranks-differ", "replicas-differ"}
-    (other,) = [note.message for note in found.notes if note.code == "ranks-differ"]
+    other = " ".join(note.message for note in found.notes if note.code == "ranks-differ")
+    assert found.tree["model"]["late"].shape == (2,)
     assert "extra_state/seed" in other and "extra_state_world_size_3_rank_1.pt" in other
     tree = loaded(folder, tmp_path / "out.pt")
     for name, value in FULL.items():
@@ -46,26 +50,6 @@ def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> Non
     assert tree["extra_state"]["epoch"] == 2 and tree["extra_state"]["seed"] == 0
     assert run("verify", str(folder)).code == 0
     assert [file.path for file in ckptool.scan(tmp_path).files if file.path.endswith("actor")] == [str(folder)]
-
-
-GRIDS: dict[str, tuple[tuple[int, ...], list[Any], Any]] = {
-    "rows": ((4,), [Shard(0)], None),
-    "a grid": ((2, 3), [Shard(0), Shard(1)], None),
-    "replicas of shards": ((2, 2), [Replicate(), Shard(2)], None),
-    "one dimension twice": ((2, 2), [Shard(1), Shard(1)], None),
-    "strided": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], None),
-    "strided, not even": ((2, 3), [_StridedShard(1, split_factor=4), Shard(1)], None),
-    "three axes": ((2, 2, 2), [_StridedShard(0, split_factor=2), Shard(1), Shard(0)], None),
-    "more ranks than rows": ((5,), [Shard(2)], None),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", GRIDS)
-def test_any_placement_gives_the_whole_tensor(kind: str, tmp_path: Path) -> None:
-    sizes, placements, order = GRIDS[kind]
-    folder = save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(FULL_GRID, mesh, placements, order)}, sizes)
-    assert loaded(folder, tmp_path / "out.pt")["model"]["w"].equal(FULL_GRID)
 
 
 def test_a_mesh_that_was_cut_from_another(tmp_path: Path) -> None:
@@ -97,15 +81,6 @@ def test_an_optimizer_that_does_not_say_how_it_is_divided_stays_with_its_ranks(t
     assert len(loaded(folder, tmp_path / "model.pt", at="model")) == 4
 
 
-def test_names_that_only_some_ranks_have_are_kept(tmp_path: Path) -> None:
-    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
-        return model(rank, mesh) | ({"late": torch.ones(2)} if rank else {})
-
-    found = ckptool.open(save_ranks(tmp_path / "in", make))
-    assert found.tree["model"]["late"].shape == (2,)
-    assert [note.code for note in found.notes] == ["ranks-differ"]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_files_of_older_torch_say_it_in_other_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch before 2.5 has other modules, and before 2.9 the table of a mesh has its shape."""
@@ -130,10 +105,11 @@ def test_files_of_older_torch_say_it_in_other_words(tmp_path: Path, monkeypatch:
     assert loaded(folder, tmp_path / "out.pt")["model"]["fc.weight"].equal(FULL["fc.weight"])
 
 
-@looped("seed", range(12))
+@pytest.mark.filterwarnings("ignore")
+@looped("seed", range(16))
 def test_any_model_on_any_mesh(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
-    sizes = rng.choice([(2,), (3,), (2, 2), (2, 3)])
+    sizes = rng.choice([(2,), (5,), (2, 2), (2, 3), (2, 2, 2)])
     tensors = {f"layer{i}.weight": torch.randn([rng.randint(0, 7) for _ in range(rng.randint(1, 3))]) for i in range(6)}
     kinds: list[Callable[[int], Any]] = [
         lambda n: Shard(rng.randrange(n)),

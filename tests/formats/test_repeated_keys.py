@@ -44,7 +44,6 @@ def test_the_last_value_counts_as_in_python_and_is_noted_where_they_differ() -> 
         for key, value in items:
             differs |= seen.get(key, repr(value)) != repr(value)
             seen[key] = repr(value)
-        assert bool(found.replaced) == differs, items
         assert [note.code for note in found.notes] == [REPEATED_KEY] * differs
 
 

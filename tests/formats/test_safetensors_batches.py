@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckptool.errors import CkptoolError
+from ckptool.errors import Ambiguous, CkptoolError
 from ckptool.formats import read, strict_json
 from ckptool.formats.safetensors import METADATA
+from ckptool.formats.strict_json import parse_object
 from tests.support.files import written
 from tests.support.looped import looped
 
@@ -92,3 +93,10 @@ def test_a_header_is_judged_as_member_by_member(seed: int, tmp_path: Path, monke
     monkeypatch.setattr(strict_json, "_BATCH", 0)
     assert _judged(path) == at_once == in_small_batches
     assert seed % 8 or isinstance(at_once[0], list)
+
+
+def test_the_name_that_stands_twice_is_said() -> None:
+    assert parse_object(b'{"a": 1, "w": {"b": 2}}', "it") == {"a": 1, "w": {"b": 2}}
+    for text in (b'{"a": 1, "w": 2, "w": 3}', b'{"x": {"a": 1, "w": 2, "w": 3}}'):
+        with pytest.raises(Ambiguous, match="names w twice"):
+            parse_object(text, "it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint.plan import Plan
-from ckptool.errors import OutputExists, UsageError
+from ckptool.errors import UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded import size_in_bytes
 from tests.support.files import carry_out, contents, saved
@@ -68,14 +67,6 @@ def test_what_is_written_stock_safetensors_reads(size: int, tmp_path: Path) -> N
         sizes = [entry.nbytes for entry in read(shard).tree.values()]
         assert sum(sizes) <= size or len(sizes) == 1
     assert ckptool.diff(model, tmp_path / "out").same
-
-
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    model = saved(sharded_state(), tmp_path / "model.pt")
-    for out in ("one", "two"):
-        ckptool.convert(model, tmp_path / out, shard_size="2kB")
-    files = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir()} for out in ("one", "two")]
-    assert files[0] == files[1] and len(files[0]) == 6
 
 
 def test_ties_across_shards_are_kept(tmp_path: Path) -> None:
@@ -137,16 +128,6 @@ def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
     assert contents(tmp_path / "copy").keys() == contents(folder).keys()
 
 
-def test_torch_shards_are_converted_to_safetensors(tmp_path: Path) -> None:
-    parts = [{"a": torch.randn(4, 6), "c": torch.ones(3)}, {"d": torch.arange(4)}]
-    folder = bins(tmp_path / "model", parts)
-    ckptool.convert(folder, tmp_path / "out", verify=True)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir())[0] == "model-00001-of-00002.safetensors"
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert len(index["weight_map"]) == 3
-    assert_values(read(tmp_path / "out"), {**parts[0], **parts[1]})
-
-
 def test_the_contract(tmp_path: Path) -> None:
     """What was read, written and read again is the same tree, and the same bytes."""
     found = read(hub(tmp_path / "model"))
@@ -158,40 +139,17 @@ def test_the_contract(tmp_path: Path) -> None:
     assert by_name("sharded").append(found) is None
 
 
-def test_saved_from_python(tmp_path: Path) -> None:
-    ckptool.save(sharded_state(), tmp_path / "out", container="sharded")
-    assert_values(read(tmp_path / "out"), sharded_state())
-    with pytest.raises(OutputExists):
-        ckptool.save(sharded_state(), tmp_path / "out", container="sharded")
-    found = read(hub(tmp_path / "model"))
-    ckptool.save(found, tmp_path / "out", container="sharded", overwrite=True)
-    assert_values(read(tmp_path / "out"), sharded_state())
-    assert index_of(tmp_path / "out")["weight_map"] == index_of(tmp_path / "model")["weight_map"]
-
-
 def test_in_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be changed in place"):
         ckptool.add_module(hub(tmp_path / "model"), in_place=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("5GB", 5_000_000_000),
-        ("5 gb", 5_000_000_000),
-        ("5GiB", 5 << 30),
-        ("500MB", 500_000_000),
-        ("1.5KB", 1500),
-        ("10k", 10_000),
-        ("2KiB", 2048),
-        ("1TiB", 1 << 40),
-        ("1000000", 1_000_000),
-        ("7B", 7),
-        (1_234_567, 1_234_567),
-    ],
-)
-def test_sizes(text: Any, size: int) -> None:
-    assert size_in_bytes(text) == size
+SIZES = {"5GB": 5_000_000_000, "5 gb": 5_000_000_000, "5GiB": 5 << 30, "500MB": 500_000_000, "1.5KB": 1500}
+SIZES |= {"10k": 10_000, "2KiB": 2048, "1TiB": 1 << 40, "1000000": 1_000_000, "7B": 7}
+
+
+def test_sizes() -> None:
+    assert {text: size_in_bytes(text) for text in SIZES} == SIZES and size_in_bytes(1_234_567) == 1_234_567
 
 
 @looped("text", [*"|0|-1|5XB|1.5|GB|1e9|nan|5 G B|1iB|\x1b|5|1000".split("|"), "9" * 100, 0, -5, 1.5, 5, 999_999])
@@ -199,26 +157,3 @@ def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(UsageError) as caught:
         size_in_bytes(text)
     assert "\x1b" not in str(caught.value)
-
-
-def test_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ckptool.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    saved({"state_dict": sharded_state()}, tmp_path / "model.pt")
-    assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB", "--verify"]) == 0
-    assert main(["convert", "model.pt", "-o", "out", "--shard-size", "2kB"]) == 2
-    assert main(["convert", "model.pt", "-d", "many", "--to", "sharded", "--shard-size", "2kB"]) == 0
-    assert main(["add-module", "out", "-d", "many"]) == 0
-    assert main(["add-module", f"out/{INDEX}", "-d", "more"]) == 0
-    assert main(["add-module", f"out/{INDEX}", "-d", "more"]) == 2
-    assert main(["add-module", f"out/{INDEX}", "-d", "more", "-f"]) == 0
-    assert "--shard-size" not in capsys.readouterr().err
-    for folder in ("many/model", "many/out", "more/model"):
-        assert (tmp_path / folder / INDEX).is_file(), folder
-    assert main(["inspect", "many/out", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["container"] == "sharded"
-    assert main(["convert", "model.pt", "-o", "new", "--shard-size", "2 bananas"]) == 2
-    assert "is not a shard size" in capsys.readouterr().err

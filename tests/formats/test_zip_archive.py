@@ -1,8 +1,10 @@
-"""The zip directory: where it puts the data is confirmed before any is used. What it refuses: `test_hostile_zip`."""
+"""The zip directory: where it puts the data is confirmed before any is used, and what would cost more than it is worth
+is refused. What else it refuses: `test_hostile_zip`."""
 
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,17 @@ import pytest
 import torch
 
 from ckptool.checkpoint.files import Source
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt
-from ckptool.formats import read
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint
+from ckptool.formats import read, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import CENTRAL, LOCAL, Record
+from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from ckptool.formats.zip.writer import moved_entry
+from ckptool.output.sink import Sink
+from tests.support.budget import meets_budget
+from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
+from tests.support.zip_layouts import Entry, Layout, Put, with_entry
 
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 LOCAL_AT = FILE.index(b"archive/data/0") - LOCAL.size
@@ -71,10 +77,6 @@ def test_zip64_sizes_that_would_fit_32_bits_keep_their_fields(wide: tuple[int, i
 def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     """Each state inside the file is looked at by the reader: a file with more than a hundred is refused, without
     recursion's own error."""
-    from ckptool.errors import Conflict
-    from ckptool.formats import torch_zip
-    from ckptool.output.sink import Sink
-
     path = written(FILE, tmp_path / "a.pt")
     for edits in range(directory.MAX_EDITS):
         checkpoint = read(path)
@@ -88,3 +90,59 @@ def test_edits_in_place_are_counted_and_bounded(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="edited in place 100 times"):
         torch_zip.append(checkpoint)
     assert torch.load(path, weights_only=True)["n"] == directory.MAX_EDITS - 1
+
+
+# Limits --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_zip_bomb_is_not_inflated(put: Put) -> None:
+    packer, unit = zlib.compressobj(9, zlib.DEFLATED, -15), b"N0" * (1 << 20)
+    raw = packer.compress(b"\x80\x02") + b"".join(packer.compress(unit) for _ in range(150)) + packer.flush()
+    assert len(raw) < 1 << 20
+    for size in (150 << 21, 1000):  # what it is, what it might be, and lies
+        layout = with_entry("data.pkl", method=8, content=raw, packed=True, size=size, size_local=size)
+        outcome = meets_budget(layout.build())
+        assert outcome.code == ("limit-exceeded" if size > 16 * len(raw) else "corrupt"), outcome
+        assert outcome.megabytes < 64
+    for record in ("version", "byteorder", ".storage_alignment"):
+        bomb = put(with_entry(record, method=8, content=bytes(1 << 20)))
+        assert meets_budget(bomb.read_bytes()).megabytes < 64
+
+
+def many(count: int, zip64: bool, path: Path) -> Path:
+    """An archive of empty records, and nothing else."""
+    local = LOCAL.pack(b"PK\x03\x04", 20, 0x0800, 0, 0, 0, 0, 0, 0, 8, 0)
+    fixed = CENTRAL.pack(b"PK\x01\x02", 20, 20, 0x0800, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0)[:-4]
+    names = [b"a/%06x" % n for n in range(count)]
+    body = b"".join([local + name for name in names])
+    directory = b"".join([fixed + (n * 38).to_bytes(4, "little") + name for n, name in enumerate(names)])
+    tail = END.pack(b"PK\x05\x06", 0, 0, count & 0xFFFF, count & 0xFFFF, len(directory), len(body), 0)
+    if zip64:
+        wide = END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(directory), len(body))
+        narrow = END.pack(b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, len(directory), len(body), 0)
+        tail = wide + LOCATOR.pack(b"PK\x06\x07", 0, len(body) + len(directory), 1) + narrow
+    return written(body + directory + tail, path)
+
+
+def test_more_entries_than_the_end_record_can_count_are_corrupt(tmp_path: Path) -> None:
+    # As Python writes it, all are there and none is a pickle.
+    for count, zip64, error in (
+        (65_536, False, Corrupt),
+        (65_537, False, Corrupt),
+        (65_535, False, NotACheckpoint),
+        (70_000, True, NotACheckpoint),
+    ):
+        unreadable(many(count, zip64, tmp_path / "a.pt"), error)
+
+
+def test_many_entries_are_read_or_refused_within_the_budget(tmp_path: Path) -> None:
+    outcome = meets_budget(many(1_000_001, True, tmp_path / "a.pt"))
+    assert outcome.code == "limit-exceeded" and outcome.megabytes < 64
+    assert meets_budget(many(11_000, False, tmp_path / "a.pt").read_bytes()).code == "not-a-checkpoint"
+    assert meets_budget(Layout((Entry(b"archive/x", b"", listed=18_000),)).build()).code == "ambiguous"
+
+
+@pytest.mark.soak
+def test_just_under_a_million_entries_are_read_within_the_budget(tmp_path: Path) -> None:
+    outcome = meets_budget(many(999_999, True, tmp_path / "a.pt"), seconds=20, megabytes=64 + 2 * 1000)
+    assert outcome.code == "not-a-checkpoint"

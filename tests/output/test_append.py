@@ -62,15 +62,14 @@ def codes(path: Path) -> list[str]:
     return [note.code for note in read(path).notes]
 
 
-ARCHIVES = {
-    "by torch": lambda size, folder: written(torch_bytes(value(size)), folder / "a.pt"),
-    "rezipped": lambda size, folder: rezipped(
-        written(torch_bytes(value(size)), folder / "t.pt"), folder / "a.pt", zipfile.ZIP_STORED
-    ),
-    "rezipped, deflated": lambda size, folder: rezipped(
-        written(torch_bytes(value(size)), folder / "t.pt"), folder / "a.pt", zipfile.ZIP_DEFLATED
-    ),
-}
+def archive_of(kind: str, size: int, folder: Path) -> Path:
+    if kind == "by torch":
+        return written(torch_bytes(value(size)), folder / "a.pt")
+    how = zipfile.ZIP_DEFLATED if "deflated" in kind else zipfile.ZIP_STORED
+    return rezipped(written(torch_bytes(value(size)), folder / "t.pt"), folder / "a.pt", how)
+
+
+ARCHIVES = ["by torch", "rezipped", "rezipped, deflated"]
 
 
 # When nothing goes wrong ----------------------------------------------------------------------------------------------
@@ -79,10 +78,13 @@ ARCHIVES = {
 @pytest.mark.parametrize("archive", ARCHIVES)
 @pytest.mark.parametrize("size", [10, 64_000, 300_000])
 def test_an_edit_appends_and_every_reader_sees_it(archive: str, size: int, tmp_path: Path) -> None:
-    path = ARCHIVES[archive](size, tmp_path)
+    path = archive_of(archive, size, tmp_path)
     before = path.read_bytes()
     mmap = "deflated" not in archive
-    append_in_place(*edit(path, prefixed))
+    told: list[tuple[int, int]] = []
+    plan, source = edit(path, prefixed)
+    append_in_place(plan, source, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (plan.nbytes, plan.nbytes)
     expected = value(size, "module.")
     assert path.read_bytes()[: len(before)] == before
     assert_same_objects(load(path), expected)
@@ -108,14 +110,14 @@ def test_the_bytes_added_are_few(tmp_path: Path) -> None:
 
 
 def test_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10_000, tmp_path)
+    path = archive_of("by torch", 10_000, tmp_path)
     append_in_place(*edit(path, with_a_new_tensor))
     assert_same_objects(load(path, mmap=True), value(10_000) | {"new": torch.arange(40, dtype=torch.uint8)})
     assert all(start % 64 == 0 for start in record_starts(path).values())
 
 
 def test_much_new_data_is_better_off_in_a_new_file(tmp_path: Path) -> None:
-    checkpoint = read(ARCHIVES["by torch"](10, tmp_path))
+    checkpoint = read(archive_of("by torch", 10, tmp_path))
     large = TensorEntry(Storage(InlineBytes(bytes(100_000))), by_name("u8"), (100_000,), (1,))
     changed = Checkpoint(
         {**checkpoint.tree, "new": large}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
@@ -136,7 +138,7 @@ def test_an_archive_without_checksums_has_none_afterwards(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_five_edits_one_after_the_other(archive: str, tmp_path: Path) -> None:
-    path = ARCHIVES[archive](70_000, tmp_path)
+    path = archive_of(archive, 70_000, tmp_path)
     for n in range(5):
         append_in_place(*edit(path, prefixed))
         assert_same_objects(load(path), value(70_000, "module." * (n + 1)))
@@ -144,13 +146,6 @@ def test_five_edits_one_after_the_other(archive: str, tmp_path: Path) -> None:
         with zipfile.ZipFile(path) as stock:
             assert stock.testzip() is None
     assert read(path).origin.archive.edits == 5
-
-
-def test_progress_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    plan, source = edit(ARCHIVES["by torch"](10, tmp_path), prefixed)
-    append_in_place(plan, source, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (plan.nbytes, plan.nbytes)
 
 
 # Crash points ---------------------------------------------------------------------------------------------------------
@@ -190,20 +185,7 @@ def torn(operation: Operation) -> list[Operation]:
     if kind != "write":
         return []
     chosen = random.Random(at)
-    places = {
-        1,
-        4,
-        19,
-        20,
-        21,
-        24,
-        len(new) - 1,
-        len(new) - 22,
-        len(new) - 23,
-        len(new) - 42,
-        len(new) - 43,
-        -at % 4096,
-    }
+    places = {1, 4, 19, 20, 21, 24, -at % 4096, *(len(new) - back for back in (1, 22, 23, 42, 43))}
     places |= {chosen.randrange(1, len(new)) for _ in range(6)}
     return [("write", at, new[:size]) for size in sorted(places) if 0 < size < len(new)]
 
@@ -237,7 +219,7 @@ def check_state(path: Path, old: Any, new: Any) -> bool:
 def test_an_edit_stopped_at_or_in_any_operation_is_old_or_new(
     archive: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = ARCHIVES[archive](size, tmp_path)
+    path = archive_of(archive, size, tmp_path)
     before = path.read_bytes()
     operations = recorded(path, prefixed, monkeypatch)
     after, old, new = path.read_bytes(), value(size), value(size, "module.")
@@ -256,7 +238,7 @@ def test_an_edit_stopped_at_or_in_any_operation_is_old_or_new(
 def test_an_edit_on_top_of_others_stopped_anywhere_is_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = ARCHIVES["by torch"](66_000, tmp_path)
+    path = archive_of("by torch", 66_000, tmp_path)
     append_in_place(*edit(path, lambda tree: {**tree, "n": 1}))
     before = path.read_bytes()
     states = crash_states(before, recorded(path, prefixed, monkeypatch))
@@ -277,7 +259,7 @@ def test_an_edit_on_top_of_others_stopped_anywhere_is_old_or_new(
 def test_an_error_at_any_operation_leaves_the_file_as_it_was(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = ARCHIVES["by torch"](150_000, tmp_path)
+    path = archive_of("by torch", 150_000, tmp_path)
     before = path.read_bytes()
     operations = recorded(path, prefixed, monkeypatch)
     count = sum(kind == {"pwrite": "write", "fsync": "sync", "ftruncate": "cut"}[call] for kind, _, _ in operations)
@@ -306,25 +288,20 @@ def test_an_interrupt_or_a_failed_check_leaves_the_file_as_it_was(error: BaseExc
     def stop(*args: Any) -> None:
         raise error
 
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     before = path.read_bytes()
     for options in ({"progress": stop}, {"verify": stop}):
         with pytest.raises(type(error)):
             append_in_place(*edit(path, prefixed), **options)  # type: ignore[arg-type]
         assert path.read_bytes() == before
-    append_in_place(*edit(path, prefixed))
-    assert_same_objects(load(path), value(10, "module."))
-
-
-def test_a_check_sees_the_new_state(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
     seen: list[list[str]] = []
     append_in_place(*edit(path, prefixed), verify=lambda found: seen.append(list(load(Path(found)))))
     assert seen == [["module.w", "module.tied", "module.v", "note"]]
+    assert_same_objects(load(path), value(10, "module."))
 
 
 def test_links_are_refused(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     before = path.read_bytes()
     (tmp_path / "soft.pt").symlink_to(path)
     with pytest.raises(Conflict, match="is a symbolic link"):
@@ -340,7 +317,7 @@ def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None
     """A new file gets its name by a hard link from its temporary one; killed in between, both are there."""
     from ckptool.output import durable
 
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     os.link(path, durable.hidden_name(str(path)))
     append_in_place(*edit(path, prefixed))
     assert_same_objects(load(path), value(10, "module."))
@@ -348,7 +325,7 @@ def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None
 
 
 def test_a_second_edit_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     before = path.read_bytes()
     plan, source = edit(path, prefixed)
     with path.open("rb") as other:
@@ -360,7 +337,7 @@ def test_a_second_edit_at_the_same_time_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_file_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     stale = edit(path, prefixed)
     append_in_place(*edit(path, prefixed))
     after = path.read_bytes()
@@ -376,7 +353,7 @@ def test_a_plan_for_a_file_that_changed_meanwhile_is_refused(tmp_path: Path) -> 
 
 
 def test_a_file_that_may_not_be_written_or_is_gone(tmp_path: Path) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     plan, source = edit(path, prefixed)
     path.unlink()
     with pytest.raises(CkptoolError) as caught:
@@ -385,7 +362,7 @@ def test_a_file_that_may_not_be_written_or_is_gone(tmp_path: Path) -> None:
 
 
 def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ARCHIVES["by torch"](10, tmp_path)
+    path = archive_of("by torch", 10, tmp_path)
     before = path.read_bytes()
     plan, source = edit(path, prefixed)
     status = os.statvfs(tmp_path)

@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.plan import Plan
 from ckptool.output import replace_file
-from ckptool.output.copying import ACCESS_LIST
+from ckptool.output.durable import ACCESS_LIST
 from ckptool.output.folders import replace_folder
 from tests.support.files import saved, weights
 
@@ -66,21 +66,14 @@ def files(word: bytes = b"new") -> Plan:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444, 0o755])
-def test_a_file_that_is_replaced(mode: int, tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"old")
-    before = decked_out(path, mode)
-    assert replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True) == ()
-    assert path.read_bytes() == b"new" and seen(path) == before
-
-
-def test_a_link_keeps_its_targets_attributes(tmp_path: Path) -> None:
+def test_a_file_that_is_replaced_also_through_a_link(mode: int, tmp_path: Path) -> None:
     path, link = tmp_path / "x", tmp_path / "link"
     path.write_bytes(b"old")
     link.symlink_to(path)
-    before = decked_out(path, 0o640)
-    assert replace_file(Plan({"": [InlineBytes(b"new")]}), link, overwrite=True) == ()
-    assert link.is_symlink() and path.read_bytes() == b"new" and seen(path) == before
+    before = decked_out(path, mode)
+    for target, word in ((path, b"new"), (link, b"newer")):
+        assert replace_file(word, target, overwrite=True) == ()
+        assert path.read_bytes() == word and link.is_symlink() and seen(path) == before
 
 
 def test_a_folder_that_is_replaced_and_the_files_in_it(tmp_path: Path) -> None:
@@ -96,7 +89,7 @@ def test_a_folder_that_is_replaced_and_the_files_in_it(tmp_path: Path) -> None:
 
 def test_a_new_file_has_what_files_have_there(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"x")
-    replace_file(Plan({"": [InlineBytes(b"new")]}), tmp_path / "x")
+    replace_file(b"new", tmp_path / "x")
     assert seen(tmp_path / "x") == seen(tmp_path / "plain")
 
 
@@ -106,7 +99,7 @@ def test_an_access_list_that_the_folder_hands_out_is_not_put_on_a_file_without_o
     before = seen(path)
     if not has(tmp_path, "system.posix_acl_default", access_list(4001)):
         pytest.skip("no access lists here")
-    assert replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True) == ()
+    assert replace_file(b"new", path, overwrite=True) == ()
     assert seen(path) == before
 
 
@@ -157,7 +150,7 @@ def test_what_the_system_does_not_let_is_told(tmp_path: Path, monkeypatch: pytes
     def refused(*args: Any, **options: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    from ckptool.output import copying as module
+    from ckptool.output import durable as module
 
     class System:
         """`os` as somebody sees it who is not the owner."""
@@ -168,7 +161,7 @@ def test_what_the_system_does_not_let_is_told(tmp_path: Path, monkeypatch: pytes
             return getattr(os, name)
 
     monkeypatch.setattr(module, "os", System())
-    (note,) = replace_file(Plan({"": [InlineBytes(b"new")]}), path, overwrite=True)
+    (note,) = replace_file(b"new", path, overwrite=True)
     assert note.code == "attributes-lost" and f"its owner ({OTHER})" in note.message and "its group" in note.message
     assert ("the attribute user.origin" in note.message) == attributes
     assert (

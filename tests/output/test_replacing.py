@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -257,13 +256,6 @@ WAITING = """
         return b"y" * n
     write(InlineBytes(b"x" * 2_000_000), Computed(5, wait))
     """
-KILLED = """
-    for n in range(int(sys.argv[3]), 100_000):
-        data = b"%08d" % n * 20_000
-        segments = InlineBytes(data[:8]), Computed(len(data), lambda at, size: data[at : at + size])
-        write(*segments, names=[f"{i}-{n % 3}" for i in range(4)])
-        print(n, flush=True)
-    """
 
 
 @pytest.fixture
@@ -309,38 +301,6 @@ def test_what_a_living_writer_has_is_left_alone(live: subprocess.Popen[bytes], t
 def test_an_interrupted_process_leaves_nothing_behind(live: subprocess.Popen[bytes], target: Target) -> None:
     live.send_signal(signal.SIGINT)
     assert live.wait(20) != 0 and target.is_untouched
-
-
-def kill_writers(target: Target, times: int) -> None:
-    chosen, last = random.Random(times), 0
-    for _ in range(times):
-        process = python_process(WRITER, KILLED, target.kind, target.path, last)
-        assert process.stdout is not None
-        last = int(process.stdout.readline())
-        time.sleep(chosen.uniform(0, 0.02))
-        process.send_signal(signal.SIGKILL)
-        out = process.stdout.read().split()  # not communicate(), which misses what readline() has buffered
-        process.communicate()
-        last = int(out[-1]) if out else last
-        if target.kind == "folder, put aside" and not target.path.exists():
-            folders._put_back(str(target.path))  # what the next run does first
-        found = contents(target.path) if target.is_folder else {"": target.path.read_bytes()}
-        (data,) = set(found.values())
-        assert data == data[:8] * 20_001 and int(data[:8]) in (last, last + 1), last
-        assert not target.is_folder or found.keys() == {f"{i}-{int(data[:8]) % 3}" for i in range(4)}
-        assert len(names(target.path.parent)) <= 3
-        last += 1
-    target.write(replaceable=["b", *(f"{i}-{m}" for i in range(4) for m in range(3))])
-    assert names(target.path.parent) == ["out"]
-
-
-def test_killed_at_any_time_it_is_old_or_new(target: Target) -> None:
-    kill_writers(target, 6)
-
-
-@pytest.mark.soak
-def test_killed_at_any_time_two_hundred_times(target: Target) -> None:
-    kill_writers(target, 200)
 
 
 def together(work: Callable[[bytes], object]) -> list[threading.Thread]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import pickle
 import pickletools
-import random
 import struct
 from typing import Any
 
@@ -15,15 +14,17 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import ByteString, Global, Object, Set
-from ckptool.errors import BadTensor, CkptoolError
+from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.errors import BadTensor, CkptoolError, Corrupt, LimitExceeded
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import decode
+from ckptool.pickles.objects import MAX_NAMES
 from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
 from tests.support.looped import examples, looped
 from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.processes import soon
 
 PROTOCOLS = range(6)
 
@@ -284,33 +285,88 @@ def test_cut_off_at_every_byte(data: bytes) -> None:
         assert caught.value.code in ("truncated", "corrupt"), size
 
 
-@pytest.mark.parametrize("data", SMALL, ids=[f"protocol {p}" for p in PROTOCOLS])
-def test_every_byte_changed_gives_a_tree_or_an_error_of_ours(data: bytes) -> None:
-    chosen = random.Random(0)
-    refused = 0
-    for at in range(len(data)):
-        for value in {0, 0xFF, data[at] ^ 1, data[at] ^ 0x80, *chosen.sample(range(256), 8)}:
-            changed = data[:at] + bytes([value]) + data[at + 1 :]
-            try:
-                decode_pickle(changed)
-            except CkptoolError:
-                refused += 1
-    assert refused > len(data)
+# Hostile pickles, beside those in files (`test_hostile_pickle`) -------------------------------------------------------
 
 
-@settings(max_examples=examples(300))
-@given(
-    st.lists(
-        st.sampled_from(
-            [bytes([op]) for op in range(256)]
-            + [data[:-1] for data, _ in OPCODES.values()]
-            + [b"h\0", b"q\0", HOOKS, F]
-        ),
-        max_size=30,
-    )
-)
-def test_any_opcodes_give_a_tree_or_an_error_of_ours(parts: list[bytes]) -> None:
-    try:
-        decode_pickle(b"".join(parts) + b".")
-    except CkptoolError as error:
-        assert error.what
+def nested(depth: int, opener: bytes = b"]", closer: bytes = b"a") -> bytes:
+    return opener * depth + b"N" + closer * depth + b"."
+
+
+HOSTILE: dict[str, tuple[bytes, type[CkptoolError]]] = {
+    "61 SETITEM on a tensor-like": (b"K\x01K\x02Ns.", Corrupt),
+    "61 APPEND on a tuple": (b")Na.", Corrupt),
+    "61 ADDITEMS on a list": (b"](N\x90.", Corrupt),
+    "61 BUILD on a dict": (b"}}b.", Corrupt),
+    "61 BUILD twice": (b"ca\nB\n)\x81}b}b.", Corrupt),
+    "62 POP of nothing": (b"0.", Corrupt),
+    "62 BINPUT of nothing": (b"q\0N.", Corrupt),
+    "62 REDUCE without a tuple": (F + b"NR.", Corrupt),
+    "62 OBJ of nothing": (b"(o.", Corrupt),
+    "65 GET of no number": (b"gx\n.", Corrupt),
+    "69 INT of no number": (b"Iabc\n.", Corrupt),
+    "69 FLOAT of no number": (b"Fabc\n.", Corrupt),
+    "70 333000 lists": (nested(333_000), LimitExceeded),
+    "70 2000 lists": (nested(2_000), LimitExceeded),
+    "70 2000 tuples": (nested(2_000, b"", b"\x85"), LimitExceeded),
+    "70 2000 calls": (F * 2_000 + b")" + b"R\x85" * 2_000 + b".", LimitExceeded),
+    "71 marks": (b"(" * 2_000_000, LimitExceeded),
+    "74 tuples as a key": (b"}" + b")" + b"\x85" * 8 + b"Ns.", LimitExceeded),
+    "74 billion laughs as a key": (b"})" + b"2\x86" * 32 + b"Ns.", LimitExceeded),
+    "76 a bytearray as a key": (b"}\x96\0\0\0\0\0\0\0\0Ns.", Corrupt),
+    "76 a list in a set": (b"\x8f(]\x90.", Corrupt),
+    "76 a set in itself": (b"\x8fq\0(h\0\x90.", Corrupt),
+    "76 a list in a frozenset": (b"(]\x91.", Corrupt),
+    "76 a key without a value": (b"}(K\x01u.", Corrupt),
+    "79 a frame longer than the pickle": (b"\x80\x04\x95\x10\0\0\0\0\0\0\0N.", Corrupt),
+    "81 a name that is not UTF-8": (b"c\xff\nx\n.", Corrupt),
+    "81 a text that is not UTF-8": (b"X\1\0\0\0\xff.", Corrupt),
+    "55 a name that is computed": (b"K\x01K\x02\x93.", Corrupt),
+    "62 not an opcode": (b"\xff.", Corrupt),
+    "62 a broken escape": (b"V\\u12\n.", Corrupt),
+    "62 STRING without quotes": (b"Sabc\n.", Corrupt),
+    "62 STRING of one quote": (b"S'\n.", Corrupt),
+}
+
+
+@looped("name", HOSTILE, at_once=10, here=30)
+def test_a_hostile_pickle_is_refused_quickly(name: str) -> None:
+    data, error = HOSTILE[name]
+    with soon(5), pytest.raises(error) as caught:
+        decode_pickle(data)
+    assert "data.pkl" in caught.value.what
+
+
+def test_bytes_after_the_end_are_not_read() -> None:
+    assert decode_pickle(b"N.\x80\x02K\x01.").end == 2
+
+
+def test_colliding_integer_keys_exceed_the_limit() -> None:
+    step = (1 << 61) - 1
+    keys = [b"\x8a\x0a" + (i * step).to_bytes(10, "little") + b"N" for i in range(1, 8_000)]
+    with soon(5):
+        for pickle_ in (b"}(" + b"".join(keys) + b"u.", b"}" + b"".join(key + b"s" for key in keys) + b"."):
+            with pytest.raises(LimitExceeded, match="same hash"):
+                decode_pickle(pickle_)
+    assert len(decode_pickle(b"}(" + b"".join(keys[:90]) + b"u.").root) == 90
+    spread = b"".join(b"\x8a\x0a" + (i * step + i * i).to_bytes(10, "little") + b"N" for i in range(1, 8_000))
+    assert len(decode_pickle(b"}(" + spread + b"u.").root) == 7_999
+
+
+def test_pickles_of_python_2_are_read() -> None:
+    ordered = b"ccollections\nOrderedDict\nq\x04]q\x05(]q\x06(U\x01aK\x01e]q\x07(U\x01bK\x02ee\x85q\x08Rq\t"
+    data = b"\x80\x02}q\x01(U\x06weightq\x02K\x01U\x02\xe9\xe8q\x03K\x02U\x01d" + ordered + b"u."
+    decodes_to(data, {"weight": 1, "\xe9\xe8": 2, "d": OrderedDict({"a": 1, "b": 2})})
+    assert [note.code for note in decode_pickle(data).notes] == ["python2-text"]
+    decodes_to(b"\x80\x02}U\x01\xe9U\x01\xe8s.", {"\xe9": ByteString(b"\xe8")})  # keys become text, values stay bytes
+    pairs = b"ccollections\nOrderedDict\n](](U\x01\xe9K\x01ee\x85R."
+    decodes_to(pairs, OrderedDict({"\xe9": 1}))
+
+
+def test_more_classes_than_any_checkpoint_names() -> None:
+    names = b"](" + b"".join(b"cown%d\nNet\n" % number for number in range(MAX_NAMES + 1)) + b"e."
+    with pytest.raises(LimitExceeded, match="different classes and functions"):
+        decode(names, lambda pid: pid, {})
+    with pytest.raises(LimitExceeded, match="1,600,003 characters"):
+        decode(b"cown\n" + b"Network." * 200_000 + b"\n.", lambda pid: pid, {})
+    again = b"](" + b"cown\nNet\n" * (2 * MAX_NAMES) + b"e."
+    assert len(decode(again, lambda pid: pid, {}).root) == 2 * MAX_NAMES

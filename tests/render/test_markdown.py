@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from ckptool.commands import VERBS as COMMANDS
 from ckptool.commands import function_of
-from ckptool.render.markdown import markdown
+from ckptool.render.html import markdown
 from tests.support.cli import Run
 from tests.support.command_options import options_of
 from tests.support.looped import looped
@@ -69,24 +69,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LINES = [
-    "inspect a.pt --all",
-    "inspect a.pt b.pt --stats --jobs 2",
-    "show a.pt#state_dict",
-    "show a.pt",
-    "diff a.pt b.pt",
-    "diff a.pt a.pt",
-    "verify a.pt cut.pt --finite --digest",
-    "doctor cut.pt",
-    "doctor a.pt --against b.pt",
-    "scan a.pt",
-    "scan .",
-    "strip-module a.pt -n -o out.pt",
-    "cast a.pt b.pt --dtype bf16 -d out",
-    "inspect cut.pt",
-    "inspect nothing.pt",
-    "inspect",
-]
+LINES = """inspect a.pt --all|inspect a.pt b.pt --stats --jobs 2|show a.pt#state_dict|diff a.pt b.pt
+verify a.pt cut.pt --finite --digest|doctor a.pt --against b.pt|scan .|strip-module a.pt -n -o out.pt
+cast a.pt b.pt --dtype bf16 -d out|inspect cut.pt|inspect nothing.pt|inspect""".replace("\n", "|").split("|")
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -9,9 +9,8 @@ from ckptool.analysis.outline import like_others
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
-from ckptool.errors import NotACheckpoint, quoted
+from ckptool.errors import NotACheckpoint
 from ckptool.facts import Note, Table, dim
-from ckptool.pickles.plain import to_json
 from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.verbs._save import Written
@@ -54,21 +53,6 @@ def test_parts_that_look_alike_are_shown_once() -> None:
         assert text_of(tree | {"ema": same}).count("; like model") == 1
 
 
-def test_many_parts_that_look_alike_share_a_line() -> None:
-    """Federated training keeps the weights of a hundred clients."""
-
-    def weights() -> dict[str, Any]:
-        return {"fc.weight": tensor(3, 3), "fc.bias": tensor(3)}
-
-    tree = {"model": weights(), "clients": [weights() for _ in range(100)], "last_model": {"fc.weight": tensor(9, 9)}}
-    text = text_of(tree)
-    (line,) = [line for line in text.splitlines() if "clients/" in line]
-    assert line.startswith("clients/0 … clients/99  4.80 kB") and "100 × model weights: 2 tensors" in line
-    assert "; like model" in line and "last_model" in text
-    few = text_of({"model": weights(), "clients": [weights() for _ in range(3)]})
-    assert few.count("; like model") == 3
-
-
 def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
     text = "one two three four five six seven"
     table = Table([("a" * 9, "1", dim(text)), ("b", "22", "x")], right=(1,), indent=0, hang=5)
@@ -76,28 +60,6 @@ def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
     first, second, last = lines([table], Style(True, 38))
     assert first == "aaaaaaaaa   1  \x1b[2mone two three four five\x1b[0m" and last == "b      22  x"
     assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
-
-
-def test_prose_is_cut_between_words_on_a_narrow_terminal() -> None:
-    from ckptool.errors import CkptoolError
-    from ckptool.render.lines import Style, error_text
-
-    error = CkptoolError(
-        "nothing was found in /a/very/long/path/of/some/file.pt " * 3, "It means this. " * 12, "Type that."
-    )
-    for width in (20, 40, 80, 300):
-        told = error_text(error, Style(False, width))
-        assert told.split() == error_text(error).split()
-        assert all(len(line) <= width or " " not in line.strip() for line in told.split("\n")), told
-    assert "\x1b[1;31merror[error]\x1b[0m: nothing" in error_text(error, Style(True, 40))
-
-
-def test_a_command_names_a_key_that_no_file_can_be_called() -> None:
-    assert quoted("st\ud800") == r"$'st\xed\xa0\x80'" and quoted("a\udcff") == r"$'a\xff'"
-
-
-def test_no_key_of_another_type_takes_the_place_of_one_in_json() -> None:
-    assert to_json({1: 2, "1": 3, "1 (int)": 9}) == {"1 (int) (int)": 2, "1": 3, "1 (int)": 9}
 
 
 def test_heads_of_a_table_are_escaped_at_every_width() -> None:

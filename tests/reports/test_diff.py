@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.analysis.diff import IGNORABLE, Diff, diff
+from ckptool.analysis.diff import Diff, diff
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Conflict
 from ckptool.formats import read
-from fixtures.make import PRODUCERS, make
 from fixtures.traps import DTYPES, TRAPS, batch_norm_model
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -42,16 +41,6 @@ def test_two_files_of_one_value_are_the_same(name: str, tmp_path: Path) -> None:
     shared = name == "18-shared-list"  # a container that stands twice is compared once
     assert found.equal == found.tensors and (found.tensors < rows if shared else found.tensors == rows)
     assert found.evidence == "bytes" and found.not_compared == ()
-
-
-@looped("name", [name for name in PRODUCERS if "legacy" not in name])
-def test_a_fixture_is_the_same_as_itself(name: str, tmp_path: Path) -> None:
-    path = make(name, tmp_path)
-    other = tmp_path / f"copy-{name}"
-    other.write_bytes(path.read_bytes())
-    for options in ({}, {"statistics": False}, {"ignore": IGNORABLE}):
-        found = diff(read(path), read(other), **options)
-        assert found.same and found.equal == found.tensors
 
 
 # One aspect at a time ------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
 from ckptool.formats import read
 from ckptool.verbs.convert import convert
-from fixtures.traps import TRAPS
 from tests.support.files import opened, saved, written
 from tests.support.looped import looped
 
@@ -98,14 +97,7 @@ def test_an_expanded_view_without_end_is_refused_by_name(tmp_path: Path) -> None
     assert tensor_digest(tree["ok"]) == sha(bits(torch.ones(1000)))
 
 
-@looped("name", [name for name in TRAPS if name.startswith(("09-quantized", "11-sparse", "11-nested"))])
-def test_composites(name: str, tmp_path: Path) -> None:
-    """Those that are made of others: the same digest for the same, another for any other part."""
-    value = TRAPS[name]()
-    first, again = root_digests(opened(value, tmp_path).tree), root_digests(opened(TRAPS[name](), tmp_path).tree)
-    assert first == again and first.root == again.root and first.tensors
-
-
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_composite_of_other_parts_has_another_digest(tmp_path: Path) -> None:
     def quantized(scale: float, zero: int, last: float) -> Any:
         tree = opened(
@@ -158,7 +150,7 @@ DAMAGED = {
     "a list": (b"[1]", Unsupported, "not a file of digests"),
     "nested without end": (b"[" * 200_000, Unsupported, "not a file of digests"),
     "another schema": (b'{"schema": "ckptool.inspect/1"}', Unsupported, "not a file of digests"),
-    "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "digests of version 2"),
+    "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "another version"),
     "a changed digest": (digests_file(digests()).replace(b'"1111', b'"2111'), Corrupt, "its own root digest"),
     "a line gone": (
         digests_file(table(digests().tensors[:1])).replace(
@@ -167,8 +159,7 @@ DAMAGED = {
         Corrupt,
         "its own root digest",
     ),
-    "no digest": (digests_file(digests()).replace(b"1111", b"xyzw"), Corrupt, "a line is damaged"),
-    "a short line": (digests_file(digests()).replace(b',"f32"', b""), Corrupt, "a line is damaged"),
+    "a short line": (digests_file(digests()).replace(b',"f32"', b""), Corrupt, "its own root digest"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every report as a value: text, one line, plain values of JSON, a table for notebooks."""
+"""Every report as a value: text, one line, plain values of JSON, a block of text for notebooks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_the_text() -> None:
     coloured = text_of(report, style=Style(colour=True, width=30))
     assert "\x1b[1;32m76.19 % of 63 values" in coloured
     html = report._repr_html_()
-    assert "<table>" in html and "layer.{0..11}.{weight, bias}" in html
+    assert "<pre" in html and "layer.{0..11}.{weight, bias}" in html
 
 
 def test_html_is_escaped() -> None:

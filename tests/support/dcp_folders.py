@@ -79,16 +79,3 @@ def chunk(change: Callable[[Any], None]) -> Callable[[Any], None]:
 def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
     parts = [ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)) for begin, sizes in boxes]
     return chunk(lambda tensor: setattr(tensor, "chunks", parts))
-
-
-def without_place(metadata: Metadata) -> None:
-    del metadata.storage_data[place_of(metadata)[0]]
-
-
-def swapped_places(metadata: Metadata) -> None:
-    (a, one), (b, other) = place_of(metadata, "half"), place_of(metadata, "scalar")
-    metadata.storage_data[a], metadata.storage_data[b] = other, one
-
-
-def both_paths(metadata: Metadata) -> None:
-    metadata.planner_data["half"] = ("scalar",)

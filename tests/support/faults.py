@@ -92,11 +92,11 @@ class Faults(FolderCalls):
     def install_all(self) -> None:
         import fcntl
 
-        from ckptool.output import copying
+        from ckptool.output import sink
 
         self.install(tuple(name for name in ERRORS if name != "makedirs"))
         fcntl.flock = self.wrapped("flock", fcntl.flock)  # type: ignore[assignment]
-        real = copying.system_call
+        real = sink.system_call
 
         def system_call(name: str) -> Callable[..., int] | None:
             call = real(name)
@@ -234,10 +234,10 @@ def warm() -> None:
             importlib.import_module(module.name)
     for name in ("numpy", "ml_dtypes", "yaml", "typer.core", "ctypes"):
         importlib.import_module(name)
-    from ckptool.output import copying
+    from ckptool.output import sink
 
-    copying.system_call("fallocate")
-    copying.system_call("sync_file_range")
+    sink.system_call("fallocate")
+    sink.system_call("sync_file_range")
     for verb in ("average", "bake", "bundle", "spec", "unbundle", "warm_start"):
         importlib.import_module(f"ckptool.verbs.{verb}")
     with contextlib.redirect_stderr(io.StringIO()):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.support.deepspeed_folders import write_zero
 from tests.support.ranks import save_on_two_ranks
 
-# Their shares of one model: FSDP2, ShardedTensor, and three ways of torch.distributed.checkpoint.
+# Their shares of one model: FSDP2, ShardedTensor, and two ways of torch.distributed.checkpoint.
 SAVE = """
     import torch.nn as nn
     from torch.distributed._shard import sharded_tensor
@@ -38,7 +39,6 @@ SAVE = """
             f"{folder}/replica_rank{rank}.pt")
         halves = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         torch.save({"a.weight": sharded_tensor.rand(halves, 10, 4), "b": torch.ones(3)}, f"{folder}/sharded_{rank}.pt")
-        dcp.save({"model": model.state_dict(), "step": 5}, checkpoint_id=f"{folder}/dcp")
         dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(f"{folder}/tables"),
             use_collectives=False)
         weights = {name: value for name, value in model.state_dict().items() if name.startswith("0.")}
@@ -77,30 +77,6 @@ def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
     return folder
 
 
-def zero_folder(folder: Path, stage: int = 3, ranks: int = 2) -> Path:
-    """The files of one tag of DeepSpeed's, of so many ranks: `global_step2/*.pt`."""
-    model = random_weights("fc.weight", "fc.bias", "out.weight") | {"running_mean": torch.zeros(4)}
-    shapes = [{name: value.shape for name, value in model.items() if name != "running_mean"}]
-    empty = {name: torch.empty(0) if name in shapes[0] else value for name, value in model.items()}
-    for rank in range(ranks):
-        state = {"module": empty if stage == 3 else model, "param_shapes": shapes, "buffer_names": ["running_mean"]}
-        state |= {
-            "dp_world_size": ranks,
-            "mp_world_size": 1,
-            "global_steps": 2,
-            "ds_version": "0.19.8",
-            "optimizer": None,
-        }
-        if stage == 3:
-            saved_below(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        elif rank == 0:
-            saved_below(state, folder / "mp_rank_00_model_states.pt")
-        flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        share = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks], flat: [torch.randn(18)]}
-        saved_below({"optimizer_state_dict": share}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return folder
-
-
 def megatron_folder(folder: Path, ranks: int = 2) -> Path:
     """Megatron's legacy layout: `iter_0000500/mp_rank_00/model_optim_rng.pt`."""
     args = Namespace(tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
@@ -134,9 +110,9 @@ def flattened(folder: Path) -> Path:
 # What a part is called, and how it is made; those of `DISTRIBUTED` are copied from what two processes saved.
 DISTRIBUTED = {"rank 1 of 2": "model_world_size_2_rank_1.pt", "rank 0 of 2": "pytorch_model_fsdp_0_rank0.bin"}
 MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "zero-3 model": (lambda f: zero_folder(f) / "zero_pp_rank_1_mp_rank_00_model_states.pt", "rank 1 of 2"),
-    "zero-3 optimizer": (lambda f: zero_folder(f) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
-    "zero-2 optimizer": (lambda f: zero_folder(f, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
+    "zero-3 model": (lambda f: write_zero(f, 3, 2) / "zero_pp_rank_1_mp_rank_00_model_states.pt", "rank 1 of 2"),
+    "zero-3 optimizer": (lambda f: write_zero(f, 3, 2) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
+    "zero-2 optimizer": (lambda f: write_zero(f, 2, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
     "a layer of a pipeline": (
         lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
         "layer 3",

@@ -4,8 +4,7 @@ bit."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,12 @@ from tests.support.files import contents
 from tests.support.same import first_difference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = Path(__file__).parents[1] / "training/scripts/own.py"
+
+
+def own(name: str) -> str:
+    """Something of a user's own, right or wrong, from `tests/training/scripts/own.py`."""
+    return f"{OWN}:{name}"
 
 
 def toy(name: str) -> str:
@@ -53,6 +58,20 @@ GAN: dict[str, Any] = {
     },
     "optim": {"generator": {"name": "adam"}, "discriminator": {"name": "adam"}},
 }
+TEXT: dict[str, Any] = {
+    "task": "lm",
+    "data": {"name": toy("data.py:text"), "args": {"samples": 40, "length": 4}, "batch": 8},
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "dropout": 0.1}}},
+}
+MUON = {"name": "muon", "model": "main", "match": "type:Linear.weight", "lr": 0.02}
+HALVED = {"name": "StepLR", "args": {"step_size": 2, "gamma": 0.5}}
+BOTH: dict[str, Any] = {**TEXT, "optim": {"muon": {**MUON, "schedule": HALVED}, "rest": {"model": "main"}}}
+
+
+def split_at(*at: str, microbatches: int = 1) -> dict[str, Any]:
+    """A model cut before these modules, all its parts on the CPU."""
+    split = {"devices": ["cpu"] * (len(at) + 1), "at": list(at), "microbatches": microbatches}
+    return {"strategy": "split", "split": split}
 
 
 def config(*changes: str, run: Path | str = "unused", **sections: Any) -> Config:
@@ -111,13 +130,6 @@ def run_to_end(path: Path, *changes: str, **sections: Any) -> Outcome:
 def last(path: Path) -> bytes:
     """The bytes of a run's newest checkpoint."""
     return max((path / "run" / "checkpoints").glob("step-*.pt")).read_bytes()
-
-
-@contextmanager
-def module(path: Path, text: str) -> Iterator[str]:
-    """A module of the user's own; its path."""
-    path.write_text(text)
-    yield str(path)
 
 
 def flip_a_bit(path: Path) -> None:

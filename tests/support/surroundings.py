@@ -70,18 +70,7 @@ def _raw(word: str) -> str:
 STREAMS = {
     after: Surroundings(after, quiet="2" not in after)
     for after in (
-        *(
-            ">&-",
-            "2>&-",
-            ">&- 2>&-",
-            "<&-",
-            "<&- >&- 2>&-",
-            "</dev/null",
-            "0>/dev/null",
-            "2>/dev/full",
-            "1</dev/null",
-            "2</dev/null",
-        ),
+        *(">&-", "2>&-", ">&- 2>&-", "<&-", "<&- >&- 2>&-", "</dev/null", "0>/dev/null", "2>/dev/full"),
         *("| head -1", "| head -c 1", "| true", "2>&1 | head -c 1", "2>&1 | true", "| cat"),
     )
 }

@@ -1,20 +1,19 @@
-"""Zip archives laid out field by field, honest and not, and a hypothesis strategy of them.
+"""Zip archives laid out field by field, honest and not.
 
-`build` writes what it is told, lies included. `layouts` draws a small checkpoint's records in any order, with gaps,
-duplicates, overlaps, sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
+`build` writes what it is told, lies included. `any_layout` draws records in any order, with gaps, duplicates, overlaps,
+sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
 """
 
 from __future__ import annotations
 
 import io
+import random
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from hypothesis import strategies as st
 
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR
 from tests.support.zips import FILE
@@ -175,73 +174,77 @@ def with_more(*more: Entry) -> Layout:
     return replace(layout, entries=(*layout.entries, *more))
 
 
-# The strategy --------------------------------------------------------------------------------------------------------
+# Any layout ----------------------------------------------------------------------------------------------------------
 
-_bytes = st.sampled_from([b"", b"\0" * 4, b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"PK\x01\x02", b"0123456789abcdef"])
-_small = st.sampled_from([0, 1, 4, 8, 12, 30, 46, 64, 4096, 0xFFFF, 0xFFFFFFFE, 0xFFFFFFFF])
-_names = st.sampled_from(
-    [*map(str.encode, RECORDS), b"archive/DATA.PKL", b"archive/data/00", b"archive/data/0\0.txt", b"", b"../x",
-        b"archive/", b"C:\\x"]
+_BYTES = (b"", b"\0" * 4, b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"PK\x01\x02", b"0123456789abcdef")
+_SMALL = (0, 1, 4, 8, 12, 13, 30, 46, 64, 4096, 0xFFFF, 0xFFFFFFFE, 0xFFFFFFFF)
+_NAMES = (
+    *map(str.encode, RECORDS), b"archive/DATA.PKL", b"archive/data/00", b"archive/data/0\0.txt", b"archive/data.pkl\0",
+    b"archive\\data.pkl", b"./archive/data.pkl", b"archive//data.pkl", b"other/data.pkl", b"archive/data.pkl/", b"",
+    b"../x", b"archive/", b"C:\\x", b"archive/\xff\xfe", b"archive/constants.pkl", b"archive/code/x.py",
+    "archive/däta.pkl".encode(), b"archive/.data/version", b"archive/data/0/", b"a" * 300,
 )  # fmt: skip
-_TWISTS: dict[str, st.SearchStrategy[object]] = {
-    "method": st.sampled_from([0, 8, 12, 99]),
-    "flags": st.sampled_from([0, 0x0800, 0x0801, 0x0808, 0x0820, 0x0840, 0x2800, 0x0806]),
-    "descriptor": st.sampled_from(["none", "signed", "bare", "wide", "wide-bare"]),
-    "crc": _small,
-    "stored": _small,
-    "size": _small,
-    "at": _small,
-    "name": _names,
-    "name_local": _names,
-    "method_local": st.sampled_from([0, 8, 12, 99]),
-    "flags_local": st.sampled_from([0, 8, 0x0800, 0x0808, 0x0801]),
-    "crc_local": _small,
-    "stored_local": _small,
-    "size_local": _small,
-    "crc_descriptor": _small,
-    "extra_local": _bytes.map(lambda raw: struct.pack("<2H", 0x4246, len(raw)) + raw),
-    "extra": _bytes.map(lambda raw: struct.pack("<2H", 1, len(raw)) + raw),
-    "note": _bytes,
-    "needed": st.sampled_from([0, 10, 20, 45, 63]),
-    "made": st.sampled_from([0, 0x0314, 0x031E]),
-    "disk": st.sampled_from([0, 0, 1, 0xFFFF]),
-    "attributes": st.sampled_from([0, 0o120777 << 16, 0x10]),
-    "before": _bytes,
-    "listed": st.sampled_from([0, 1, 2]),
+_FIELDS = tuple(
+    struct.pack("<2H", kind, len(raw)) + raw
+    for kind, raw in (
+        *((0x4246, raw) for raw in _BYTES),
+        *((1, struct.pack("<3Q", *sizes)[:size]) for sizes in ((12,) * 3, (0, 1, 1 << 33)) for size in (8, 16, 20, 24)),
+        *((0x7075, struct.pack("<BI", 1, zlib.crc32(b"archive/data/0")) + name) for name in (b"archive/data/1", b"x")),
+    )
+)
+_METHODS, _FLAGS = (0, 8, 12, 99), (0, 8, 0x0800, 0x0801, 0x0808, 0x0820, 0x0840, 0x2800, 0x0806)
+_TWISTS: dict[str, tuple[object, ...]] = {
+    "content": _BYTES,
+    "method": _METHODS,
+    "flags": _FLAGS,
+    "descriptor": ("none", "signed", "bare", "wide", "wide-bare"),
+    **dict.fromkeys(
+        ("crc", "stored", "size", "at", "crc_local", "stored_local", "size_local", "crc_descriptor"), _SMALL
+    ),
+    "name": _NAMES,
+    "name_local": _NAMES,
+    "method_local": _METHODS,
+    "flags_local": _FLAGS,
+    "extra_local": (*_FIELDS, b"x"),
+    "extra": (*_FIELDS, b"x"),
+    "note": _BYTES,
+    "needed": (0, 10, 20, 45, 63),
+    "made": (0, 0x0314, 0x031E),
+    "disk": (0, 0, 1, 0xFFFF),
+    "attributes": (0, 0o120777 << 16, 0x10),
+    "before": _BYTES,
+    "listed": (0, 1, 2),
 }
-_AROUND: dict[str, st.SearchStrategy[object]] = {
-    "prefix": _bytes,
-    "shift": st.sampled_from([0, 4, 16, 22]),
-    "gap": _bytes,
-    "gap_end": _bytes,
-    "comment": _bytes,
-    "trailing": _bytes,
-    "count": st.integers(0, 10) | _small,
-    "directory_size": _small,
-    "directory_at": _small,
-    "disk": st.sampled_from([0, 1]),
+_AROUND: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("prefix", "gap", "gap_end", "comment", "trailing"), _BYTES),
+    "shift": (0, 4, 16, 22),
+    "count": (*range(11), *_SMALL),
+    "directory_size": _SMALL,
+    "directory_at": _SMALL,
+    "disk": (0, 1),
 }
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """A layout of the small checkpoint with at most four things that are odd or wrong."""
-    layout = honest(zip64=draw(st.booleans()))
-    entries = list(draw(st.permutations(layout.entries)))
-    if draw(st.booleans()):
-        kind = draw(_TWISTS["descriptor"])
-        entries = [replace(entry, descriptor=kind) for entry in entries]  # type: ignore[arg-type]
-    for _ in range(draw(st.integers(0, 3))):
-        place, what = draw(st.integers(0, len(entries) - 1)), draw(st.sampled_from([*_TWISTS, "again", "another"]))
+def any_layout(rng: random.Random, layout: Layout | None = None) -> Layout:
+    """A layout of the small checkpoint, or of other records, with at most four things that are odd or wrong."""
+    layout = layout or honest()
+    entries = list(layout.entries)
+    if rng.random() < 0.3:
+        rng.shuffle(entries)
+    if rng.random() < 0.5:
+        kind = rng.choice(("none", "signed", "bare", "wide", "wide-bare"))
+        entries = [replace(entry, descriptor=kind) for entry in entries]
+    for _ in range(rng.randrange(4)):
+        place, what = rng.randrange(len(entries)), rng.choice([*_TWISTS, "again", "another"])
         if what == "again":
-            entries.append(entries[place])
+            entries.insert(rng.randrange(len(entries)), replace(entries[place], content=rng.choice(entries).content))
         elif what == "another":
-            entries.append(Entry(draw(_names), draw(_bytes)))
+            entries.insert(rng.randrange(len(entries)), Entry(rng.choice(_NAMES), rng.choice(_BYTES)))
         else:
-            entries[place] = replace(entries[place], **{what: draw(_TWISTS[what])})
-    order = tuple(draw(st.permutations(range(len(entries))))) if draw(st.booleans()) else None
-    layout = replace(layout, entries=tuple(entries), order=order)
-    if draw(st.integers(0, 3)) == 0:
-        what = draw(st.sampled_from(sorted(_AROUND)))
-        layout = replace(layout, **{what: draw(_AROUND[what])})
+            entries[place] = replace(entries[place], **{what: rng.choice(_TWISTS[what])})  # type: ignore[arg-type]
+    order = tuple(rng.sample(range(len(entries)), len(entries))) if rng.random() < 0.2 else None
+    layout = replace(layout, entries=tuple(entries), order=order, zip64=rng.random() < 0.5)
+    if rng.randrange(4) == 0:
+        what = rng.choice([*_AROUND])
+        layout = replace(layout, **{what: rng.choice(_AROUND[what])})  # type: ignore[arg-type]
     return layout

@@ -1,4 +1,4 @@
-"""Data: the samples of a step, randomness by place, workers that survive signals, padding, the user's own."""
+"""Data: the samples of a step, randomness by place, streams, samplers, workers that survive signals, padding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,71 +14,104 @@ import pytest
 import torch
 
 from ckptool.bridge.user_code import import_user_code
-from ckptool.errors import UsageError, UserCodeFailed
+from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import toys
-from ckptool.training.data import default, pad, to_device
+from ckptool.training.data import Picked, default, pad, to_device
 from ckptool.training.parallel import World
-from tests.support.small_runs import last, run_to_end, take, toy, trainer
+from ckptool.training.trainer import Trainer
+from tests.support.looped import sliced
+from tests.support.several_processes import processes
+from tests.support.small_runs import last, own, run_to_end, take, toy, trainer
 
-RANDOM = """
-import random
-import torch
-class Noisy:
-    about = {"inputs": [3], "classes": 2}
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        return torch.rand(3) + index, torch.tensor(random.randrange(2)), index
-"""
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def noisy(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "noisy.py").write_text(RANDOM)
-    return {"name": f"{tmp_path / 'noisy.py'}:Noisy", "batch": 8, "val_fraction": 0.1}
+def made(name: str, *changes: str, world: World | None = None, **data: Any) -> Trainer:
+    settings = {"name": own(name), "batch": 8, "val_fraction": 0, **data}
+    return trainer("train.steps=10", "save.every=3", *changes, world=world, data=settings)
 
 
-def seen(*changes: str, world: World | None = None, **sections: Any) -> list[list[Any]]:
-    """The data of each step."""
-    made = trainer(*changes, world=world, **sections)
-    return [[batch.data for batch in step] for step in made.data.stream(made)]
+def steps_of(trainer: Trainer) -> list[list[Any]]:
+    """The data of the steps that are left; of each step the parts that count."""
+    return [[batch.data for batch in step if batch.size] for step in trainer.data.stream(trainer)]
 
 
-def indices(steps: list[list[Any]]) -> list[list[int]]:
-    return [sorted(i for _, _, part in step for i in part.tolist()) for step in steps]
+def numbers(steps: list[list[Any]]) -> list[list[int]]:
+    return [[i for part in step for i in part[2].tolist()] for step in steps]
+
+
+STREAMS = ("Stream", "Stateful", "Sized")
+KINDS = {name: {"name": name} for name in (*STREAMS, "Items")}
+KINDS |= {name: {"name": "Items", "sampler": own(name)} for name in ("weighted", "Curriculum")}
 
 
 # The samples of a step -----------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own(noisy: dict[str, Any]) -> None:
-    steps = indices(seen("train.steps=10", data=noisy))
-    first, second = ([i for step in part for i in step] for part in (steps[:5], steps[5:]))
-    made = trainer(data=noisy)
-    assert sorted(first) == sorted(second) == made.data.train
+def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own() -> None:
+    found = made("Items", val_fraction=0.1)
+    steps = numbers(steps_of(found))
+    first, second = ([i % 1000 for step in part for i in step] for part in (steps[:5], steps[5:]))
+    assert sorted(first) == sorted(second) == found.data.train
     assert first != second
-    assert sorted(made.data.train + made.data.held) == list(range(40))
+    assert sorted(found.data.train + found.data.held) == list(range(40))
+    assert [{i // 1000 for i in step} for step in steps] == [{0}] * 5 + [{1}] * 5
 
 
-@pytest.mark.parametrize("begin", [0, 3, 5, 7])
-def test_a_run_that_goes_on_sees_what_it_would_have_seen(noisy: dict[str, Any], begin: int) -> None:
-    whole = seen("train.steps=10", data=noisy)
-    made = trainer("train.steps=10", data=noisy)
-    made.step = begin
-    rest = [[batch.data for batch in step] for step in made.data.stream(made)]
-    assert str(rest) == str(whole[begin:])
+def test_a_stream_is_read_from_end_to_end_and_again() -> None:
+    found = numbers(steps_of(made("Stream")))
+    assert found[:3] == [list(range(8)), list(range(8, 16)), list(range(16, 21))]
+    assert found[3:6] == [[100 + i for i in step] for step in found[:3]]
+    dropped = numbers(steps_of(made("Stream", "data.drop_last=true")))
+    assert dropped[:3] == [*found[:2], found[3]]
+    assert made("Sized").steps_per_epoch == 3
+    assert made("Sized", "train.steps=null", "train.epochs=2").total_steps == 6
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_processes_divide_the_samples_of_a_step(noisy: dict[str, Any], size: int, parts: int) -> None:
+@pytest.mark.parametrize(("kind", "begin", "workers"), sliced(product(KINDS, [1, 3, 4, 6, 9], [0, 2]), 20))
+def test_a_run_that_goes_on_sees_what_it_would_have_seen(kind: str, begin: int, workers: int) -> None:
+    """With any number of workers, before the state of a save and after it; batches keep their form."""
+    data = {**KINDS[kind], "collate": own("together")}
+    whole = steps_of(made(**data))
+    assert len(whole) == 10 and type(whole[0][0]) is tuple
+    first = made(**data, workers=2 - workers)
+    batches = first.data.stream(first)
+    for _ in range(begin):
+        next(batches)
+    state = first.data.state(begin)
+    batches.close()
+    torch.rand(begin)
+    second = made(**data, workers=workers)
+    second.step = begin
+    second.data.load_state(begin, state)
+    assert str(steps_of(second)) == str(whole[begin:])
+
+
+def test_a_stream_with_a_state_is_read_from_there() -> None:
+    first = made("Stateful", "train.steps=200", "save.every=2")
+    batches = first.data.stream(first)
+    for _ in range(2):
+        next(batches)
+    second = made("Stateful", "save.every=2")
+    second.step = 2
+    second.data.load_state(2, first.data.state(2))
+    next(second.data.stream(second))
+    assert second.data.dataset.read == 5  # the rest of the epoch, and nothing of what was before
+    shorter = made("Stream")
+    shorter.data.load_state(0, {"stream": {"epoch": 0, "samples": 30}})
+    with pytest.raises(UsageError, match="epoch 0 ends after 21 samples, not 30"):
+        steps_of(shorter)
+
+
+@pytest.mark.parametrize(("kind", "size", "parts"), [*product(["Items", "Stateful"], [2, 3, 5], [1, 3])])
+def test_processes_divide_the_samples_of_a_step(kind: str, size: int, parts: int) -> None:
     """The same samples, augmented alike, whatever the number of processes and of micro-steps; each counts once."""
-    changes = ("train.steps=6", f"train.accumulate={parts}")
-    alone = seen("train.steps=6", data=noisy)
+    alone = steps_of(made(kind))
     together: list[dict[int, torch.Tensor]] = [{} for _ in alone]
+    changes = (f"train.accumulate={parts}", f"data.workers={size % 2}")
     for rank in range(size):
-        made = trainer(*changes, data=noisy, world=World(rank=rank, size=size))
-        for number, step in enumerate(made.data.stream(made)):
+        found = made(kind, *changes, world=World(rank=rank, size=size))
+        for number, step in enumerate(found.data.stream(found)):
             assert sum(batch.total for batch in step) == len(alone[number][0][0])
             for batch in step:
                 points, _, places = batch.data
@@ -89,123 +123,116 @@ def test_processes_divide_the_samples_of_a_step(noisy: dict[str, Any], size: int
         assert all(torch.equal(together[number][int(i)], point) for i, point in zip(places, points, strict=True))
 
 
-def test_a_process_without_a_sample_takes_part_with_no_weight(noisy: dict[str, Any]) -> None:
-    made = trainer("data.batch=35", "train.steps=2", data={**noisy, "batch": 35}, world=World(rank=1, size=2))
-    assert [[(len(b.data[0]), b.size, b.total) for b in step] for step in made.data.stream(made)] == [
+def test_a_process_without_a_sample_takes_part_with_no_weight() -> None:
+    found = made("Items", "train.steps=2", batch=35, val_fraction=0.1, world=World(rank=1, size=2))
+    assert [[(len(b.data[0]), b.size, b.total) for b in step] for step in found.data.stream(found)] == [
         [(17, 17, 35)],
         [(1, 0, 1)],
     ]
 
 
-# Workers -------------------------------------------------------------------------------------------------------------
-
-
-def test_workers_draw_the_same_numbers(noisy: dict[str, Any]) -> None:
-    alone, helped = (seen("train.steps=7", f"data.workers={n}", data=noisy) for n in (0, 2))
-    assert str(alone) == str(helped)
-    assert len(alone) == 7
-
-
-def test_numbers_differ_between_epochs_and_samples(noisy: dict[str, Any]) -> None:
-    steps = seen("train.steps=10", data=noisy)
+def test_numbers_differ_between_epochs_and_samples() -> None:
     drawn: dict[int, list[tuple[float, ...]]] = {}
-    for step in steps:
+    for step in steps_of(made("Items")):
         for points, _, places in step:
             for i, point in zip(places.tolist(), points, strict=True):
-                drawn.setdefault(i, []).append(tuple((point - i).tolist()))
+                drawn.setdefault(i % 1000, []).append(tuple((point - i % 1000).tolist()))
     assert all(len(two) == 2 and two[0] != two[1] for two in drawn.values())
     assert len({two[0] for two in drawn.values()}) == len(drawn)
 
 
+def test_a_sampler_sees_what_is_trained_on_and_is_told_the_epoch() -> None:
+    half = made("Items", sampler=own("Curriculum"), val_fraction=0.5)
+    assert half.steps_per_epoch == 3
+    found = numbers(steps_of(half))
+    assert [found[step][0] % 1000 for step in (0, 3, 6)] == half.data.train[:3]
+    assert {i % 1000 for step in found for i in step} == set(half.data.train)
+
+
+# Validation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "workers"), [*product(["Items", "Sized"], [0, 2])])
+def test_a_validation_set_of_ones_own(name: str, workers: int) -> None:
+    settings = {"name": own("Items"), "batch": 8, "workers": workers, "val": {"name": own(name)}}
+    found = trainer(data=settings)
+    assert found.data.train_count == 40
+    once, again = ([batch.data for batch in found.data.validation(CPU, 3)] for _ in range(2))
+    assert str(once) == str(again)
+    assert [i % 100 for part in once for i in part[2].tolist()] == list(range(40 if name == "Items" else 21))
+    assert {int(i) // 100 for part in once for i in part[2]} <= {3, 30}
+
+
+def test_workers_evaluate_the_same() -> None:
+    held = [made("Items", f"data.workers={n}", val_fraction=0.5).data.validation(CPU, 0) for n in (0, 2)]
+    one, other = (str([batch.data for batch in each]) for each in held)
+    assert one == other != "[]"
+
+
+@pytest.mark.parametrize("on", ["val", "test"])
+def test_nothing_is_held_out_of_a_stream(on: str) -> None:
+    found = made("Stateful", test={"name": own("Stream")})
+    assert len(list(found.data.validation(CPU, 0, on))) == (3 if on == "test" else 0)
+    assert found.data.dataset.read == 0
+    assert trainer(data={"name": "blobs", "val": {"name": "blobs"}}).config.data.val_fraction == 0
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
 def test_a_run_ends_the_same_with_workers_and_without(tmp_path: Path) -> None:
     run_to_end(tmp_path / "a")
-    run_to_end(tmp_path / "b", "train.steps=7")
-    run_to_end(tmp_path / "b", "data.workers=2", "train.steps=12")
-    run_to_end(tmp_path / "b", "data.workers=1")
+    for changes in (["train.steps=7"], ["data.workers=2", "train.steps=12"], ["data.workers=1"]):
+        run_to_end(tmp_path / "b", *changes)
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
 
-def test_signals_do_not_reach_the_workers(noisy: dict[str, Any], tmp_path: Path) -> None:
-    """Not even one that comes as they start: they are forked deaf."""
-    text = RANDOM.replace("return torch", "import os; open(f'{FOLDER}/{os.getpid()}', 'w'); return torch")
-    (tmp_path / "told.py").write_text(text.replace("{FOLDER}", str(tmp_path / "pids")))
-    (tmp_path / "pids").mkdir()
-    made = trainer("data.workers=2", data={**noisy, "name": f"{tmp_path / 'told.py'}:Noisy"})
-    batches = made.data.stream(made)
-    next(batches)
-    workers = [int(name) for name in os.listdir(tmp_path / "pids")]
-    assert workers
-    assert os.getpid() not in workers
-    for name in ("TERM", "INT", "USR1", "USR2", "HUP"):
-        for pid in workers:
-            os.kill(pid, signal.Signals[f"SIG{name}"])
-    assert sum(1 for _ in batches) == made.total_steps - 1
-    batches.close()
-    ends = time.monotonic() + 20
-    while any(map(alive, workers)) and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert not any(map(alive, workers))
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_the_trainer_itself_still_hears_signals_when_its_workers_have_started() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
-    try:
-        made = trainer("data.workers=1")
-        batches = made.data.stream(made)
-        next(batches)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert heard == [signal.SIGUSR2]
-        batches.close()
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-# The user's own ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_set_that_raises_shows_its_traceback(tmp_path: Path, workers: int) -> None:
-    (tmp_path / "bad.py").write_text(
-        RANDOM.replace("return torch.rand(3)", "raise KeyError('no such picture')").replace("') +", "')  #")
-    )
-    with pytest.raises(UserCodeFailed, match=r"(?s)bad.py:Noisy raised KeyError.*no such picture"):
-        take(trainer(f"data.workers={workers}", data={"name": f"{tmp_path / 'bad.py'}:Noisy"}), 1)
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CkptoolError, match=r"the state of data .*Odd holds builtins\.object"):
+        run_to_end(tmp_path, "train.steps=3", data={"name": own("Odd"), "val_fraction": 0})
     assert not multiprocessing.active_children()
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "none.py").write_text("def none():\n    return iter([1])\ndef fails(n):\n    return 1 / n\n")
-    with pytest.raises(UsageError, match="not a Dataset"):
-        trainer(data={"name": f"{tmp_path / 'none.py'}:none"})
-    with pytest.raises(UserCodeFailed, match="ZeroDivisionError"):
-        trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"n": 0}})
-    with pytest.raises(UsageError, match=r"(?s)does not take.*It takes: n"):
-        trainer(data={"name": f"{tmp_path / 'none.py'}:fails", "args": {"m": 0}})
-    with pytest.raises(UsageError, match="there is no file"):
-        trainer(data={"name": f"{tmp_path / 'gone.py'}:none"})
+POINTS = {"name": own("Points"), "batch": 8, "val": {"name": own("PointItems")}}
 
 
-def test_a_collate_function_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import torch\ndef own(samples):\n    return torch.stack([s[0] * 2 for s in samples]), torch.tensor([int(s[1])"
-        " for s in samples])\n"
-    )
-    plain, own = seen(), seen(f"data.collate={tmp_path / 'own.py'}:own")
-    assert all(torch.equal(a[0][0] * 2, b[0][0]) for a, b in zip(plain, own, strict=True))
+def test_a_stream_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    """The same samples: the state that is saved is that of a single process."""
+    changes = ("models.main.args.dropout=0.0", "save.every=3", "save.keep_last=9")
+    run_to_end(tmp_path / "alone", *changes, "train.steps=9", data=POINTS)
+    two = ("strategy=ddp", "train.steps=5")
+    processes(2, lambda rank: run_to_end(tmp_path / "two", *changes, *two, data=POINTS))
+    run_to_end(tmp_path / "two", *changes, "train.steps=9", data=POINTS)
+    one, other = (torch.load(sorted((tmp_path / name).glob("run/*/*.pt"))[-1]) for name in ("alone", "two"))
+    assert str(one["data_state"]) == str(other["data_state"])
+    torch.testing.assert_close(one["model_state_dict"], other["model_state_dict"])
 
 
-def test_a_batch_larger_than_the_data_with_drop_last_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.batch is 64, but there are 48 samples"):
-        trainer("data.batch=64", "data.drop_last=true")
+# Workers and signals -------------------------------------------------------------------------------------------------
+
+
+def test_signals_do_not_reach_the_workers_and_still_reach_the_trainer() -> None:
+    """Not even one that comes as they start: they are forked deaf. Closing the stream ends them."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        found = made("Items", "data.workers=2")
+        batches = found.data.stream(found)
+        next(batches)
+        workers = [child.pid for child in multiprocessing.active_children()]
+        assert len(workers) == 2
+        for pid, name in product(workers, ("TERM", "INT", "USR1", "USR2", "HUP")):
+            os.kill(pid or 0, signal.Signals[f"SIG{name}"])
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+        assert sum(1 for _ in batches) == found.total_steps - 1
+        batches.close()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    ends = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not multiprocessing.active_children()
 
 
 # Collating -----------------------------------------------------------------------------------------------------------
@@ -224,36 +251,28 @@ def test_padding() -> None:
         "label": [0, 1],
         "lengths": [3, 1],
     }
-
-
-def test_sequences_that_are_not_padded_are_an_error_that_says_so() -> None:
-    with pytest.raises(UsageError, match=r"(?s)cannot be stacked.*data.collate=pad"):
-        default([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(UsageError, match=r"data.collate=pad"):
-        seen(data={"name": toy("data.py:Sequences"), "args": {"samples": 20}})
-
-
-def test_padded_sequences_train_a_recurrent_model() -> None:
     data = {"name": toy("data.py:Sequences"), "args": {"samples": 40}, "collate": "pad", "batch": 8}
     losses = take(trainer("optim.main.lr=0.05", data=data, models={"main": {"name": toy("models.py:Tagger")}}), 20)
     assert min(losses[10:]) < losses[0]
 
 
+def test_a_collate_function_of_ones_own() -> None:
+    plain, doubled = (steps_of(trainer(f"data.collate={name}")) for name in ("default", own("doubled")))
+    assert all(torch.equal(a[0][0] * 2, b[0][0]) for a, b in zip(plain, doubled, strict=True))
+
+
 def test_to_device_keeps_the_form_of_a_batch() -> None:
-    batch = {"a": (torch.ones(2), "text"), "b": [torch.zeros(1), 3]}
-    moved = to_device(batch, torch.device("meta"))
+    moved = to_device({"a": (torch.ones(2), "text"), "b": [torch.zeros(1), 3]}, torch.device("meta"))
     assert moved["a"][0].device.type == moved["b"][0].device.type == "meta"
     assert (moved["a"][1], moved["b"][1]) == ("text", 3)
 
 
-# The toys -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", "blobs images linear modadd ring spirals text Sequences".split())
-def test_toy_data_are_the_same_every_time(name: str) -> None:
+def test_toy_data_are_the_same_every_time_and_in_one_piece(name: str) -> None:
     make = toys.blobs if name == "blobs" else import_user_code(toy(f"data.py:{name}"), "data")
     one, other = make(), make()
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
     if isinstance(one, toys.Arrays):
-        assert str(one.batch([3, 1, 3])) == str(default([one[3], one[1], one[3]]))
+        found = Picked(one, default, 0).__getitems__([([(0, 3), (0, 1), (0, 3)], 3, 3)])
+        assert str(found) == str(([(default([one[3], one[1], one[3]]), 3, 3)], None))

@@ -19,11 +19,11 @@ import torch.distributed.fsdp  # once, and not in every process
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import ckptool
-from ckptool.errors import DiskFull, UsageError
+from ckptool.errors import DiskFull
 from tests.support.crash import Crash
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, module, run_to_end, toy, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, run_to_end, toy, trainer
 
 TEXT: dict[str, Any] = {
     "task": "lm",
@@ -245,10 +245,3 @@ def test_two_models_and_16_bits_are_trained_as_under_ddp(tmp_path: Path) -> None
             path = tmp_path / name / strategy
             processes(2, lambda rank, words=words, path=path: run_to_end(path, *words, **sections))  # noqa: B023
         assert losses(tmp_path / name / "fsdp") == pytest.approx(losses(tmp_path / name / "ddp"), rel=1e-5)
-
-
-def test_a_parameter_without_a_dimension_is_named(tmp_path: Path) -> None:
-    text = "from torch import nn\nimport torch\nclass Net(nn.Linear):\n    def __init__(self):\n"
-    text += "        super().__init__(4, 2)\n        self.scale = nn.Parameter(torch.ones(()))\n"
-    with module(tmp_path / "net.py", text) as path, pytest.raises(UsageError, match="fsdp cannot divide scale"):
-        run_to_end(tmp_path, "strategy=fsdp", models={"main": {"name": f"{path}:Net"}})

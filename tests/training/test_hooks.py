@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -13,21 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import Conflict, MissingExtra, UsageError, UserCodeFailed
+from ckptool.errors import MissingExtra, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from ckptool.training.start import resume, start
-from tests.support.small_runs import (
-    CONV,
-    GAN,
-    IMAGES,
-    assert_same_trainers,
-    config,
-    killed_after,
-    last,
-    run_to_end,
-    take,
-    trainer,
-)
+from tests.support.small_runs import CONV, GAN, IMAGES, assert_same_trainers, last, own, run_to_end, take, trainer
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -76,32 +62,13 @@ def test_statistics_of_activations(tmp_path: Path) -> None:
     assert hooks.facts()["main.4.mean"] == pytest.approx(float(seen[-1].mean()))
 
 
-OWN = """
-class Own:
-    def attach(self, trainer):
-        self.said = ["attach"]
-    def after_backward(self, trainer, model):
-        self.said.append(f"backward {model}")
-        return {"twice": trainer.step * 2}
-    def after_step(self, trainer):
-        self.said.append(f"step {trainer.step}")
-    def logged(self, trainer, fact):
-        self.said.append(f"logged {fact['twice']}")
-    def ended(self, trainer):
-        with open(PATH, "w") as file:
-            file.write("; ".join(self.said))
-class Bad:
-    def after_step(self, trainer):
-        raise LookupError("lost")
-"""
-
-
 def test_a_hook_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN.replace("PATH", repr(str(tmp_path / "said"))))
-    run_to_end(tmp_path, "train.steps=2", "log.every=2", hooks=[f"{tmp_path / 'own.py'}:Own"])
-    assert (tmp_path / "said").read_text() == "attach; backward main; step 1; backward main; step 2; logged 2.0"
-    with pytest.raises(UserCodeFailed, match=r"own.py:Bad raised LookupError: lost"):
-        run_to_end(tmp_path / "bad", hooks=[f"{tmp_path / 'own.py'}:Bad"])
+    run_to_end(tmp_path, "train.steps=2", "log.every=2", hooks=[own("Said"), own("Helped")])
+    said = "attach; backward main; step 1; backward main; step 2; logged 2.0"
+    assert (tmp_path / "run/said").read_text() == said
+    with pytest.raises(UserCodeFailed, match=r"own.py:Lost raised LookupError: lost"):
+        run_to_end(tmp_path / "bad", hooks=[own("Said"), own("Lost")])
+    assert (tmp_path / "bad/run/said").read_text() == "attach; backward main; step 1"  # each is told of the end
 
 
 # The profiler --------------------------------------------------------------------------------------------------------
@@ -124,76 +91,6 @@ def test_a_run_that_is_shorter_than_the_profile_ends_well(tmp_path: Path) -> Non
     run_to_end(tmp_path, "train.steps=2", profile={"wait": 1, "warmup": 0, "active": 9})
     assert (tmp_path / "run/profile.json").exists()
     assert run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5}).profile == ""
-
-
-@pytest.mark.parametrize("name", ["../trace.json", "/tmp/trace.json", "run.yaml", "lock", ".json"])
-def test_a_trace_has_a_name_of_its_own_in_the_run(name: str) -> None:
-    with pytest.raises(UsageError, match=r"profile\.trace"):
-        config(f"profile.trace={name}")
-
-
-# metrics.csv ----------------------------------------------------------------------------------------------------------
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with (path / "run/metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-NAN = """
-class Hook:
-    def __init__(self):
-        self.step = 0
-    def after_step(self, trainer):
-        self.step = trainer.step
-    def facts(self):
-        return {"a, b": float("nan")} | ({"late": 1e-7} if self.step >= 8 else {})
-"""
-
-
-@pytest.mark.parametrize("step", [1, 5, 8, 12])
-def test_metrics_as_csv(tmp_path: Path, step: int) -> None:
-    """The numbers of metrics.jsonl, a column for every name; the same bytes, wherever the run was killed."""
-    (tmp_path / "own.py").write_text(NAN)
-    changes = (
-        "log.csv=true",
-        "log.every=2",
-        "save.every=1",
-        "save.keep_last=99",
-        f"hooks=[{tmp_path / 'own.py'}:Hook]",
-    )
-    run_to_end(tmp_path / "a", *changes)
-    names = list(dict.fromkeys(name for fact in logged(tmp_path / "a") for name in fact))
-    assert names[-1] == "late"  # which makes the table anew
-    rows = table(tmp_path / "a")
-    assert list(rows[0]) == names
-    assert rows == [{name: str(fact.get(name, "")) for name in names} for fact in logged(tmp_path / "a")]
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    killed_after(tmp_path / "b/run", step)
-    with (tmp_path / "b/run/metrics.csv").open("a") as file:
-        file.write("21,3,0.")  # as a kill leaves it
-    resume(str(tmp_path / "b/run"))
-    for name in ("metrics.csv", "metrics.jsonl"):
-        assert (tmp_path / "a/run" / name).read_bytes() == (tmp_path / "b/run" / name).read_bytes()
-    assert last(tmp_path / "a") == last(tmp_path / "b")
-
-
-def test_a_csv_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.csv").write_text("mine")
-    for _ in range(2):
-        with pytest.raises(Conflict, match=r"holds metrics\.csv, which this run did not write"):
-            run_to_end(tmp_path, "log.csv=true")
-    assert (tmp_path / "run/metrics.csv").read_text() == "mine"
-
-
-def test_a_run_that_never_saved_begins_again_over_its_csv(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("class Hook:\n    def after_backward(self, *given):\n        raise LookupError\n")
-    with pytest.raises(UserCodeFailed):
-        run_to_end(tmp_path, "log.csv=true", hooks=[f"{tmp_path / 'own.py'}:Hook"])
-    assert (tmp_path / "run/metrics.csv").read_text() == ""
-    start(config("log.csv=true", run=tmp_path / "run"))
-    assert len(table(tmp_path)) == len(logged(tmp_path))
 
 
 # TensorBoard ---------------------------------------------------------------------------------------------------------

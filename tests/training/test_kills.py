@@ -18,14 +18,9 @@ import torch
 from ckptool.training import configfile
 from ckptool.training.store import Lines
 from tests.support.fork_server import ForkServer
-from tests.support.killed_runs import STEPS, configured, ends_the_same, lab, resumed_steps
-from tests.support.small_runs import CONV, GAN, IMAGES, config, toy
+from tests.support.killed_runs import STEPS, Kill, configured, ends_the_same, lab, resumed_steps
+from tests.support.small_runs import CONV, GAN, IMAGES, MUON, TEXT, config, own
 
-TEXT: dict[str, Any] = {
-    "task": "lm",
-    "data": {"name": toy("data.py:text"), "args": {"length": 8, "samples": 40}, "batch": 8},
-    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 1, "dropout": 0.1}}},
-}
 GROUPS = {
     "main": {
         "lr": 0.01,
@@ -34,6 +29,17 @@ GROUPS = {
         "schedule": {"name": "warmup_cosine", "args": {"warmup": 5, "total": STEPS}},
     }
 }
+SIGNS = {
+    "muon": {**MUON, "schedule": {"name": own("warmup"), "args": {"length": 30}}},
+    "rest": {"name": own("Signs"), "model": "main", "args": {"momentum": 0.9}},
+}
+AVERAGED: dict[str, Any] = {"train": {"steps": STEPS, "ema": 0.9}, "eval": {"every": "epoch", "ema": True}}
+
+
+def data(name: str, val: str, **more: Any) -> dict[str, Any]:
+    return {"data": {"name": own(name), "batch": 8, "val": {"name": own(val)}, **more}}
+
+
 SEVERAL: dict[str, dict[str, Any]] = {
     "dropout, accumulation, groups, lambda schedule": {
         "optim": GROUPS,
@@ -50,20 +56,27 @@ SEVERAL: dict[str, dict[str, Any]] = {
         "data": {"name": "blobs", "args": {"samples": 60, "spread": 200.0}, "batch": 8},
         "train": {"steps": STEPS, "precision": "fp16"},
     },
+    "two optimizers, one of one's own": {**TEXT, "optim": SIGNS, "train": {"steps": STEPS, "precision": "fp16"}},
+    "a stream": {**AVERAGED, **data("Points", "PointItems"), "eval": {"every": 4, "ema": True}},
+    "a stream to evaluate on": {**AVERAGED, **data("PointItems", "Points")},
+    "a sampler": {**AVERAGED, **data("PointItems", "PointItems", sampler=own("weighted"))},
 }
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")
+WORKERS = ("data.workers=2",)
 # Every state is killed in every way by `make soak`.
-KILLS = [
+KILLS: list[list[Kill]] = [
     [(7, "KILL", ()), (16, "KILL in save", ()), (29, "KILL in prune", ())],
     *([(at, way, ())] for at, way in ((16, "KILL in save"), (29, "KILL in prune"), (7, "KILL"), (17, "KILL"))),
+    [(7, "KILL", ()), (22, "TERM", ())],
+    *([(7, "KILL", WORKERS), (16, "KILL in save", ()), (29, "TERM", WORKERS)] for _ in range(3)),
 ]
 
 
 @pytest.mark.parametrize(("name", "kills"), list(zip(SEVERAL, KILLS, strict=True)))
-def test_killed(name: str, kills: list[tuple[int, str, Any]], tmp_path: Path, server: ForkServer) -> None:
+def test_killed(name: str, kills: list[Kill], tmp_path: Path, server: ForkServer) -> None:
     made = lab(tmp_path, server, seed=len(name), **SEVERAL[name])
     ends_the_same(made, kills)
-    if "fp16" in name:
+    if "overflows" in name:
         state = torch.load(made.last("killed"), weights_only=True)
         assert state["scaler_state_dict"]["scale"] < 65536  # it did overflow
 
@@ -159,19 +172,12 @@ def test_two_processes_are_killed(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(configfile.written(made))
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    words = [
-        *program,
-        str(Path(sys.executable).parent / "ckptool"),
-        "train",
-        str(path),
-        "--resume",
-        "auto",
-        "-q",
-        "--set",
-    ]
+    ours = [str(Path(sys.executable).parent / "ckptool"), "train", str(path), "--resume", "auto", "-q", "--set"]
 
     def started(name: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*words, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [*program, *ours, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL
+        )
 
     assert started("reference").wait(300) == 0
     metrics = tmp_path / "killed" / "metrics.jsonl"

@@ -1,8 +1,11 @@
-"""Models: built from data, initialised, started from a checkpoint, and the user's own."""
+"""Models: built from data, initialised, started from a checkpoint; patterns for their parts; activation checkpointing,
+which ends with the same weights to the last bit and keeps less."""
 
 from __future__ import annotations
 
+import copy
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +13,38 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.errors import PlanRefused, UsageError, UserCodeFailed
-from ckptool.training.config import Data, Model
+from ckptool.errors import PlanRefused, UsageError
+from ckptool.training import models
+from ckptool.training.config import ActivationCheckpoint, Data, Model
 from ckptool.training.data import load_data
-from ckptool.training.models import build_model, initialise
-from ckptool.training.start import start
-from tests.support.small_runs import CONV, IMAGES, config, run_to_end, take, toy, trainer
+from ckptool.training.matching import parameters_matching
+from ckptool.training.models import build_model, initialise, kept_bytes
+from ckptool.training.parallel import World
+from ckptool.training.start import rehearse, start
+from ckptool.training.trainer import Trainer, build
+from examples.models import CharGPT
+from tests.support.small_runs import CONV, IMAGES, TEXT, config, own, run_to_end, take, toy, trainer
 
-TEXT = {"name": toy("data.py:text"), "args": {"samples": 20, "length": 6}, "batch": 4}
 
-
-def built(data: dict[str, Any], **model: Any) -> nn.Module:
-    return build_model(Model.model_validate(model), load_data(Data.model_validate(data), 0))
+def built(data: str, of_data: dict[str, Any] = {}, name: str = "mlp", **args: Any) -> Any:  # noqa: B006
+    settings = Model.model_validate({"name": name, "args": args})
+    return build_model(settings, load_data(Data.model_validate({"name": data, "args": of_data}), 0))
 
 
 def test_models_take_from_the_data_what_they_need() -> None:
-    assert built({"name": "blobs", "args": {"inputs": 5, "classes": 3}}, name="mlp")[-1].out_features == 3  # type: ignore[index]
-    assert built({"name": toy("data.py:linear")}, name="mlp")[-1].out_features == 1  # type: ignore[index]
-    conv = built({"name": toy("data.py:images"), "args": {"channels": 3}}, name=toy("models.py:Conv"))
+    assert built("blobs", {"inputs": 5, "classes": 3})[-1].out_features == 3
+    assert built(toy("data.py:linear"))[-1].out_features == 1
+    conv = built(toy("data.py:images"), {"channels": 3}, toy("models.py:Conv"))
     assert conv(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
-    tokens = built({"name": toy("data.py:modadd"), "args": {"modulus": 5}}, name="mlp", args={"width": 4})
+    tokens = built(toy("data.py:modadd"), {"modulus": 5}, width=4)
     assert tokens(torch.zeros(2, 2, dtype=torch.int64)).shape == (2, 5)
-    assert built({"name": "blobs"}, name="mlp", args={"classes": 9})[-1].out_features == 9  # type: ignore[index]
+    assert built("blobs", classes=9)[-1].out_features == 9
 
 
 def test_all_models_are_the_same_for_a_seed() -> None:
-    one, other = trainer(data=TEXT, models={"main": {"name": toy("models.py:CharGPT")}}, task="lm"), trainer("seed=4")
-    again = trainer(data=TEXT, models={"main": {"name": toy("models.py:CharGPT")}}, task="lm")
-    for name, value in one.models["main"].state_dict().items():
-        assert torch.equal(value, again.models["main"].state_dict()[name])
-    assert not torch.equal(other.models["main"][1].weight, trainer().models["main"][1].weight)  # type: ignore[index]
+    one, again, other = (trainer(f"seed={seed}", **TEXT).models["main"].state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(value, again[name]) for name, value in one.items())
+    assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
 # First values --------------------------------------------------------------------------------------------------------
@@ -65,6 +70,8 @@ def test_schemes() -> None:
     assert float(first("kaiming_uniform").abs().max()) <= (6 / 64) ** 0.5
     rows = first("orthogonal")
     torch.testing.assert_close(rows @ rows.T, torch.eye(32), atol=1e-5, rtol=0)
+    ones = trainer(models={"main": {"name": "mlp", "init": own("ones")}}).models["main"]
+    assert all(bool((p == 1).all()) for p in ones.parameters())
 
 
 def test_a_scheme_sets_biases_to_zero_and_leaves_norms_and_padding() -> None:
@@ -75,62 +82,22 @@ def test_a_scheme_sets_biases_to_zero_and_leaves_norms_and_padding() -> None:
     initialise(table, "xavier_uniform")
     assert not table.weight[1].any()
     assert bool(table.weight[0].any())
-    before = nn.Linear(3, 3)
-    kept = before.weight.clone()
-    initialise(before, "default")
-    assert torch.equal(before.weight, kept)
-
-
-def test_a_scheme_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "import torch\ndef ones(model):\n    for p in model.parameters():\n        torch.nn.init.ones_(p)\n"
-        "def bad(model):\n    raise ValueError('no such layer')\n"
-    )
-    made = trainer(models={"main": {"name": "mlp", "init": f"{tmp_path / 'own.py'}:ones"}})
-    assert all(bool((p == 1).all()) for p in made.models["main"].parameters())
-    with pytest.raises(UserCodeFailed, match="no such layer"):
-        trainer(models={"main": {"name": "mlp", "init": f"{tmp_path / 'own.py'}:bad"}})
-
-
-# The user's own ------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, inputs, classes, bias=True):\n       "
-        " super().__init__(inputs[0], classes, bias)\ndef broken(inputs):\n    raise RuntimeError('out of ideas')\ndef"
-        " text():\n    return 'model'\n"
-    )
-    own = f"{tmp_path / 'own.py'}"
-    made = trainer(models={"main": {"name": f"{own}:Net", "args": {"bias": False}}})
-    take(made, 2)
-    assert list(made.models["main"].state_dict()) == ["weight"]
-    with pytest.raises(UserCodeFailed, match=r"(?s)own.py:broken raised RuntimeError: out of ideas.*line 6") as caught:
-        trainer(models={"main": {"name": f"{own}:broken"}})
-    assert "not in ckptool" in caught.value.fix
-    with pytest.raises(UsageError, match=r"returned str, not a torch\.nn\.Module"):
-        trainer(models={"main": {"name": f"{own}:text"}})
-    with pytest.raises(UsageError, match=r"(?s)has no Nett.*It has: Net"):
-        trainer(models={"main": {"name": f"{own}:Nett"}})
-    with pytest.raises(UsageError, match=r"(?s)mlp does not take.*It takes: inputs"):
-        trainer(models={"main": {"name": "mlp", "args": {"hiden": [3]}}})
-    (tmp_path / "bad.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(UserCodeFailed, match="nothing_of_that_name"):
-        trainer(models={"main": {"name": f"{tmp_path / 'bad.py'}:Net"}})
+    kept = nn.Linear(3, 3)
+    before = kept.weight.clone()
+    initialise(kept, "default")
+    assert torch.equal(kept.weight, before)
 
 
 # From a checkpoint ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_starts_from_a_checkpoint_and_goes_on_without_it(tmp_path: Path) -> None:
-    models = {"main": CONV}
-    run_to_end(tmp_path / "first", "train.steps=5", data=IMAGES, models=models)
+    run_to_end(tmp_path / "first", "train.steps=5", data=IMAGES, models={"main": CONV})
     source = tmp_path / "weights.pt"
     tree = torch.load(tmp_path / "first/run/checkpoints/step-00000005.pt", weights_only=True)
     torch.save(tree["model_state_dict"], source)
     warm = {"main": {**CONV, "from": str(source)}}
-    made = trainer(data=IMAGES, models=warm)
-    for name, value in made.models["main"].state_dict().items():
+    for name, value in trainer(data=IMAGES, models=warm).models["main"].state_dict().items():
         assert torch.equal(value, tree["model_state_dict"][name])
     run_to_end(tmp_path / "second", "train.steps=5", data=IMAGES, models=warm)
     source.unlink()
@@ -161,8 +128,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("kind", "strict"), list(product(WEIGHTS, [True, False])))
 def test_weights_that_do_not_fit_are_told_with_what_a_configuration_can_say(
     tmp_path: Path, kind: str, strict: bool
 ) -> None:
@@ -179,3 +145,137 @@ def test_weights_that_do_not_fit_are_told_with_what_a_configuration_can_say(
     assert set(re.findall(r"--[a-z-]+", told)) <= {"--set", "--all"}  # the latter is of inspect
     assert f"ckptool inspect {tmp_path / 'old.pt'} --all" in told
     assert ("--set models.main.strict=false" in told) is strict
+
+
+# Patterns ------------------------------------------------------------------------------------------------------------
+
+CHOSEN: dict[Any, int] = {
+    "blocks.0": 12,
+    "blocks": 24,
+    "type:LayerNorm": 10,
+    "type:*Norm": 10,
+    "type:Linear.weight": 8,
+    "type:Block.mlp.*.weight": 4,
+    "blocks.*.weight": 12,
+    "re:norm[0-9]": 8,
+    ("type:Linear.weight", "not:blocks.0"): 4,
+    "not:blocks": 4,
+    ("tokens", "places"): 2,
+    **dict.fromkeys(("head", "type:Conv2d", "type:Linear.gamma", "not:head", "re:^x"), 0),  # the head is tied
+}
+
+
+def test_patterns_name_parameters_modules_and_classes() -> None:
+    model = CharGPT([4], 7, width=8)
+    for pattern, count in CHOSEN.items():
+        if count:
+            found = parameters_matching(model, pattern, "freeze")
+            assert (len(found), set(found) <= set(dict(model.named_parameters()))) == (count, True), pattern
+            continue
+        told = rf"(?s)freeze: '{re.escape(pattern)}' matches no parameter.*tokens\.weight"
+        with pytest.raises(UsageError, match=told):
+            parameters_matching(model, ["tokens", pattern], "freeze")
+    model = nn.Module()  # a pattern means modules only where it matches no parameter
+    model.norm, model.inner = nn.Parameter(torch.ones(2)), nn.Module()
+    model.inner.norm = nn.LayerNorm(2)
+    assert parameters_matching(model, "*norm", "freeze") == ["norm"]
+
+
+def test_groups_freezing_and_checkpointing_take_the_same_patterns() -> None:
+    frozen = ["not:blocks", {"match": ["blocks.1"], "until": 2}]
+    made = trainer(
+        **{**TEXT, "models": {"main": {**TEXT["models"]["main"], "freeze": frozen}}},
+        optim={"main": {"groups": [{"match": ["type:LayerNorm", "*.bias"], "weight_decay": 0.0}]}},
+        train={"activation_checkpoint": {"match": "type:Block"}, "steps": 4},
+    )
+    learning = [name for name, p in made.models["main"].named_parameters() if p.requires_grad]
+    assert {name.rpartition(".blocks.")[2][:8] for name in learning} == {"blocks.0"}
+    flat, rest = made.optimizers["main"].param_groups
+    assert (flat["weight_decay"], rest["weight_decay"]) == (0.0, 0.01)
+    assert ({p.dim() for p in flat["params"]}, {p.dim() for p in rest["params"]}) == ({1}, {2})
+    take(made, 3)
+
+
+# Activation checkpointing --------------------------------------------------------------------------------------------
+
+GPT: dict[str, Any] = {
+    **TEXT,
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3, "dropout": 0.3}}},
+}
+DEEP = {"models": {"main": {"name": "mlp", "args": {"hidden": [8, 8, 8, 8], "dropout": 0.3}}}}
+CALM = {"models": {"main": {"name": "mlp", "args": {"hidden": [8, 8]}}}}
+DROPS: dict[str, Any] = {"data": IMAGES, "models": {"main": {**CONV, "args": {"channels": [4, 4], "dropout": 0.3}}}}
+KEYWORDS = {"models": {"main": {"name": own("Keywords")}}}
+NUMBERS = {"data": {"name": toy("data.py:modadd"), "args": {"modulus": 5}, "batch": 4}}
+# Of dropout, of tokens as inputs, which have no gradient, of tensors by keyword; and around BatchNorm, whose running
+# statistics are updated twice.
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"match": "blocks.*"}, GPT),
+    ({"match": "*"}, GPT),
+    ({"match": "?"}, DEEP),
+    ({"sequential": "", "segments": 3}, DEEP),
+    ({"sequential": ""}, NUMBERS),
+    ({"match": "inner"}, KEYWORDS),
+    ({"match": "blocks.*"}, DROPS),
+]
+
+
+def state_of(made: Trainer) -> dict[str, torch.Tensor]:
+    return made.models["main"].state_dict()
+
+
+def ends_alike(train: dict[str, Any], wanted: dict[str, Any], **sections: Any) -> None:
+    """Asserts that the weights end the same with it and without, and elsewhere than they began."""
+    plain, other = trainer(**sections, train=train), trainer(**sections, train=train)
+    saving = trainer(**sections, train={**train, "activation_checkpoint": wanted})
+    assert take(plain, 6) == take(saving, 6)
+    assert list(state_of(plain)) == list(state_of(saving))
+    for name, value in state_of(plain).items():
+        statistics = "running" in name or name.endswith("tracked")
+        assert statistics or torch.equal(value, state_of(saving)[name]), (wanted, name)
+    assert any(not torch.equal(value, state_of(other)[name]) for name, value in state_of(plain).items())
+
+
+@pytest.mark.parametrize(("reentrant", "precision"), list(product([False, True], ["fp32", "bf16", "fp16"])))
+def test_weights_end_the_same_to_the_last_bit(reentrant: bool, precision: str) -> None:
+    for wanted, sections in ALIKE:
+        ends_alike({"steps": 20, "precision": precision}, {**wanted, "use_reentrant": reentrant}, **sections)
+
+
+def test_a_note_says_what_differs() -> None:
+    said: list[str] = []
+    asked = {"steps": 9, "activation_checkpoint": {"match": "blocks.*"}}
+    build(config(**{**DROPS, "train": asked}), World(), said.append)
+    (told,) = said
+    assert told == (
+        "note: BatchNorm inside blocks.0, blocks.1 sees its batch twice, and updates its running statistics twice"
+    )
+    wanted = {"match": "?", "preserve_rng_state": False}
+    build(config(**DEEP, train={"steps": 9, "activation_checkpoint": wanted}), World(), said.append)
+    assert "dropout inside" in said[1] and "results differ" in said[1]
+    ends_alike({"steps": 20}, wanted, **CALM)
+
+
+@pytest.mark.parametrize("wanted", [{"match": "?"}, {"sequential": "", "segments": 2}])
+def test_a_rehearsal_measures_what_it_saves(wanted: dict[str, Any]) -> None:
+    wide = {"main": {"name": "mlp", "args": {"hidden": [64] * 6, "dropout": 0.1}}}
+    plain = rehearse(config(models=wide))
+    found = rehearse(config(models=wide, train={"steps": 5, "activation_checkpoint": wanted}))
+    assert (plain.without, found.without) == (None, plain.activations)
+    assert found.activations < plain.activations * 0.8
+    model, x = nn.Linear(4, 4), torch.ones(8, 4)
+    with kept_bytes() as kept:  # a storage once, and no weights
+        y = model(x)
+        (y * y).sum().backward()
+    assert kept.bytes == x.nbytes + y.nbytes
+
+
+def test_a_copy_of_a_module_runs_on_its_own_weights() -> None:
+    """As DataParallel copies it: the copy must not go on with the weights of the first."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    models.checkpoint_activations(model, ActivationCheckpoint(match="*"), lambda text: None)
+    other = copy.deepcopy(model)
+    nn.init.zeros_(other.get_parameter("0.weight"))
+    nn.init.zeros_(other.get_parameter("0.bias"))
+    assert torch.equal(other(torch.ones(1, 2)), other(torch.zeros(1, 2)))
+    assert [type(part).__name__ for part in model] == ["Linear", "Linear"]

@@ -15,7 +15,7 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import CkptoolError, Conflict
-from ckptool.training.runs import create
+from ckptool.training.configfile import create
 from ckptool.training.start import resume, start
 from ckptool.training.store import name_of
 from tests.support.files import contents
@@ -29,7 +29,6 @@ NAMES = (
     "lock",
     "profile.json",
     "profile.txt",
-    "metrics.csv",
     "checkpoints/step-00000010.pt",
     "checkpoints/step-00000010.json",
 )
@@ -42,7 +41,7 @@ CONTENTS = {
     "bytes": bytes(range(256)) * 10,
     "lines": b'{"iteration": 1}\n{"iteration": 2}\n',
 }
-PROFILE: dict[str, Any] = {"profile": {"wait": 1, "active": 1}, "log": {"csv": True}}
+PROFILE: dict[str, Any] = {"profile": {"wait": 1, "active": 1}}
 
 
 def attempt(*ways: Any) -> list[CkptoolError]:
@@ -92,7 +91,7 @@ def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(CONTENTS[content])
     attempt(lambda: resume(str(tmp_path / "run"), ["train.steps=20"]), lambda: start(made))
-    if name not in ("profile.json", "profile.txt", "metrics.csv"):  # of which the history says that the run writes it
+    if name not in ("profile.json", "profile.txt"):  # of which the history says that the run writes it
         assert path.read_bytes() == CONTENTS[content]
 
 

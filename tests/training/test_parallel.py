@@ -14,12 +14,29 @@ from torch import nn
 
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import saving
+from ckptool.training.config import Split
 from ckptool.training.hooks import Hooks
-from ckptool.training.parallel import World, world_of, wrapped
+from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
 from ckptool.training.start import start
+from ckptool.training.trainer import gathered
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import CONV, GAN, IMAGES, config, last, run_to_end, take, trainer
+from tests.support.small_runs import (
+    CONV,
+    GAN,
+    IMAGES,
+    TEXT,
+    assert_same_trainers,
+    config,
+    last,
+    own,
+    run_to_end,
+    scheduled,
+    split_at,
+    take,
+    toy,
+    trainer,
+)
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -29,19 +46,14 @@ def tree_of(path: Path, step: int = 20) -> dict[str, Any]:
     return found
 
 
-def close(one: Any, other: Any, where: str = "") -> None:
-    """Asserts that two trees are alike but for the order in which numbers were added."""
-    if isinstance(one, torch.Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
-    elif isinstance(one, dict):
-        assert list(one) == list(other), where
-        for key in one:
-            close(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list):
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            close(a, b, f"{where}/{i}")
-    else:
-        assert one == (pytest.approx(other, rel=1e-4) if isinstance(one, float) else other), where
+def close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Asserts that two states are alike but for the order in which numbers were added."""
+    for key in ("model_state_dict", "ema_state_dict"):
+        assert list(one[key]) == list(other[key])
+        torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-5)
+    states = (tree["optimizer_state_dict"]["state"] for tree in (one, other))
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    assert [one[key] for key in ("step", "epoch", "config")] == [other[key] for key in ("step", "epoch", "config")]
 
 
 # One process ---------------------------------------------------------------------------------------------------------
@@ -82,15 +94,6 @@ def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_a_device_that_is_none() -> None:
-    for name in ("gpu", "cuda:99"):
-        with (
-            pytest.raises(UsageError, match=f"device: '{name}' is not a device of this machine"),
-            world_of(config(f"device={name}")),
-        ):
-            pass
-
-
 # Two processes -------------------------------------------------------------------------------------------------------
 
 
@@ -114,17 +117,36 @@ def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_two_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on."""
-    sections: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
-    plateau = {"name": "ReduceLROnPlateau", "args": {"patience": 0}}
-    sections["optim"] = {"main": {"name": "adamw", "schedule": plateau}}
-    changes = ("strategy=ddp", "eval.every=5", "train.ema=0.9")
+DATA = {"batch": 8, "val": {"name": own("PointItems")}}
+IMAGE: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
+# How many processes, the steps at which they are stopped, and what they train.
+TOGETHER: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    # BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on.
+    "two with BatchNorm": (2, (5, 10), {**IMAGE, "optim": scheduled("ReduceLROnPlateau"), "train": {"ema": 0.9}}),
+    # A sum of three depends on its order, and that on where a gradient lies in what they exchange: always the same.
+    "three": (3, (3, 6, 9), {**IMAGE, "train": {}}),
+    "a stream": (2, (4, 7, 11), {"data": {**DATA, "name": own("Points")}, "train": {}}),
+    "a sampler": (
+        2,
+        (4, 7, 11),
+        {"data": {**DATA, "name": own("PointItems"), "sampler": own("weighted")}, "train": {}},
+    ),
+}
 
-    def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run_to_end(tmp_path / name, *changes, f"train.steps={steps}", **sections)
 
-    processes(2, trained("whole", 10), trained("parts", 5), trained("parts", 10))
+@pytest.mark.long("several runs of several processes")
+@pytest.mark.parametrize("name", [*list(TOGETHER)[:3], pytest.param("a sampler", marks=pytest.mark.soak)])
+def test_processes_resume_to_the_same_bytes(tmp_path: Path, name: str) -> None:
+    """With workers and without."""
+    count, ends, sections = TOGETHER[name]
+
+    def trained(folder: str, steps: int, workers: int = 0) -> Callable[[int], Any]:
+        changes = ("strategy=ddp", "eval.every=3", "save.every=3", f"data.workers={workers}")
+        train = {**sections["train"], "steps": steps}
+        return lambda rank: run_to_end(tmp_path / folder, *changes, **{**sections, "train": train})
+
+    parts = [trained("parts", end, 2 * (number % 2) * name.startswith("a ")) for number, end in enumerate(ends)]
+    processes(count, trained("whole", ends[-1]), *parts)
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
@@ -145,20 +167,6 @@ def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, 
         "step-00000003",
         "step-00000006",
     ]
-
-
-@pytest.mark.long("three runs of three processes")
-def test_three_processes_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    """With three, a sum depends on its order, and the order on where a gradient lies in what they exchange: the same in
-    every step."""
-
-    def trained(name: str, steps: int) -> Callable[[int], Any]:
-        return lambda rank: run_to_end(
-            tmp_path / name, "strategy=ddp", f"train.steps={steps}", data=IMAGES, models={"main": CONV}
-        )
-
-    processes(3, trained("whole", 9), trained("parts", 3), trained("parts", 6), trained("parts", 9))
-    assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
 def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:
@@ -192,11 +200,6 @@ def test_a_compiled_model_leaves_no_prefix_and_the_same_weights(tmp_path: Path) 
     assert first_difference(tree_of(tmp_path / "a", 6), tree_of(tmp_path / "b", 6)) == ""
 
 
-def test_a_backend_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"(?s)no backend 'fast'.*inductor"):
-        trainer("train.compile=fast")
-
-
 # Randomness ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,3 +207,89 @@ def test_dropout_differs_between_processes_and_micro_steps() -> None:
     one = take(trainer(), 3)
     other = take(trainer(world=World(rank=1, size=1)), 3)
     assert one != other
+
+
+# A model in parts ----------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+GPT: dict[str, Any] = {
+    **TEXT,
+    "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("at", "sections"),
+    [(["4"], {}), (["blocks.1"], {"data": IMAGES, "models": {"main": CONV}}), (["blocks.1", "blocks.2", "norm"], GPT)],
+)
+def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[str, Any]) -> None:
+    whole, split = trainer(**sections), trainer(**sections, **split_at(*at))
+    take(whole, 5)
+    take(split, 5)
+    assert list(whole.models["main"].state_dict()) == list(split.models["main"].state_dict())
+    assert_same_trainers(whole, split)
+
+
+def test_micro_batches_give_the_gradient_of_the_batch() -> None:
+    changes = ("models.main.args.dropout=0.0", "data.batch=13")
+    whole, split = trainer(*changes), trainer(*changes, **split_at("4", microbatches=4))
+    take(whole, 4)
+    take(split, 4)
+    for name, value in split.models["main"].state_dict().items():
+        torch.testing.assert_close(value, whole.models["main"].state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert first_difference(gathered(whole), gathered(split)) != ""
+
+
+def test_a_split_run_goes_on_whole(tmp_path: Path) -> None:
+    run_to_end(tmp_path / "a")
+    run_to_end(tmp_path / "b", "train.steps=9", **split_at("4"))
+    run_to_end(tmp_path / "b")
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+
+
+# Where parts go ------------------------------------------------------------------------------------------------------
+
+
+def places(model: nn.Module, devices: list[str], at: list[str]) -> dict[str, str]:
+    place(model, Split(devices=devices, at=at), CPU)
+    return {name: value.device.type for name, value in model.state_dict().items()}
+
+
+def test_each_part_is_on_its_device() -> None:
+    model = trainer(data=IMAGES, models={"main": CONV}).models["main"]
+    found = places(model, ["cpu", "meta"], ["blocks.1"])
+    assert {name for name, device in found.items() if device == "meta"} == {
+        name for name in found if name.startswith(("blocks.1", "head"))
+    }
+    assert "blocks.1.1.running_mean" in found
+
+
+def test_tied_weights_stay_where_they_came_first() -> None:
+    model = trainer(**GPT).models["main"]
+    found = places(model, ["cpu", "meta"], ["norm"])
+    assert (found["norm.weight"], found["head.weight"], found["tokens.weight"]) == ("meta", "cpu", "cpu")
+    assert model.get_parameter("head.weight") is model.get_parameter("tokens.weight")
+
+
+def test_tensors_are_moved_between_parts() -> None:
+    """On two devices: what the second part is given is on its own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 4)))
+    seen: list[torch.device] = []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.extend((inputs[0].device, output.device)))
+    place(model, Split(devices=["cpu", "meta"], at=["1"]), torch.device("meta"))
+    assert model(torch.ones(5, 2)).device.type == "meta"
+    assert [device.type for device in seen] == ["cpu", "meta"] or [d.type for d in seen] == ["meta", "meta"]
+
+
+class Both(nn.Module):
+    """Takes and gives several things."""
+
+    def forward(self, x: torch.Tensor, scale: float, *, more: torch.Tensor) -> dict[str, Any]:
+        return {"sum": x + more * scale, "pair": (x, [more])}
+
+
+def test_a_pipeline_takes_and_gives_several_tensors() -> None:
+    x, more = torch.arange(5.0), torch.ones(5)
+    whole, parts = Both()(x, 2.0, more=more), Pipeline(Both(), 3)(x, 2.0, more=more)
+    assert str(whole) == str(parts)
+    assert str(Pipeline(Both(), 9)(x, 2.0, more=more)) == str(whole)

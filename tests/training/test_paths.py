@@ -92,23 +92,6 @@ def test_a_run_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.M
         start(configfile.read(str(moved / "run.yaml"), [*changes, "data.name=other.py:Own"]), resume="auto")
 
 
-def test_a_run_of_an_older_version_has_paths_from_where_it_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conf = project(tmp_path / "conf")
-    monkeypatch.chdir(conf)
-    for name, steps in (("whole", 12), ("parts", 5)):
-        start(configfile.read("run.yaml", [f"train.steps={steps}", f"run={name}/run"]))
-    for path in Path("parts/run").rglob("*"):  # as 0.1.0 wrote them
-        if path.suffix in (".yaml", ".json", ".jsonl"):
-            text = path.read_text().replace(f"{conf}/own.py", "own.py").replace(f"{conf}/pictures", "./pictures")
-            path.write_text(text)
-    assert "name: own.py:Own" in Path("parts/run/run.yaml").read_text()
-    resume("parts/run", ["train.steps=8"])
-    start(configfile.read("run.yaml", ["train.steps=12", "run=parts/run"]), resume="auto")
-    assert last(conf / "whole") == last(conf / "parts")
-
-
 # Neighbours ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import NotFinite, UsageError, UserCodeFailed
+from ckptool.errors import UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import _remember
 from ckptool.training.start import resume, start
@@ -158,19 +158,6 @@ def test_an_error_between_two_steps_costs_no_step(tmp_path: Path, where: str) ->
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
 
 
-def test_an_error_within_a_step_saves_nothing(tmp_path: Path) -> None:
-    """Weights, buffers and optimizers are half of the next step there."""
-    (tmp_path / "own.py").write_text(
-        "from ckptool.training.tasks import Task, Phase, classify\ncalls = []\n"
-        "def task():\n    made = classify()\n    def loss(models, batch):\n        calls.append(1)\n"
-        "        return made.phases[0].loss(models, batch) / (0 if len(calls) == 8 else 1)\n"
-        "    return Task([Phase('main', loss)], made.evaluate)\n"
-    )
-    with pytest.raises(NotFinite):
-        start(config(f"task={tmp_path / 'own.py'}:task", run=tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == [name_of(5)]
-
-
 # No more progress, and time -------------------------------------------------------------------------------------------
 
 LEARNS_NOTHING = ("optim.main.lr=1e-30", "eval.every=2", "save.every=2", "save.keep_last=99", "log.every=1")
@@ -212,23 +199,9 @@ def test_what_counts_as_better(tmp_path: Path) -> None:
         _remember(made, {"m": value})
         assert made.stale is not None
         counts.append((made.stale["value"], made.stale["count"], made.is_stale))
-    assert counts == [
-        (None, 1, False),
-        (0.5, 0, False),
-        (0.5, 1, False),
-        (0.61, 0, False),
-        (0.61, 1, False),
-        (0.61, 2, True),
-        (0.61, 3, True),
-    ]
+    values = (None, 0.5, 0.5, 0.61, 0.61, 0.61, 0.61)
+    assert counts == list(zip(values, (1, 0, 1, 0, 1, 2, 3), (False,) * 5 + (True,) * 2, strict=True))
     assert made.best == {"metric": "m", "value": 0.7, "step": 6}
-
-
-def test_patience_without_evaluations(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"stop\.patience counts evaluations"):
-        config("stop.patience=2", "eval.every=0")
-    with pytest.raises(UsageError, match=r"(?s)eval\.metric is val_loss, which.*Nothing is held out"):
-        start(config("stop.patience=2", "data.val_fraction=0", run=tmp_path / "run"))
 
 
 def test_saving_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +215,6 @@ def test_saving_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert saved == [3, 6, 8, 11, 14, 16, 19, 20]
     start(config(*changes, run=tmp_path / "b/run"))
     assert last(tmp_path / "a") == last(tmp_path / "b")
-    assert config("save.seconds=10m").save.seconds == 600
 
 
 def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

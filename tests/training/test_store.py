@@ -16,8 +16,8 @@ import torch
 
 from ckptool.errors import Conflict, DiskFull, FileProblem, NoneValid
 from ckptool.output import durable
-from ckptool.output import hashing as running_module
-from ckptool.output.hashing import StreamingSha256
+from ckptool.output import sink as running_module
+from ckptool.output.sink import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.lock import Lock
 from ckptool.training.store import Lines, RunFolder, name_of

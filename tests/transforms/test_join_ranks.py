@@ -7,6 +7,7 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -178,78 +179,80 @@ def refused(folder: Path, rules: str, kind: type[CkptoolError], *words: str) -> 
     assert not (folder.parent / "joined.safetensors").exists()
 
 
-@looped(
-    ("rules", "words"),
-    [
-        ("join: [a]", "line 1: not a mapping"),
-        ("[1]", "line 1: not a mapping"),
-        ("", "not a mapping"),
-        ("join:\n  a: col", "line 2: 'col' is no way of joining"),
-        ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
-        ("joins: {}", "line 1: 'joins' is none of join, layers, unstack"),
-        ("join: {a: vocab}", "line 1: vocab takes rows"),
-        ("join: {a: {vocab: x}}", "'x' has no value"),
-        ("join: {a: {vocab: 99999999999999}}", "vocab takes rows"),
-        ("join: {a: {glu: 2}}", "glu takes no numbers"),
-        ("join: {a: {row: 1, column: 2}}", "where a name should be"),
-        ("join: {a: {qkv: {heads: 4, kv_heads: 3, head_dim: 1}}}", "multiple of kv_heads"),
-        ("join: {a: {qkv: {heads: 4}}}", "qkv takes heads, kv_heads, head_dim"),
-        ("join: {'re:(': row}", "line 1: 're:(' is not a regular expression"),
-        ("join: {a: !!python/object:os.system row, b: [1}", "not valid YAML"),
-        ("layers: [[a]]", "where a name should be"),
-    ],
-)
-def test_rules_that_make_no_sense_are_named_by_their_line(tmp_path: Path, rules: str, words: str) -> None:
+# For one rank with the tensor `a`.
+SENSELESS = [
+    ("join: [a]", "line 1: not a mapping"),
+    ("[1]", "line 1: not a mapping"),
+    ("", "not a mapping"),
+    ("join:\n  a: col", "line 2: 'col' is no way of joining"),
+    ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
+    ("joins: {}", "line 1: 'joins' is none of join, layers, unstack"),
+    ("join: {a: vocab}", "line 1: vocab takes rows"),
+    ("join: {a: {vocab: x}}", "'x' has no value"),
+    ("join: {a: {vocab: 99999999999999}}", "vocab takes rows"),
+    ("join: {a: {glu: 2}}", "glu takes no numbers"),
+    ("join: {a: {row: 1, column: 2}}", "where a name should be"),
+    ("join: {a: {qkv: {heads: 4, kv_heads: 3, head_dim: 1}}}", "multiple of kv_heads"),
+    ("join: {a: {qkv: {heads: 4}}}", "qkv takes heads, kv_heads, head_dim"),
+    ("join: {'re:(': row}", "line 1: 're:(' is not a regular expression"),
+    ("join: {a: !!python/object:os.system row, b: [1}", "not valid YAML"),
+    ("layers: [[a]]", "where a name should be"),
+]
+
+
+@looped(("rules", "words"), SENSELESS)
+def test_rules_that_make_no_sense_are_named_by_their_line(rules: str, words: str, tmp_path: Path) -> None:
     refused(ranks(tmp_path / "f", {"a": torch.ones(2)}), rules, UsageError, words)
 
 
-def test_a_tensor_that_no_rule_matches_is_named(tmp_path: Path) -> None:
-    folder = ranks(tmp_path / "f", *[{"a.weight": torch.ones(2), "b.weight": torch.ones(2)}] * 2)
-    refused(folder, "join: {a.*: replicated}", UsageError, "no rule for 1 tensor: b.weight")
-    refused(folder, "join: {'*': replicated, a.*: row}", NoMatch, "'a.*: row'", "line 1")
-    assert same(joined(folder, "join: {a.*: column, '*': skip}"), {"a.weight": torch.ones(4)})
+A, W = {"a.weight": torch.ones(3)}, {"w": torch.ones(2)}
+TWO = {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}
+# What the ranks save, the rules, the error and its words.
+REFUSED: list[tuple[list[State], dict[str, Any], str, type[CkptoolError], tuple[str, ...]]] = [
+    ([TWO, TWO], {}, "join: {a.*: replicated}", UsageError, ("no rule for 1 tensor: b.weight",)),
+    ([TWO, TWO], {}, "join: {'*': replicated, a.*: row}", NoMatch, ("'a.*: row'", "line 1")),
+    ([A, A], {}, "join: {a.*: row}", UsageError, ("a.weight", "has 1 dimension", "'a.*: ")),
+    ([A, A], {}, "join: {a.*: glu}", UsageError, ("a.weight", "not a multiple of 2")),
+    ([A, A], {}, "join: {a.*: {vocab: 7}}", UsageError, ("a.weight", "has 6 rows in all")),
+    ([A, A], {}, "join: {a.*: {qkv: {heads: 2, kv_heads: 2, head_dim: 2}}}", UsageError,
+        ("a.weight", "6 rows in all, and 12 would be")),
+    ([A, A], {}, "join: {a.*: {qkv_blocks: {heads: 2, kv_heads: 1}}}", UsageError, ("a.weight", "not a multiple of 4")),
+    ([{"n": torch.ones(2)}, {"n": torch.zeros(2)}], {}, "join: {n: replicated}", Conflict,
+        ("n: mp_rank_00 and mp_rank_01 differ", "'n: replicated'")),
+    ([W, W], {"args": Namespace(tensor_model_parallel_size=4)}, "join: {w: column}", Truncated,
+        ("2 files of 4 ranks",)),
+    ([W, {}], {}, "join: {w: column}", UsageError, ("w is not in the files of tensor rank 1",)),
+    ([W], {"args": Namespace(expert_model_parallel_size=2)}, "join: {w: column}", Unsupported, ("expert parallelism",)),
+    ([{"w": torch.ones(2, 2)}, {"w": torch.ones(2, 3)}], {}, "join: {w: column}", CkptoolError,
+        ("w [4, 2]", "mp_rank_01 has elements outside of it")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("row", "has 1 dimension"),
-        ("glu", "not a multiple of 2"),
-        ("{vocab: 7}", "has 6 rows in all"),
-        ("{qkv: {heads: 2, kv_heads: 2, head_dim: 2}}", "6 rows in all, and 12 would be"),
-        ("{qkv_blocks: {heads: 2, kv_heads: 1}}", "not a multiple of 4"),
-    ],
-)
-def test_a_tensor_that_does_not_fit_its_rule_is_named(tmp_path: Path, rule: str, words: str) -> None:
-    folder = ranks(tmp_path / "f", *[{"a.weight": torch.ones(3)}] * 2)
-    refused(folder, f"join: {{a.*: {rule}}}", UsageError, "a.weight", words, "'a.*: ")
+@looped(("states", "entries", "rules", "kind", "words"), REFUSED)
+def test_ranks_that_the_rules_do_not_fit_are_named(
+    states: list[State], entries: Any, rules: str, kind: type[CkptoolError], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    refused(ranks(tmp_path / "f", *states, **entries), rules, kind, *words)
 
 
-def test_replicas_have_to_agree_unless_the_first_will_do(tmp_path: Path) -> None:
-    folder = ranks(tmp_path / "f", {"n": torch.ones(2)}, {"n": torch.zeros(2)})
-    refused(folder, "join: {n: replicated}", Conflict, "n: mp_rank_00 and mp_rank_01 differ", "'n: replicated'")
+def test_tensors_may_be_left_out_and_the_first_of_several_may_do(tmp_path: Path) -> None:
+    assert same(
+        joined(ranks(tmp_path / "a" / "f", TWO, TWO), "join: {a.*: column, '*': skip}"), {"a.weight": torch.ones(4)}
+    )
+    folder = ranks(tmp_path / "b" / "f", {"n": torch.ones(2)}, {"n": torch.zeros(2)})
     assert same(joined(folder, "join: {n: first}"), {"n": torch.ones(2)})
 
 
 def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
-    weights = {"w": torch.ones(2)}
-    folder = ranks(tmp_path / "a", weights, weights, args=Namespace(tensor_model_parallel_size=4))
-    refused(folder, "join: {w: column}", Truncated, "2 files of 4 ranks")
-    folder = ranks(tmp_path / "b", weights, weights, iteration=1)
-    torch.save({"model": weights, "iteration": 2}, folder / "mp_rank_01" / "model_optim_rng.pt")
-    refused(folder, "join: {w: column}", Conflict, "mp_rank_00 is of iteration 1, mp_rank_01 of 2")
-    folder = ranks(tmp_path / "iter_0000003", weights, weights, iteration=1)
+    folder = ranks(tmp_path / "b", W, W, iteration=1)
+    torch.save({"model": W, "iteration": 2}, folder / "mp_rank_01" / "model_optim_rng.pt")
+    refused(folder, "join: {w: column}", Conflict, "mp_rank_00 and mp_rank_01", "iteration 1, the other of 2")
+    folder = ranks(tmp_path / "iter_0000003", W, W, iteration=1)
     refused(folder, "join: {w: column}", Conflict, "its files are of iteration 1, the folder of 3")
     (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has no model_optim_rng.pt")
-    folder = ranks(tmp_path / "c", weights, {})
-    refused(folder, "join: {w: column}", UsageError, "w is not in the files of tensor rank 1")
-    folder = ranks(tmp_path / "d", weights, args=Namespace(expert_model_parallel_size=2))
-    refused(folder, "join: {w: column}", Unsupported, "expert parallelism")
-    folder = ranks(tmp_path / "e", {"w": torch.ones(2, 2)}, {"w": torch.ones(2, 3)})
-    refused(folder, "join: {w: column}", CkptoolError, "w [4, 2]", "mp_rank_01 has elements outside of it")
 
 
 def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, run: Run) -> None:

@@ -122,31 +122,27 @@ def test_every_form_is_torchs_own(kind: str, tmp_path: Path) -> None:
             assert_same_objects(stepped(by_name, other, 9), after)
 
 
-def test_what_is_not_certain_is_refused(tmp_path: Path, run: Run) -> None:
+def test_what_is_not_certain_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weights = model.state_dict()
     some = torch.optim.Adam(list(model.parameters())[1:])
     stepped_once(model, some)
-    both = saved({"model": model.state_dict(), "optimizer": some.state_dict()}, tmp_path / "both.pt")
-    with pytest.raises(Conflict, match="cannot be known which slots"):
-        ckptool.convert(both, tmp_path / "o.pt", optimizer_as="names")
-    alone = saved({"optimizer": some.state_dict()}, tmp_path / "alone.pt")
-    with pytest.raises(Conflict, match="holds no weights"):
-        ckptool.convert(alone, tmp_path / "o.pt", optimizer_as="names")
-    two = torch.optim.SGD(model.parameters(), momentum=0.9)
-    other = {f"x.{name}": value for name, value in model.state_dict().items()}
-    gan = {"generator": model.state_dict(), "discriminator": other, "optimizer": two.state_dict()}
-    with pytest.raises(Conflict, match="all fit"):
-        ckptool.convert(saved(gan, tmp_path / "gan.pt"), tmp_path / "o.pt", optimizer_as="names")
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    file = saved({"model": model.state_dict(), "optimizer": lbfgs.state_dict()}, tmp_path / "lbfgs.pt")
-    with pytest.raises(Unsupported, match="LBFGS"):
-        ckptool.convert(file, tmp_path / "o.pt", optimizer_as="names")
-    with pytest.raises(UsageError, match="takes only weights"):
-        ckptool.convert(both, tmp_path / "o.safetensors", optimizer_as="names")
-    with pytest.raises(NoMatch, match="no optimizer state"):
-        ckptool.convert(saved(model.state_dict(), tmp_path / "w.pt"), tmp_path / "o.pt", optimizer_as="ids")
-    assert not (tmp_path / "o.pt").exists()
-    assert run("convert", both, "-o", tmp_path / "o.pt", "--optimizer-as", "ids").code == 0
+    two = torch.optim.SGD(model.parameters(), momentum=0.9).state_dict()
+    lbfgs = torch.optim.LBFGS(model.parameters()).state_dict()
+    gan = {"generator": weights, "discriminator": {f"x.{name}": value for name, value in weights.items()}}
+    both = {"model": weights, "optimizer": some.state_dict()}
+    for tree, form, out, error, words in (
+        (both, "names", "o.pt", Conflict, "cannot be known which slots"),
+        ({"optimizer": some.state_dict()}, "names", "o.pt", Conflict, "holds no weights"),
+        ({**gan, "optimizer": two}, "names", "o.pt", Conflict, "all fit"),
+        ({"model": weights, "optimizer": lbfgs}, "names", "o.pt", Unsupported, "LBFGS"),
+        (both, "names", "o.safetensors", UsageError, "takes only weights"),
+        (weights, "ids", "o.pt", NoMatch, "no optimizer state"),
+    ):
+        with pytest.raises(error, match=words):
+            ckptool.convert(saved(tree, tmp_path / "in.pt"), tmp_path / out, optimizer_as=form)
+        assert not (tmp_path / out).exists()
+    ckptool.convert(saved(both, tmp_path / "in.pt"), tmp_path / "o.pt", optimizer_as="ids")
 
 
 def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: Run) -> None:
@@ -164,14 +160,11 @@ def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: 
     done = run("convert", tmp_path, "-o", out, "--optimizer-as", "names")
     if done.code:
         assert "optimizer.pt" in done.err or "--against" in done.err, done
+    by_name = "convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--optimizer-as", "names", "--against"
     for model_named in (f"{tmp_path / 'code.py'}:build", saved(model.state_dict(), tmp_path / "model.pt")):
-        done = run(
-            "convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--optimizer-as", "names", "--against", model_named
-        )
-        assert done.code == 0, done
+        assert run(*by_name, model_named).code == 0
         assert_same_objects(torch.load(out, weights_only=True), get_optimizer_state_dict(model, optimizer))
-    sorted_by_name = ("--optimizer-as", "names", "--against", tmp_path / "model.safetensors")
-    done = run("convert", tmp_path / "optimizer.pt", "-o", out, "-f", *sorted_by_name)
+    done = run(*by_name, tmp_path / "model.safetensors")
     assert done.code == 2 and "sorted by name" in done.err
     assert run("convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--against", "x.pt").code == 2
 

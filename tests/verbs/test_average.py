@@ -1,7 +1,9 @@
-"""`average`: the mean that torch computes in f64, whatever the type, and nothing else of the files touched."""
+"""`average`: the mean that torch computes in f64, whatever the type; by `--method` what the formulas of mergekit and
+the papers give, written down here in torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -14,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.cli import main
-from ckptool.errors import Conflict, UsageError
+from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.sparse import make_sparse
-from tests.support.files import load, torch_bytes, written
+from tests.support.cli import Run
+from tests.support.files import load, saved, torch_bytes, written
+from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
 from tests.support.zips import rezipped
 
+Tensors = list[torch.Tensor]
+
 
 def numbered_files(folder: Path, trees: list[Any]) -> list[Path]:
-    paths = [folder / f"{number}.pt" for number in range(len(trees))]
-    for path, tree in zip(paths, trees, strict=True):
-        torch.save(tree, path)
-    return paths
+    return [saved(tree, folder / f"{number}.pt") for number, tree in enumerate(trees)]
 
 
 @given(st.data())
@@ -53,7 +55,7 @@ def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Pa
         assert_same_objects(torch.load(tmp_path / "mean.pt"), values)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("other", "words"),
     [
         ({"a.weight": torch.ones(3)}, "a.weight is"),
@@ -61,30 +63,11 @@ def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Pa
         ({"b.weight": torch.ones(2)}, "only in"),
         ({"a.weight": torch.ones(2), "c.weight": torch.ones(1)}, "only in"),
     ],
-)  # fmt: skip
-def test_files_that_do_not_agree_are_refused(
-    tmp_path: Path, other: Any, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+)
+def test_files_that_do_not_agree_are_refused(tmp_path: Path, other: Any, words: str, run: Run) -> None:
     files = numbered_files(tmp_path, [{"a.weight": torch.ones(2)}, other])
-    with pytest.raises(Conflict, match=words):
-        ckptool.average(files, tmp_path / "mean.pt")
-    assert main(["average", *map(str, files), "-o", str(tmp_path / "mean.pt")]) == 2
-    assert "ckptool diff" in capsys.readouterr().err and not (tmp_path / "mean.pt").exists()
-
-
-def test_bad_requests(tmp_path: Path) -> None:
-    files = numbered_files(tmp_path, [{"a.weight": torch.ones(2)}] * 2)
-    for given_options in (
-        {"weights": [1.0]},
-        {"ema": 1.5},
-        {"ema": 0.5, "weights": [1.0, 1.0]},
-        {"weights": [float("nan"), 1.0]},
-    ):
-        with pytest.raises(UsageError):
-            ckptool.average(files, tmp_path / "mean.pt", **given_options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="two files"):
-        ckptool.average(files[:1], tmp_path / "mean.pt")
-    assert main(["average", *map(str, files), "--weights", "a,b", "-o", str(tmp_path / "mean.pt")]) == 2
+    done = run("average", *files, "-o", tmp_path / "mean.pt")
+    assert done.code == 2 and words in done.err and "ckptool diff" in done.err and not (tmp_path / "mean.pt").exists()
 
 
 def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
@@ -97,28 +80,201 @@ def test_a_damaged_input_is_noticed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt"]
 
 
+# Methods -------------------------------------------------------------------------------------------------------------
+
+
+def largest(delta: torch.Tensor, density: float) -> torch.Tensor:
+    """All but the largest differences set to zero; of equal ones the first are kept."""
+    keep = max(1, int(density * delta.numel()))
+    order = torch.argsort(delta.abs().flatten(), descending=True, stable=True)[:keep]
+    return torch.where(
+        torch.zeros(delta.numel(), dtype=torch.bool).index_fill(0, order, True).view(delta.shape), delta, 0
+    )
+
+
+def task_arithmetic(base: torch.Tensor, files: Tensors, weights: list[float], scale: float) -> torch.Tensor:
+    return base + sum((file - base) * weight for file, weight in zip(files, weights, strict=True)) * scale
+
+
+def ties(base: torch.Tensor, files: Tensors, weights: list[float], density: float, scale: float) -> Any:
+    weighted = torch.stack([largest(file - base, density) * w for file, w in zip(files, weights, strict=True)])
+    elected = torch.where(weighted.sum(0) >= 0, 1.0, -1.0)
+    agree = (weighted.sign() == elected).to(base.dtype)
+    divisor = sum(agree[number] * weight for number, weight in enumerate(weights))
+    return base + (weighted * agree).sum(0) / torch.where(divisor == 0, 1, divisor) * scale
+
+
+def slerp(t: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = a.double(), b.double()
+    near = float((a / a.norm() * (b / b.norm())).sum()) if float(a.norm()) and float(b.norm()) else 0.0
+    if abs(near) > 0.9995:
+        return (1 - t) * a + t * b
+    angle = torch.tensor(near, dtype=torch.float64).acos()
+    return (torch.sin((1 - t) * angle) * a + torch.sin(t * angle) * b) / torch.sin(angle)
+
+
+def models(folder: Path, count: int, dtype: torch.dtype = torch.float32, shape: Any = (70, 1001)) -> tuple[Any, Any]:
+    """A base and files that were trained from it, with a counter that has no mean."""
+    torch.manual_seed(len(str(dtype)) + count)
+    base = torch.randn(shape)
+    tensors = [base.to(dtype), *((base + torch.randn(shape) / 10).to(dtype) for _ in range(count))]
+    trees = [{"layer.weight": tensor, "steps": torch.tensor(n)} for n, tensor in enumerate(tensors)]
+    return tensors, [saved(tree, folder / f"{number}.pt") for number, tree in enumerate(trees)]
+
+
+def merged(paths: list[Path], out: Path, **options: Any) -> torch.Tensor:
+    base = {} if options["method"] == "slerp" else {"base": paths[0]}
+    ckptool.average(paths[1:], out, **base, **options)
+    found = load(out)
+    assert int(found["steps"]) == len(paths) - 1
+    tensor: torch.Tensor = found["layer.weight"]
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_differences_are_merged_as_the_formulas_say(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
+    tensors, paths = models(tmp_path, count, dtype)
+    base, *files = [tensor.to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in tensors]
+    weights = [0.7, 0.4, -0.3][:count]
+    found = merged(paths, tmp_path / "a.pt", method="task-arithmetic", weights=weights, scale=0.8)
+    assert torch.equal(found, task_arithmetic(base, files, weights, 0.8).to(dtype))
+    assert torch.equal(
+        merged(paths, tmp_path / "b.pt", method="task-arithmetic"), (base + sum(f - base for f in files)).to(dtype)
+    )
+    for density in (0.2, 0.5, 1.0, 1e-9):
+        options: Any = {"method": "ties", "weights": weights, "scale": 0.8, "density": density, "overwrite": True}
+        found = merged(paths, tmp_path / "c.pt", **options)
+        assert torch.equal(found, ties(base, files, weights, density, 0.8).to(dtype))
+
+
+def test_slerp_of_parallel_opposite_and_empty_vectors(tmp_path: Path) -> None:
+    a = torch.randn(50)
+    state = {
+        "near.w": a,
+        "far.w": a,
+        "none.w": torch.zeros(50),
+        "empty.w": torch.zeros(0, 3),
+        "zero.w": torch.tensor(2.0),
+    }
+    other = {"near.w": a * 3, "far.w": -a, "none.w": a, "empty.w": torch.zeros(0, 3), "zero.w": torch.tensor(4.0)}
+    paths = [saved(state, tmp_path / "a.pt"), saved(other, tmp_path / "b.pt")]
+    ckptool.average(paths, tmp_path / "s.pt", method="slerp", t=0.25)
+    found = load(tmp_path / "s.pt")
+    for name in state:
+        assert torch.allclose(found[name].double(), slerp(0.25, state[name], other[name]), atol=1e-6), name
+
+
+def test_weights_by_pattern(tmp_path: Path, run: Run) -> None:
+    trees = [{"layers.0.w": torch.full((2,), value), "layers.1.w": torch.full((2,), value)} for value in (1.0, 2.0)]
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate(trees)]
+    words = ("--weight", "layers.0.*=0.25,0.75", "--weight", "*.0.w=0,1", "--json")
+    done = run("average", *paths, "-o", tmp_path / "m.pt", *words)
+    assert done.code == 0, done
+    found = load(tmp_path / "m.pt")
+    assert found["layers.0.w"].tolist() == [1.75] * 2 and found["layers.1.w"].tolist() == [1.5] * 2
+    assert json.loads(done.out)["facts"]["weight"] == ["layers.0.*=0.25,0.75", "*.0.w=0,1"]
+    with pytest.raises(NoMatch, match="nothing"):
+        ckptool.average(paths, tmp_path / "n.pt", weight="nothing*=1,0")
+    for text in ("layers.*", "layers.*=a,b", "=1,2", "layers.*=1", "layers.*=1,nan"):
+        with pytest.raises(UsageError):
+            ckptool.average(paths, tmp_path / "n.pt", weight=[text])
+    assert not (tmp_path / "n.pt").exists()
+
+
+def test_weights_of_one_name_of_a_tied_tensor(tmp_path: Path) -> None:
+    """Neither name's are ignored; where only one file ties them, each has its own."""
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    tied, apart = [{"e.w": one, "h.w": one}, {"e.w": two, "h.w": two}], {"e.w": two, "h.w": two.clone()}
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate([*tied, apart])]
+    for name in ("e.w", "h.w"):
+        with pytest.raises(Conflict, match=r"e\.w and h\.w are one tensor"):
+            ckptool.average(paths[:2], tmp_path / "o.pt", weight=f"{name}=0,1")
+    ckptool.average(paths[:2], tmp_path / "o.pt", weight="*.w=0.25,0.75")
+    assert load(tmp_path / "o.pt")["h.w"].tolist() == [1.75] * 3
+    ckptool.average(paths[::2], tmp_path / "a.pt", weight="h.w=0,1")
+    assert [load(tmp_path / "a.pt")[name].tolist() for name in ("e.w", "h.w")] == [[1.5] * 3, [2.0] * 3]
+
+
+def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> None:
+    base = {"a.w": torch.zeros(4)}
+    base["b.w"] = base["a.w"]
+    files = [{"a.w": torch.tensor([1.0, float("nan"), -2.0, float("inf")])}, {"a.w": torch.ones(4)}]
+    for file in files:
+        file["b.w"] = file["a.w"]
+    paths = [saved(tree, tmp_path / f"{number}.pt") for number, tree in enumerate([base, *files])]
+    for method in ("ties", "dare", "task-arithmetic"):
+        options = {} if method == "task-arithmetic" else {"density": 1.0}
+        ckptool.average(paths[1:], tmp_path / f"{method}.pt", method=method, base=paths[0], **options)
+        found = load(tmp_path / f"{method}.pt")
+        assert found["a.w"].data_ptr() == found["b.w"].data_ptr()
+        assert found["a.w"][1].isnan() and found["a.w"][3].isinf() and found["a.w"][0].isfinite()
+
+
+@looped(
+    ("options", "words"),
+    [
+        ({"weights": [1.0]}, "1 weight was given for 2 files"),
+        ({"ema": 1.5}, "decay of 1.5"),
+        ({"ema": 0.5, "weights": [1.0, 1.0]}, "both given"),
+        ({"weights": [float("nan"), 1.0]}, "add up to nan"),
+        ({"files": 1}, "at least two files"),
+        ({"method": "ties"}, "method='ties' needs base"),
+        ({"method": "guess"}, "unknown method 'guess'"),
+        ({"method": "mean", "base": "0.pt"}, "does not take base"),
+        ({"method": "slerp", "density": 0.5}, "does not take density"),
+        ({"method": "task-arithmetic", "base": "0.pt", "seed": 1}, "does not take seed"),
+        ({"method": "dare", "base": "0.pt", "ema": 0.5}, "does not take ema"),
+        ({"method": "dare", "base": "0.pt", "density": 0.0}, "density 0 is not from 1e-9"),
+        ({"method": "ties", "base": "0.pt", "density": 1.5}, "density 1.5 is not"),
+        ({"method": "ties", "base": "0.pt", "density": float("nan")}, "density.nan is not"),
+        ({"method": "ties", "base": "0.pt", "density": [0.1, 0.2, 0.3]}, "density gives 3 values"),
+        ({"method": "ties", "base": "0.pt", "scale": float("inf")}, "is not a finite number"),
+        ({"method": "dare", "base": "0.pt", "density": 1e-300}, "density 1e-300 is not from 1e-9"),
+        ({"method": "ties", "base": "0.pt", "weights": [float("nan"), 1]}, "weights add up to nan"),
+        ({"method": "slerp", "weights": [1e308, 1e308]}, "weights add up to inf"),
+        ({"method": "slerp", "t": 1.5}, "is not from 0 to 1"),
+        ({"method": "slerp", "t": 0.5, "weights": [1, 1]}, "both given"),
+        ({"method": "slerp", "weights": [-1, 2]}, "negative"),
+        ({"method": "slerp", "files": 3}, "slerp.* was given 3 files"),
+        ({"method": "ties", "base": "0.pt", "files": 0}, "at least two files"),
+    ],
+)
+def test_requests_that_make_no_sense(tmp_path: Path, options: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, paths = models(tmp_path, 2, shape=(3,))
+    monkeypatch.chdir(tmp_path)
+    files = (paths * 2)[: options.pop("files", 2)]
+    with pytest.raises(UsageError, match=f"(?s){words}"):
+        ckptool.average(files, tmp_path / "out.pt", **options)
+    assert not (tmp_path / "out.pt").exists()
+
+
 # Memory --------------------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-ckptool.average([f"{number}.pt" for number in range(int(sys.argv[1]))], "mean.pt")
-"""
 
-
-def memory(folder: Path, count: int, nbytes: int) -> int:
+def mean_peak(folder: Path, count: int, nbytes: int) -> int:
     """The most memory, in bytes, of a process that averages `count` files of `nbytes`."""
     for number in range(count):
         make_sparse(folder / f"{number}.pt", nbytes)
-    peak = peak_of(PROGRAM, folder, str(count))
-    assert (folder / "mean.pt").stat().st_size >= nbytes
-    (folder / "mean.pt").unlink()
-    return peak
+    return peak_of("ckptool.average([f'{n}.pt' for n in range(int(sys.argv[1]))], 'mean.pt')", folder, str(count))
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(2, 50_000_000), (2, 200_000_000), (24, 10_000_000)])
-def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, nbytes: int) -> None:
-    assert memory(tmp_path, count, nbytes) < LIMIT
+@pytest.mark.parametrize(
+    ("count", "nbytes", "limit"),
+    [
+        (2, 50_000_000, LIMIT),
+        (2, 200_000_000, LIMIT),
+        (24, 10_000_000, LIMIT),
+        pytest.param(3, 2 << 30, 128_000_000, marks=pytest.mark.soak),
+    ],
+)
+def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, nbytes: int, limit: int) -> None:
+    assert mean_peak(tmp_path, count, nbytes) < limit
+    assert (tmp_path / "mean.pt").stat().st_size >= nbytes
 
 
-@pytest.mark.soak
-def test_two_gigabytes_stay_below_128_mb(tmp_path: Path) -> None:
-    assert memory(tmp_path, 3, 2 << 30) < 128_000_000
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, method: str) -> None:
+    models(tmp_path, 2, shape=(15_000_000,))
+    program = "ckptool.average(['1.pt', '2.pt'], 'out.pt', base='0.pt', method=sys.argv[1], density=0.3)"
+    assert peak_of(program, tmp_path, method) < LIMIT

@@ -101,7 +101,7 @@ def test_the_cursor_shows_values_as_numpy_prints_them_and_their_statistics(tmp_p
     state = {"a.w": torch.randn(5, 3), "a.b": torch.arange(4.0), "half": torch.ones(2).half(), "f": torch.tensor(True)}
     file = saved(state, tmp_path / "a.pt")
     here: Callable[[Any], Any] = lambda app: (app.here.address, told(app))  # noqa: E731
-    steps: list[Any] = [part for _ in range(7) for part in ("<down>", "<right>", here)]
+    steps: list[Any] = [part for _ in range(7) for part in ("<down>", here)]
     said = dict(walked(file, *steps))
     assert {*said} >= {*state}
     for name, value in state.items():
@@ -180,38 +180,18 @@ def test_a_copied_address_is_one_word_to_a_shell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 def test_the_screen_holds_names_sizes_and_values(size: tuple[int, int], training: Path) -> None:
-    start, end = walked(training, screen, "<question_mark>", screen, size=size)
+    (start,) = walked(training, screen, size=size)
     assert len(start) == size[1] and max(map(len, start)) <= size[0]
     assert re.search(r"▼ training.pt +\d+ tensors +[\d.]+ kB", start[0]) and start[-1].startswith(" / Filter  d Diff")
-    assert any("filter by part of a name" in row for row in end)
     for row in start[1:4]:
         assert re.search(r"(├─|└─) [▶▼ ]?.* [\d.]+ k?B\b", row), row
 
 
-def test_many_siblings_come_in_parts(tmp_path: Path) -> None:
+def test_of_very_many_siblings_the_first_are_shown_and_a_filter_finds_the_others(tmp_path: Path) -> None:
     file = saved({f"{chr(97 + n % 26)}{n}x": torch.ones(1) for n in range(1203)}, tmp_path / "flat.pt")
     count: Callable[[Any], int] = lambda app: len(app.names.root.children)  # noqa: E731
-    assert walked(file, count, "<end enter>", count, "<end enter>", count, lines)[:3] == [501, 1001, 1203]
-
-
-@pytest.mark.soak
-def test_fifty_thousand_tensors_are_opened_and_filtered_without_delay(tmp_path: Path) -> None:
-    import time
-
-    value = torch.ones(1)
-    names = [f"layers.{a}.experts.{b}.w{c}" for a in range(50) for b in range(250) for c in range(4)]
-    file = tmp_path / "a.safetensors"
-    from safetensors.torch import save_file
-
-    save_file({name: value.clone() for name in names}, file)
-    began = time.process_time()
-    ckptool.inspect(file)
-    inspected, began = time.process_time() - began, time.process_time()
-    walked(file, screen)
-    assert time.process_time() - began < 3 * inspected + 2
-    began = time.process_time()
-    (found,) = walked(file, "/w3", lambda app: len(app.names.root.data.items))
-    assert found == 12_500 and time.process_time() - began < 3 * inspected + 4
+    more: Callable[[Any], str] = lambda app: app.names.root.children[-1].label.plain  # noqa: E731
+    assert walked(file, count, more, "<end>", "/1202", count) == [1001, "… 203 more (/ filters)", 1]
 
 
 def test_behind_a_url_only_what_the_cursor_is_on_is_read(tmp_path: Path) -> None:

@@ -143,44 +143,31 @@ def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
         dequantized(case._replace(tensors=far), tmp_path)
 
 
+def ct(weights: Any = None, **fields: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors, with one group of these weights."""
+    groups = {"config_groups": {"a": {"weights": weights}}} if weights else {}
+    return {"quant_method": "compressed-tensors", **groups, **fields}
+
+
 @looped(
     ("config", "words"),
     [
         ({"quant_method": "hqq"}, "'hqq' is not known"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin' of gptq"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24' of compressed-tensors"),
         ({"quant_method": "awq"}, "is not quantized as awq does it"),
-        (
-            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}},
-            "'transform_config'",
-        ),
-        (
-            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "'sparsity_config'",
-        ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"centroids": 4}}}}, "'centroids'"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"rotation": "hadamard"}}}, "'rotation'"),
-        ({"quant_method": "fp8", "hadamard": True}, "'hadamard'"),
-        ({"quant_method": "fp8", "fmt": "e3m4"}, "'fmt=e3m4'"),
+        *(({"quant_method": "fp8", key: of}, f"'{key}") for key, of in (("hadamard", True), ("fmt", "e3m4"))),
         ({"quant_method": "fp8", "scale_fmt": "log2"}, "'scale_fmt=log2'"),
+        (ct(format="marlin-24"), "'marlin-24' of compressed-tensors"),
+        (ct(transform_config={"config_groups": {"u": {}}}), "'transform_config'"),
+        (ct(sparsity_config={"format": "sparse-24-bitmask"}), "'sparsity_config'"),
+        (ct(config_groups={"a": {"rotation": "hadamard"}}), "'rotation'"),
+        (ct({"centroids": 4}), "'centroids'"),
         *(
-            (
-                {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {key: value}}}},
-                f"'{key}={value}'",
-            )
-            for key, value in (("type", "posit"), ("strategy", "attn_head"), ("actorder", "random"))
+            (ct({key: of}), f"'{key}={of}'")
+            for key, of in (("type", "posit"), ("strategy", "x"), ("actorder", "random"))
         ),
-        *(
-            (
-                {
-                    "quant_method": "compressed-tensors",
-                    "format": form,
-                    "config_groups": {"a": {"weights": {"type": kind}}},
-                },
-                f"'type={kind}'",
-            )
-            for form, kind in (("pack-quantized", "float"), ("float-quantized", "int"), ("int-quantized", "float"))
-        ),
+        *((ct({"type": "float"}, format=form), "'type=float'") for form in ("pack-quantized", "int-quantized")),
+        (ct({"type": "int"}, format="float-quantized"), "'type=int'"),
     ],
 )
 def test_methods_that_are_not_known(config: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import pickle
-import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptool
-from ckptool.errors import Conflict, UsageError
+from ckptool.errors import CkptoolError, UsageError
 from ckptool.formats.model_folder import with_dtype
+from fixtures.engines import cases
 from tests.support.cli import Run
 from tests.support.files import contents, saved
 from tests.support.looped import looped
+from tests.support.part_files import random_weights, saved_below, trainer_folder
 
 CONFIGS = {
     "transformers": ("model", "config.json", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
@@ -106,22 +107,6 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "out/config.json").is_symlink() and (tmp_path / "out/config.json").exists()
 
 
-def test_a_folder_is_replaced_only_where_nothing_else_is_in_it(tmp_path: Path) -> None:
-    file, out = model_in(tmp_path / "in"), tmp_path / "out"
-    ckptool.convert(file, f"{out}/")
-    ckptool.convert(file, out, overwrite=True)
-    before = contents(out)
-    (out / "results.csv").write_text("1")
-    with pytest.raises(Conflict, match=r"results\.csv"):
-        ckptool.convert(file, out, overwrite=True)
-    (out / "results.csv").unlink()
-    assert contents(out) == before
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    ckptool.convert(file, empty)
-    assert contents(empty) == before
-
-
 def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) -> None:
     file = saved(state(), tmp_path / "a.pt")
     (tmp_path / "like").mkdir()
@@ -136,25 +121,14 @@ def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) 
 
 
 def test_the_dtype_of_a_configuration_changes_and_nothing_else() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        names = ["float32", "bfloat16", "float16"]
-        key, old, new = rng.choice(["dtype", "torch_dtype"]), rng.choice(names), rng.choice(names)
-        config: dict[str, Any] = {"model_type": 'a "dtype": "float16" b', key: old, "eps": 1e-05, "n": float("nan")}
-        if rng.random() < 0.5:
-            config["text_config"] = {key: old, "rope": None, "é": "\u00e9"}
-        config["quantization_config"] = {"bits": 4} if rng.random() < 0.5 else {"dtype": "float16"}
-        text = json.dumps(config, indent=rng.choice([None, 2, 4]), ensure_ascii=rng.random() < 0.5)
-        found = with_dtype(text.encode(), new).decode()
-        expected = dict(config)
-        expected[key] = new
-        if "text_config" in config:
-            expected["text_config"] = {**config["text_config"], key: new}
-        assert json.dumps(json.loads(found)) == json.dumps(expected)
-        if old == new:
-            assert found == text
-        elif "dtype" not in config["quantization_config"] or new == "float16":
-            assert len(found) - len(text) == (len(new) - len(old)) * (2 if "text_config" in config else 1)
+    for key in ("dtype", "torch_dtype"):
+        config = {"model_type": 'a "dtype": "float16" b', key: "float32", "eps": 1e-05, "n": None}
+        config["text_config"] = {key: "torch.float16", "rope": None, "é": "float16"}
+        config["quantization_config"] = {"dtype": "float16"}  # in which it is computed
+        found = with_dtype(config, "bfloat16")
+        assert list(found) == list(config)
+        assert found == config | {key: "bfloat16", "text_config": {**config["text_config"], key: "bfloat16"}}
+        assert with_dtype(found, "bfloat16") == found
 
 
 def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run: Run) -> None:
@@ -183,3 +157,27 @@ def test_a_wrappers_prefix_is_said_and_kept(tmp_path: Path, run: Run) -> None:
     (note,) = [note for note in json.loads(done.out)["notes"] if note["code"] == "prefix-module"]
     assert run(*note["fix"][1:]).code == 0
     assert load_file(tmp_path / "l-bare/model.safetensors").keys() == state().keys()
+
+
+def test_what_the_container_cannot_hold_of_a_member_is_refused(tmp_path: Path) -> None:
+    folder = Path(cases.__file__).parent / "trainer" / "checkpoint"
+    with pytest.raises(CkptoolError, match=r"training_args\.bin"):
+        ckptool.convert(folder, tmp_path / "out.safetensors", all=True)
+
+
+# Weights that stand for a folder of several files ---------------------------------------------------------------------
+
+
+def test_what_is_changed_in_place_leaves_nothing(tmp_path: Path, run: Run) -> None:
+    found = run("add-module", str(trainer_folder(tmp_path / "step-500")), "--in-place")
+    assert found.code == 0 and "left out" not in found.out, found
+
+
+def test_a_folder_of_two_formats_is_not_damaged(tmp_path: Path, run: Run) -> None:
+    saved_below(random_weights("a.weight"), tmp_path / "pytorch_model.bin")
+    ckptool.convert(tmp_path / "pytorch_model.bin", tmp_path / "model.safetensors")
+    found = run("verify", str(tmp_path))
+    assert found.code == 2 and "error[ambiguous]" in found.err and "damaged" not in found.out, found
+    with pytest.raises(CkptoolError, match="2 checkpoints"):
+        ckptool.verify(tmp_path)
+    assert "OSError" not in run("doctor", str(tmp_path)).out

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, FileProblem
-from ckptool.training.runs import create, read_config
+from ckptool.errors import Conflict
+from ckptool.training.configfile import create, recorded_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
 from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, forget_record, train_typed
@@ -58,17 +58,6 @@ def test_a_sidecar_of_anything(run_folder: Path, facts: dict[str, Any]) -> None:
     json.dumps(ckptool.inspect_run(run_folder).to_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["save: 3\neval: []\n", "save: {keep_last: -1, keep_best: x, keep_every: 1e9}\neval: {metric: [1], mode: 3}\n"],
-)
-def test_a_configuration_of_other_types(run_folder: Path, text: str) -> None:
-    number = (run_folder / "run.yaml").read_text().partition("\n")[0]
-    (run_folder / "run.yaml").write_text(f"{number}\n{text}")
-    (run_folder / "history.jsonl").write_text('{"event": 3, "step": "x"}\nnull\n{"event": ["changed"], "config": 3}\n')
-    assert "20" in str(ckptool.inspect_run(run_folder))
-
-
 # How it is made -------------------------------------------------------------------------------------------------------
 
 
@@ -82,18 +71,12 @@ def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path:
     made.lock.release()
     again = create(config("seed=4", run=made.folder))
     assert again.lock is not None
-    assert (read_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
+    assert (recorded_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
     again.commit(1, {"step": 1}, {})
     again.lock.release()
     with pytest.raises(Conflict, match="is a run already"):
         create(config(run=made.folder))
-    assert read_config(made.folder)[0] == again.id
-
-
-def test_a_file_is_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(FileProblem, match="it is a file"):
-        create(config(run=tmp_path / "run"))
+    assert recorded_config(made.folder)[0] == again.id
 
 
 def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

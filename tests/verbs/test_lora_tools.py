@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
+from tests.support.adapters import Tensors, halves, peft, stored
 from tests.support.cli import Run
+from tests.support.files import load
 from tests.support.looped import looped
-
-Tensors = dict[str, torch.Tensor]
-CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 
 
 def weights() -> Tensors:
@@ -30,42 +29,33 @@ def weights() -> Tensors:
     return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()} | {"up.k.bias": torch.randn(8)}
 
 
-def saved(tensors: Tensors, path: Path) -> Path:
-    if path.suffix == ".pt":
-        torch.save(tensors, path)
-    else:
-        save_file(tensors, path)
-    return path
-
-
-def peft(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
-    named = {f"base_model.model.{key}": value for key, value in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors")
-    return folder
-
-
-def halves(module: str, rank: int = 2, out: int = 5, inputs: int = 6, seed: int = 0) -> Tensors:
-    torch.manual_seed(seed)
-    return {f"{module}.lora_A.weight": torch.randn(rank, inputs), f"{module}.lora_B.weight": torch.randn(out, rank)}
-
-
 def config_of(folder: Path) -> Any:
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-# extract
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def metadata_of(file: Path) -> Any:
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["lora_adapter_metadata"])
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+# extract -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
-    base = weights()
-    tuned = {key: value.clone() for key, value in base.items()}
+    base, tuned = weights(), weights()
     tuned["up.q.weight"] += torch.outer(torch.arange(6.0), torch.ones(6))
     tuned["conv.weight"] += torch.randn(5, 4, 3, 3)
     tuned["norm.weight"] += 1
     tuned["up.k.bias"] += 1
-    files = saved(tuned, tmp_path / "tuned.safetensors"), saved(base, tmp_path / "base.pt")
+    files = stored(tuned, tmp_path / "tuned.safetensors"), stored(base, tmp_path / "base.pt")
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=5)
     assert report.facts["ranks"] == {"up.q": 5, "conv": 5} and report.facts["unchanged"] == 2
     config = config_of(tmp_path / "a")
@@ -76,7 +66,7 @@ def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
     assert all((merged[key] - value).abs().max() <= 1e-5 for key, value in tuned.items())
     again = ckptool.lora_extract(*files, tmp_path / "small", rank=5, energy=0.5, dtype="bf16")
     assert again.facts["ranks"]["up.q"] == 1
-    a = load_file(tmp_path / "small" / "adapter_model.safetensors")["base_model.model.up.q.lora_A.weight"]
+    a = tensors_of(tmp_path / "small")["base_model.model.up.q.lora_A.weight"]
     assert a.dtype == torch.bfloat16 and a.shape == (1, 6)
 
 
@@ -85,22 +75,27 @@ def test_names_that_are_ends_of_others_are_told_apart(tmp_path: Path) -> None:
     base = {"q.weight": torch.zeros(4, 3), "up.q.weight": torch.zeros(4, 3), "n.weight": torch.ones(3)}
     base |= {"upn.weight": torch.ones(3), "upn.bias": torch.ones(3)}
     tuned = base | {"q.weight": torch.ones(4, 3), "n.weight": torch.zeros(3)}
-    files = saved(tuned, tmp_path / "t.safetensors"), saved(base, tmp_path / "b.safetensors")
+    files = stored(tuned, tmp_path / "t.safetensors"), stored(base, tmp_path / "b.safetensors")
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=2)
     assert config_of(tmp_path / "a")["target_modules"] == "q"
     assert sorted(report.facts["whole"]) == ["n.weight", "upn.bias", "upn.weight"]
 
 
 def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
-    shared = [torch.zeros(9, 4), torch.ones(9, 4)]
-    base, tuned = ({"wte.weight": each, "lm_head.weight": each, "q.weight": each[:4]} for each in shared)
-    tuned["q.weight"] = torch.randn(4, 4)
-    files = saved(tuned, tmp_path / "t.pt"), saved(base, tmp_path / "b.pt")
+    files = []
+    for number, (shared, q) in enumerate(
+        ((torch.ones(9, 4), torch.randn(4, 4)), (torch.zeros(9, 4), torch.zeros(4, 4)))
+    ):
+        state = {"wte.weight": shared, "lm_head.weight": shared, "q.weight": q}
+        files.append(stored(state, tmp_path / f"{number}.pt"))
     report = ckptool.lora_extract(*files, tmp_path / "a", rank=4)
     assert report.facts["tied"] == ["lm_head.weight"] and list(report.facts["ranks"]) == ["q"]
-    with safe_open(tmp_path / "a" / "adapter_model.safetensors", "pt") as file:  # both under their names, for PEFT
-        assert {f"base_model.model.{name}.weight" for name in ("wte", "lm_head")} < set(file.keys())
+    # Both under their names, for PEFT.
+    assert {f"base_model.model.{name}.weight" for name in ("wte", "lm_head")} < tensors_of(tmp_path / "a").keys()
     assert config_of(tmp_path / "a")["ensure_weight_tying"] is True
+
+
+Q = {"up.q.weight": torch.ones(6, 6)}
 
 
 @looped(
@@ -110,62 +105,58 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
         ({"new.weight": torch.zeros(3, 3)}, {}, Conflict, "new.weight is only in .*tuned"),
         ({}, {}, NoMatch, "have the same values"),
         ({"up.q.weight": torch.full((6, 6), math.nan)}, {}, Conflict, "up.q.weight has infinities or NaN"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"rank": 7}, UsageError, "rank 7 is more than that of any matrix"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"rank": 0}, UsageError, "rank 0 is not from 1"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"rank": 10**9}, UsageError, "is not from 1"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"energy": 1.5}, UsageError, "energy 1.5"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"only": "up.k.*"}, NoMatch, "have the same values"),
-        ({"up.q.weight": torch.ones(6, 6)}, {"only": "nothing"}, NoMatch, "matches no key"),
+        (Q, {"rank": 7}, UsageError, "rank 7 is more than that of any matrix"),
+        (Q, {"rank": 0}, UsageError, "rank 0 is not from 1"),
+        (Q, {"rank": 10**9}, UsageError, "is not from 1"),
+        (Q, {"energy": 1.5}, UsageError, "energy 1.5 not above"),
+        (Q, {"only": "up.k.*"}, NoMatch, "have the same values"),
+        (Q, {"only": "nothing"}, NoMatch, "matches no key"),
         ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no layer's matrix differs"),
         ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "up.q.weight is quantized"),
         ({"scale": torch.ones(3)}, {"base": {"scale": torch.zeros(3)}}, Unsupported, "scale changed, and is no tensor"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_extracted_is_named(
     change: Any, options: dict[str, Any], kind: type[CkptoolError], message: str, tmp_path: Path
 ) -> None:
     base = weights() | options.pop("base", {})
-    files = saved(base | change, tmp_path / "tuned.safetensors"), saved(base, tmp_path / "base.safetensors")
+    files = (stored(base | change, tmp_path / "tuned.safetensors"), stored(base, tmp_path / "base.safetensors"))
     with pytest.raises(kind, match=message):
         ckptool.lora_extract(*files, tmp_path / "a", **{"rank": 2} | options)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["base.safetensors", "tuned.safetensors"]
+    assert names_in(tmp_path) == ["base.safetensors", "tuned.safetensors"]
 
 
 def test_a_rank_that_needs_gigabytes_is_refused(tmp_path: Path) -> None:
     """A file of a kilobyte may show a tensor of a terabyte."""
     wide = [torch.full((1, 1), value).expand(1 << 21, 1 << 21) for value in (0.0, 1.0)]
-    files = [saved({"q.weight": each}, tmp_path / f"{number}.pt") for number, each in enumerate(wide)]
+    files = [stored({"q.weight": each}, tmp_path / f"{number}.pt") for number, each in enumerate(wide)]
     with pytest.raises(LimitExceeded, match=r"q\.weight in rank 1,000 takes 4,194,304,000 elements"):
         ckptool.lora_extract(*files, tmp_path / "a", rank=1000)
 
 
-# resize
-
-
-def scaled_product(tensors: Tensors, module: str, scale: float) -> torch.Tensor:
-    return scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+# resize --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_smaller_rank_is_the_nearest(tmp_path: Path) -> None:
-    tensors = halves("a.q", 3) | halves("b.q", 2, seed=1)
-    adapter = peft(
-        tmp_path / "a", tensors, rank_pattern={"a.q": 3}, lora_alpha=6, target_modules=["q"], task_type="CAUSAL_LM"
-    )
+    tensors = halves("a.q", rank=3) | halves("b.q", seed=1)
+    config = {"rank_pattern": {"a.q": 3}, "lora_alpha": 6, "target_modules": ["q"], "task_type": "CAUSAL_LM"}
+    adapter = peft(tmp_path / "a", tensors, **config)
     with pytest.raises(UsageError, match="rank 4 is more than any module"):
         ckptool.lora_resize(adapter, tmp_path / "large", rank=4)
     report = ckptool.lora_resize(adapter, tmp_path / "two", rank=2)
-    config, two = config_of(tmp_path / "two"), load_file(tmp_path / "two" / "adapter_model.safetensors")
-    assert (config["r"], config["rank_pattern"], config["task_type"]) == (2, {}, "CAUSAL_LM")
-    assert (config["lora_alpha"], config["alpha_pattern"]) == (4, {r"^b\.q": 6})
+    made, two = config_of(tmp_path / "two"), tensors_of(tmp_path / "two")
+    assert (made["r"], made["rank_pattern"], made["task_type"]) == (2, {}, "CAUSAL_LM")
+    assert (made["lora_alpha"], made["alpha_pattern"]) == (4, {r"^b\.q": 6})
     assert torch.equal(two["base_model.model.b.q.lora_A.weight"], tensors["b.q.lora_A.weight"])  # has no more
     assert list(report.facts["errors"]) == ["a.q"]
     report = ckptool.lora_resize(adapter, tmp_path / "small", rank=1)
-    small = load_file(tmp_path / "small" / "adapter_model.safetensors")
-    alphas = config_of(tmp_path / "small")
+    made, small = config_of(tmp_path / "small"), tensors_of(tmp_path / "small")
     for module, scale in (("a.q", 2.0), ("b.q", 3.0)):
-        own = alphas["alpha_pattern"].get("^" + module.replace(".", r"\."), alphas["lora_alpha"])
-        before = scaled_product(tensors, module, scale).double()
-        after = scaled_product(small, f"base_model.model.{module}", own).double()
+        own = made["alpha_pattern"].get("^" + module.replace(".", r"\."), made["lora_alpha"])
+        before, after = (
+            factor * (of[f"{place}.lora_B.weight"] @ of[f"{place}.lora_A.weight"]).double()
+            for factor, of, place in ((scale, tensors, module), (own, small, f"base_model.model.{module}"))
+        )
         values = torch.linalg.svdvals(before)
         best = values[1:].norm().item()
         assert (before - after).norm().item() == pytest.approx(best, rel=1e-5)
@@ -177,55 +168,47 @@ def test_names_alphas_and_metadata_stay(tmp_path: Path) -> None:
         "lora_te_fc.lora_down.weight": torch.randn(4, 6, 3, 3),
         "lora_te_fc.lora_up.weight": torch.randn(5, 4, 1, 1),
     }
-    saved(kohya | {"lora_te_fc.alpha": torch.tensor(2.0).half()}, tmp_path / "k.safetensors")
-    ckptool.lora_resize(tmp_path / "k.safetensors", tmp_path / "out.safetensors", rank=2)
+    kohya["lora_te_fc.alpha"] = torch.tensor(2.0).half()
+    ckptool.lora_resize(stored(kohya, tmp_path / "k.safetensors"), tmp_path / "out.safetensors", rank=2)
     made = load_file(tmp_path / "out.safetensors")
-    assert made.keys() == {*kohya, "lora_te_fc.alpha"}
+    assert made.keys() == kohya.keys() and made["lora_te_fc.lora_down.weight"].shape == (2, 6, 3, 3)
     assert made["lora_te_fc.alpha"].dtype == torch.float16 and made["lora_te_fc.alpha"].item() == 1
-    assert made["lora_te_fc.lora_down.weight"].shape == (2, 6, 3, 3)
     fields = {"unet.r": 2, "unet.lora_alpha": 6, "unet.target_modules": ["q"], "unet.lora_dropout": 0.5}
     tensors = {f"unet.{key}": value for key, value in halves("q").items()}
-    save_file(tensors, tmp_path / "d.safetensors", {"lora_adapter_metadata": json.dumps(fields)})
-    ckptool.lora_resize(tmp_path / "d.safetensors", tmp_path / "d1.safetensors", rank=1)
-    with safe_open(tmp_path / "d1.safetensors", "pt") as file:
-        again = json.loads(file.metadata()["lora_adapter_metadata"])
+    file = stored(tensors, tmp_path / "d.safetensors", lora_adapter_metadata=json.dumps(fields))
+    ckptool.lora_resize(file, tmp_path / "d1.safetensors", rank=1)
+    again = metadata_of(tmp_path / "d1.safetensors")
     assert (again["unet.r"], again["unet.lora_alpha"], again["unet.lora_dropout"]) == (1, 3, 0.5)
 
 
-HADAMARD = {"q.hada_w1_a": (5, 2), "q.hada_w1_b": (2, 6), "q.hada_w2_a": (5, 2), "q.hada_w2_b": (2, 6)}
+HADAMARD = {f"q.hada_w{n}_{side}": torch.ones(shape) for n in "12" for side, shape in (("a", (5, 2)), ("b", (2, 6)))}
+KRONECKER = {"q.lokr_w1": torch.ones(2, 2), "q.lokr_w2": torch.ones(3, 3)}
+DAMAGED = halves("q", rank=4) | {"q.lora_A.weight": torch.full((4, 6), math.nan)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "config", "message"),
+@looped(
+    ("tensors", "config", "rank", "kind", "message"),
     [
-        (HADAMARD, {"peft_type": "LOHA"}, "q is LoHa"),
-        ({"q.lokr_w1": (2, 2), "q.lokr_w2": (3, 3)}, {"peft_type": "LOKR"}, "q is LoKr"),
-        ({"q.lora_A.weight": (2, 6), "q.lora_B.weight": (5, 2)}, {"target_parameters": ["q"]}, "parameters of experts"),
+        (HADAMARD, {"peft_type": "LOHA"}, 1, Unsupported, "q is LoHa"),
+        (KRONECKER, {"peft_type": "LOKR"}, 1, Unsupported, "q is LoKr"),
+        (halves("q"), {"target_parameters": ["q"]}, 1, Unsupported, "parameters of experts"),
+        *((halves("q"), {}, rank, UsageError, "is not from 1 to 65,536") for rank in (0, -1, 1 << 17)),
+        (DAMAGED, {"r": 4}, 2, Conflict, "q has infinities or NaN"),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("verb", ["resize", "convert"])
-def test_other_methods_are_refused(tensors: Any, config: Any, message: str, verb: str, tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "a", {key: torch.ones(shape) for key, shape in tensors.items()}, **config)
-    with pytest.raises(Unsupported, match=message):
-        if verb == "resize":
-            ckptool.lora_resize(adapter, tmp_path / "out", rank=1)
-        else:
+)
+def test_what_is_not_resized_nor_converted(
+    tensors: Tensors, config: Any, rank: int, kind: type[CkptoolError], message: str, tmp_path: Path
+) -> None:
+    adapter = peft(tmp_path / "a", tensors, **config)
+    with pytest.raises(kind, match=message):
+        ckptool.lora_resize(adapter, tmp_path / "out", rank=rank)
+    if kind is Unsupported:
+        with pytest.raises(kind, match=message):
             ckptool.lora_convert(adapter, tmp_path / "out.safetensors", to="kohya")
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
-def test_impossible_ranks_are_refused(tmp_path: Path, run: Run) -> None:
-    adapter = peft(tmp_path / "a", halves("q"))
-    for rank in (0, -1, 1 << 17):
-        with pytest.raises(UsageError, match="is not from 1 to 65,536"):
-            ckptool.lora_resize(adapter, tmp_path / "out", rank=rank)
-    damaged = halves("q", 4) | {"q.lora_A.weight": torch.full((4, 6), math.nan)}
-    with pytest.raises(Conflict, match="q has infinities or NaN"):
-        ckptool.lora_resize(peft(tmp_path / "nan", damaged, r=4), tmp_path / "out", rank=2)
-    assert not (tmp_path / "out").exists()
-
-
-# convert
+# convert -------------------------------------------------------------------------------------------------------------
 
 UNET = "down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_out_0"
 
@@ -240,10 +223,8 @@ def kohya(alphas: dict[str, float], prefix: str = "lora_unet_", dtype: torch.dty
 
 def test_kohya_to_peft_and_back_is_the_same(tmp_path: Path) -> None:
     before = kohya({UNET: 1.0, "mid_block_resnets_0_time_emb_proj": 4.0, "conv_in": 0.3})
-    saved(before, tmp_path / "k.safetensors")
-    ckptool.lora_convert(tmp_path / "k.safetensors", tmp_path / "p", to="peft")
-    names = config_of(tmp_path / "p")["target_modules"]
-    assert sorted(names) == [
+    ckptool.lora_convert(stored(before, tmp_path / "k.safetensors"), tmp_path / "p", to="peft")
+    assert sorted(config_of(tmp_path / "p")["target_modules"]) == [
         "conv_in",
         "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0",
         "mid_block.resnets.0.time_emb_proj",
@@ -255,95 +236,83 @@ def test_kohya_to_peft_and_back_is_the_same(tmp_path: Path) -> None:
 
 
 def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
-    saved(kohya({"layers_0_q_a": 2.0}, "lora_te_"), tmp_path / "k.safetensors")
-    arguments = tmp_path / "k.safetensors", tmp_path / "p"
-    with pytest.raises(NoMatch, match="1 module of 1 could not be told: layers_0_q_a"):
-        ckptool.lora_convert(*arguments, to="peft")
-    first = saved({"layers.0.q_a.weight": torch.ones(5, 6)}, tmp_path / "first.safetensors")
-    second = saved({"layers.0.q.a.weight": torch.ones(5, 6)}, tmp_path / "second.safetensors")
-    other = saved({"b.weight": torch.ones(5, 6)}, tmp_path / "other.safetensors")
-    with pytest.raises(NoMatch, match="No base has them"):
-        ckptool.lora_convert(*arguments, to="peft", base=other)
-    with pytest.raises(Conflict, match=r"layers_0_q_a\.weight is layers\.0\.q\.a\.weight, layers\.0\.q_a\.weight"):
-        ckptool.lora_convert(*arguments, to="peft", base=[first, second])
+    file = stored(kohya({"layers_0_q_a": 2.0}, "lora_te_"), tmp_path / "k.safetensors")
+    first, second, other = (
+        stored({f"{name}.weight": torch.ones(5, 6)}, tmp_path / f"{name}.safetensors")
+        for name in ("layers.0.q_a", "layers.0.q.a", "b")
+    )
+    both = r"layers_0_q_a\.weight is layers\.0\.q\.a\.weight, layers\.0\.q_a\.weight"
+    for base, kind, message in (
+        ([], NoMatch, "1 module of 1 could not be told: layers_0_q_a"),
+        (other, NoMatch, "No base has them"),
+        ([first, second], Conflict, both),
+    ):
+        with pytest.raises(kind, match=message):
+            ckptool.lora_convert(file, tmp_path / "p", to="peft", base=base)
     assert not (tmp_path / "p").exists()
-    ckptool.lora_convert(*arguments, to="peft", base=[first, other])
+    ckptool.lora_convert(file, tmp_path / "p", to="peft", base=[first, other])
     assert config_of(tmp_path / "p")["target_modules"] == ["layers.0.q_a"]
 
 
 def test_scales_of_diffusers_stand_in_the_metadata_or_in_the_factors(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "a", halves("q") | halves("k", 4), rank_pattern={"k": 4}, lora_alpha=4)
+    adapter = peft(tmp_path / "a", halves("q") | halves("k", rank=4), rank_pattern={"k": 4}, lora_alpha=4)
     report = ckptool.lora_convert(adapter, tmp_path / "d.safetensors", to="diffusers")
     assert report.facts == {"from": "PEFT", "to": "diffusers", "modules": 2, "tensors": 4}
-    with safe_open(tmp_path / "d.safetensors", "pt") as file:
-        fields = json.loads(file.metadata()["lora_adapter_metadata"])
-    assert (fields["unet.lora_alpha"], fields["unet.r"], fields["unet.rank_pattern"]) in (
-        (4, 4, {"^q": 2}),
-        (4, 2, {"^k": 4}),
-    )
+    fields = metadata_of(tmp_path / "d.safetensors")
+    found = fields["unet.lora_alpha"], fields["unet.r"], fields["unet.rank_pattern"]
+    assert found in ((4, 4, {"^q": 2}), (4, 2, {"^k": 4}))
     with pytest.raises(Unsupported, match="has no place for the scales"):
         ckptool.lora_convert(adapter, tmp_path / "d.pt", to="diffusers")
     ckptool.lora_convert(tmp_path / "d.safetensors", tmp_path / "f.pt", to="diffusers", fold=True)
-    folded = torch.load(tmp_path / "f.pt", weights_only=True)
+    folded = load(tmp_path / "f.pt")
     assert torch.equal(folded["unet.q.lora_B.weight"], 2 * halves("q")["q.lora_B.weight"])
-    assert torch.equal(folded["unet.k.lora_B.weight"], halves("k", 4)["k.lora_B.weight"])
+    assert torch.equal(folded["unet.k.lora_B.weight"], halves("k", rank=4)["k.lora_B.weight"])
 
 
-TO_KOHYA = {"to": "kohya"}
 EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch.ones(4, 2)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "config", "options", "kind", "message"),
+@looped(
+    ("tensors", "config", "to", "kind", "message"),
     [
-        ({"q.lora_magnitude_vector": torch.ones(5)}, {"use_dora": True}, TO_KOHYA, Unsupported, "q has DoRA"),
-        ({"q.lora_B.bias": torch.ones(5)}, {"lora_bias": True}, TO_KOHYA, Unsupported, "q has biases"),
-        (
-            {"head.weight": torch.ones(5)},
-            {},
-            TO_KOHYA,
-            Unsupported,
-            r"whole tensors \(modules_to_save\): .*head.weight",
-        ),
-        (EMBEDDING, {}, {"to": "diffusers"}, Unsupported, "e has embeddings"),
-        ({}, {}, {"to": "comfy"}, UsageError, "unknown naming scheme 'comfy'"),
-        (halves("a.b") | halves("a_b"), {}, TO_KOHYA, Conflict, "two tensors would be called lora_unet_a_b"),
+        ({"q.lora_magnitude_vector": torch.ones(5)}, {"use_dora": True}, "kohya", Unsupported, "q has DoRA"),
+        ({"q.lora_B.bias": torch.ones(5)}, {"lora_bias": True}, "kohya", Unsupported, "q has biases"),
+        ({"head.weight": torch.ones(5)}, {}, "kohya", Unsupported, r"whole tensors \(modules_to_save\): .*head.weight"),
+        (EMBEDDING, {}, "diffusers", Unsupported, "e has embeddings"),
+        ({}, {}, "comfy", UsageError, "unknown naming scheme 'comfy'"),
+        (halves("a.b") | halves("a_b"), {}, "kohya", Conflict, "two tensors would be called lora_unet_a_b"),
     ],
 )
 def test_what_a_scheme_cannot_hold_is_refused(
-    tensors: Tensors, config: Any, options: Any, kind: type[CkptoolError], message: str, tmp_path: Path
+    tensors: Tensors, config: Any, to: str, kind: type[CkptoolError], message: str, tmp_path: Path
 ) -> None:
     adapter = peft(tmp_path / "a", halves("q") | tensors, **config)
     with pytest.raises(kind, match=message):
-        ckptool.lora_convert(adapter, tmp_path / "out.safetensors", **options)
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+        ckptool.lora_convert(adapter, tmp_path / "out.safetensors", to=to)
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_two_models_are_two_adapters_of_peft(tmp_path: Path) -> None:
-    both = kohya({"conv_in": 2.0}) | kohya({"text_model_encoder_layers_0_mlp_fc1": 2.0}, "lora_te1_")
-    both |= kohya({"text_model_encoder_layers_0_mlp_fc1": 2.0}, "lora_te2_")
-    saved(both, tmp_path / "k.safetensors")
+    both = kohya({"conv_in": 2.0})
+    for prefix in ("lora_te1_", "lora_te2_"):
+        both |= kohya({"text_model_encoder_layers_0_mlp_fc1": 2.0}, prefix)
+    file = stored(both, tmp_path / "k.safetensors")
     with pytest.raises(Unsupported, match="is for lora_te1_, lora_te2_, lora_unet_"):
-        ckptool.lora_convert(tmp_path / "k.safetensors", tmp_path / "p", to="peft")
-    ckptool.lora_convert(tmp_path / "k.safetensors", tmp_path / "d.safetensors", to="diffusers")
-    assert {key.partition(".")[0] for key in load_file(tmp_path / "d.safetensors")} == {
-        "unet",
-        "text_encoder",
-        "text_encoder_2",
-    }
+        ckptool.lora_convert(file, tmp_path / "p", to="peft")
+    ckptool.lora_convert(file, tmp_path / "d.safetensors", to="diffusers")
+    components = {key.partition(".")[0] for key in load_file(tmp_path / "d.safetensors")}
+    assert components == {"unet", "text_encoder", "text_encoder_2"}
     ckptool.lora_convert(tmp_path / "d.safetensors", tmp_path / "k2.safetensors", to="kohya")
     assert load_file(tmp_path / "k2.safetensors").keys() == both.keys()
 
 
 def test_rs_lora_keeps_its_scale(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "a", halves("q", 4), r=4, lora_alpha=3, use_rslora=True)
+    adapter = peft(tmp_path / "a", halves("q", rank=4), r=4, lora_alpha=3, use_rslora=True)
     ckptool.lora_convert(adapter, tmp_path / "k.safetensors", to="kohya")
     assert load_file(tmp_path / "k.safetensors")["lora_unet_q.alpha"].item() == 6  # 3 / √4 · 4
 
 
-@pytest.mark.parametrize(
-    ("module", "prefix"), [("text_model.q", "lora_te_"), ("transformer_blocks.0.q", "lora_transformer_")]
-)
+@looped(("module", "prefix"), [("text_model.q", "lora_te_"), ("transformer_blocks.0.q", "lora_transformer_")])
 def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str, tmp_path: Path) -> None:
     report = ckptool.lora_convert(peft(tmp_path / "a", halves(module)), tmp_path / "k.safetensors", to="kohya")
     assert all(key.startswith(prefix) for key in load_file(tmp_path / "k.safetensors"))
@@ -351,10 +320,9 @@ def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str,
 
 
 def test_an_adapter_of_peft_is_a_folder(tmp_path: Path, run: Run) -> None:
-    adapter = peft(tmp_path / "a", halves("q"))
-    done = run("lora", "resize", str(adapter), "--rank", "1", "-o", str(tmp_path / "out.safetensors"))
+    resize = "lora", "resize", str(peft(tmp_path / "a", halves("q"))), "--rank", "1"
+    done = run(*resize, "-o", str(tmp_path / "out.safetensors"))
     assert done.code == 2 and "an adapter of PEFT is a folder" in done.err
-    assert run("lora", "resize", str(adapter), "--rank", "1", "-n", "-o", str(tmp_path / "out")).code == 0
-    assert run("lora", "resize", str(adapter), "--rank", "1", "--in-place").code == 2
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
-    assert run("lora", "resize", str(adapter), "--rank", "1", "-o", str(tmp_path / "out"), "--verify").code == 0
+    assert run(*resize, "-n", "-o", str(tmp_path / "out")).code == 0
+    assert run(*resize, "--in-place").code == 2 and names_in(tmp_path) == ["a"]
+    assert run(*resize, "-o", str(tmp_path / "out"), "--verify").code == 0

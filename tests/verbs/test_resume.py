@@ -15,7 +15,7 @@ from ckptool.training.reports import Outcome
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from ckptool.training.toys import MLP
-from tests.support.small_runs import GAN, config, cut_short, events, flip_a_bit, forget_record, last
+from tests.support.small_runs import config, cut_short, events, flip_a_bit, forget_record, last
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -82,12 +82,6 @@ def test_metrics_are_cut_back_to_where_it_goes_on(tmp_path: Path) -> None:
 
 
 # With which configuration ---------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_on_as_it_is_said(tmp_path: Path) -> None:
-    run = begun(tmp_path)
-    assert on(run).step == 20
-    assert last(tmp_path) == whole(tmp_path)
 
 
 def test_a_change_holds_for_the_next_time_too(tmp_path: Path) -> None:
@@ -181,15 +175,6 @@ def test_the_file_opens_everywhere(tmp_path: Path) -> None:
     for root in (None, "model_state_dict", "ema_state_dict"):
         found = ckptool.strip_module(path, at=root, in_place=True)
         assert (found.how, found.summary) == ("nothing", "already clean: no wrapper prefix on any key")
-
-
-def test_two_models_have_their_names_in_the_keys(tmp_path: Path) -> None:
-    begun(tmp_path, **GAN)
-    state = torch.load(tmp_path / "run" / "checkpoints" / name_of(10), weights_only=True)
-    assert {key for key in state if key.endswith("_state_dict")} == {
-        *("model_generator_state_dict", "model_discriminator_state_dict"),
-        *("optimizer_generator_state_dict", "optimizer_discriminator_state_dict"),
-    }
 
 
 def test_the_sidecar_and_the_history_say_where_it_ran(tmp_path: Path) -> None:

@@ -149,19 +149,7 @@ def test_storages_without_bytes_may_be_seen_as_two_types(legacy: bool, tmp_path:
         ]
 
 
-def test_fake_tensors_are_made_under_fake_tensor_mode(tmp_path: Path) -> None:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    path = saved({"w": torch.ones(2, 3), "p": torch.nn.Parameter(torch.ones(2)), "e": [1]}, tmp_path / "a.pt")
-    with FakeTensorMode():
-        theirs, ours = load(path), ckptool.load(path)
-    for key in ("w", "p"):
-        assert type(ours[key]) is type(theirs[key]) and repr(ours[key]) == repr(theirs[key])
-        assert isinstance(ours[key].detach(), FakeTensor) and ours[key].device == theirs[key].device
-    assert ours["e"] == [1]
-    sparse = saved({"s": torch.eye(3).to_sparse()}, tmp_path / "s.pt")
-    with FakeTensorMode():
-        try:
-            ckptool.load(sparse)
-        except ckptool.CkptoolError as error:
-            assert error.code != "corrupt" and "FakeTensorMode" in str(error)
+def test_under_fake_tensor_mode_nothing_is_loaded(tmp_path: Path) -> None:
+    path = saved({"w": torch.ones(2, 3)}, tmp_path / "a.pt")
+    with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(ckptool.CkptoolError, match="FakeTensorMode"):
+        ckptool.load(path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from ckptool.formats import read
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved
+from tests.support.live_models import compiled
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 from tests.support.unknown_traps import UNKNOWN
@@ -142,24 +145,11 @@ def test_arrays_become_tensors_in_safetensors(tmp_path: Path) -> None:
 
     path = tmp_path / "x.safetensors"
     base = numpy.arange(12, dtype=">f4").reshape(3, 4)
-    ckptool.save(
-        {
-            "a": base.T,
-            "b": numpy.ones(3, ml_dtypes.bfloat16),
-            "c": torch.ones(2).half(),
-            "d": numpy.float64(2),
-            "e": numpy.zeros((0, 3)),
-        },
-        path,
-    )
+    given = {"a": base.T, "b": numpy.ones(3, ml_dtypes.bfloat16), "c": torch.ones(2).half(), "d": numpy.float64(2)}
+    ckptool.save({**given, "e": numpy.zeros((0, 3))}, path)
     loaded = safetensors.torch.load_file(path)
-    assert loaded["a"].tolist() == base.T.tolist()
-    assert (loaded["b"].dtype, loaded["c"].dtype, loaded["d"].item(), loaded["e"].shape) == (
-        torch.bfloat16,
-        torch.float16,
-        2,
-        (0, 3),
-    )
+    assert loaded["a"].tolist() == base.T.tolist() and (loaded["d"].item(), loaded["e"].shape) == (2, (0, 3))
+    assert (loaded["b"].dtype, loaded["c"].dtype) == (torch.bfloat16, torch.float16)
     with pytest.raises(Unsupported, match="object"):
         ckptool.save({"a": numpy.array([None])}, path, overwrite=True)
 
@@ -223,3 +213,25 @@ def test_values_that_weights_only_refuses_come_back(tmp_path: Path) -> None:
     assert loaded == values
     assert loaded["default"].default_factory is int
     assert type(loaded["ordered"]) is collections.OrderedDict
+
+
+def test_copies_of_what_is_in_a_checkpoint_can_be_changed_and_saved(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    opened = ckptool.open(saved({"a": {"x": 0, "list": [1, {"y": 2}]}, "state_dict": state}, tmp_path / "x.pt"))
+    changed = copy.deepcopy(opened["a"])
+    changed["list"][1]["y"] = dict(opened["a"])["x"]
+    assert (
+        type(changed) is dict
+        and opened["a"]["list"][1]["y"] == 2
+        and json.loads(json.dumps(opened["a"])) == opened["a"]
+    )
+    ckptool.save({"a": changed, "state_dict": opened["state_dict"]}, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["a"] == {"x": 0, "list": [1, {"y": 0}]} and found["state_dict"]._metadata == state._metadata
+
+
+def test_save_for_cpu_of_wrapped_submodules(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(compiled(torch.nn.Linear(2, 2)), torch.nn.Module())
+    model[1].module = torch.nn.Linear(2, 2)  # one's own name
+    ckptool.save_for_cpu(model, tmp_path / "cpu.safetensors")
+    assert set(ckptool.load(tmp_path / "cpu.safetensors")) == {"0.weight", "0.bias", "1.module.weight", "1.module.bias"}

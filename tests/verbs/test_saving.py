@@ -165,16 +165,6 @@ def test_shards_are_not_called_like_their_index(tmp_path: Path) -> None:
             ckptool.convert(make("dp.pt", tmp_path), tmp_path / "D" / "model.safetensors.index.json", **options)
 
 
-def test_in_place_through_links_is_refused(tmp_path: Path) -> None:
-    file = make("dp.pt", tmp_path)
-    (tmp_path / "link.pt").symlink_to(file)
-    with pytest.raises(CkptoolError):
-        ckptool.strip_module(tmp_path / "link.pt", in_place=True)
-    os.link(file, tmp_path / "hard.pt")
-    with pytest.raises(CkptoolError):
-        ckptool.strip_module(file, in_place=True)
-
-
 def test_in_place_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = make("dp.pt", tmp_path)
     before = file.read_bytes()

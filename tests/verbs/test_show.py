@@ -54,8 +54,11 @@ def test_a_slice_that_does_not_fit_names_the_shape(text: str, file: Path) -> Non
     with pytest.raises(UsageError, match=r"\[4, 6\]") as caught:
         ckptool.show(f"{file}#model/a.w", slice=text)
     assert "\x1b" not in str(caught.value)
-    with pytest.raises(UsageError):
-        ckptool.show(f"{file}#model/n", slice=":")  # of no dimension
+    for place in ("model/n", "epoch", "w", "model"):  # of no dimension, no tensor
+        with pytest.raises(UsageError):
+            ckptool.show(f"{file}#{place}", slice=":")
+    with pytest.raises(UsageError, match="there is no x in model"):
+        ckptool.show(f"{file}#model/x")
 
 
 def test_of_a_big_tensor_only_the_corners(file: Path) -> None:
@@ -101,17 +104,6 @@ def test_json_has_everything(file: Path) -> None:
     path = saved(odd, file.with_name("odd.pt"))
     assert ckptool.show(path, at="c").to_dict()["values"] == [[1.0, 2.0], ["NaN", 0.0]]
     assert ckptool.show(path, at="b").to_dict()["values"] == [1.5, "Infinity"]
-
-
-def test_other_entries(file: Path) -> None:
-    assert ckptool.show(f"{file}#epoch").entry == 3 and ckptool.show(f"{file}#epoch").values is None
-    assert ckptool.show(file).address == "" and list(ckptool.show(file).entry) == ["model", "epoch", "w"]
-    assert ckptool.show(f"{file}#w").entry.kind == "sparse coo"
-    for place, says in (("epoch", "of type int"), ("w", "a composite tensor"), ("model", "of type dict")):
-        with pytest.raises(UsageError, match=f"cannot be sliced: it is {says}"):
-            ckptool.show(f"{file}#{place}", slice="0:1")
-    with pytest.raises(UsageError, match="there is no x in model"):
-        ckptool.show(f"{file}#model/x")
 
 
 def test_of_an_optimizer_the_first_parameters_and_the_settings(tmp_path: Path) -> None:

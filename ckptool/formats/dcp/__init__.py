@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, Unsupported, counted, listed
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, counted, listed
 from ckptool.formats.boxes import Piece, Stored
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.flat_names import with_optimizers
@@ -49,24 +48,21 @@ def _is_table(source: Source) -> bool:
 
 
 def read(source: Input) -> Checkpoint:
-    """The checkpoint in a folder of `torch.distributed.checkpoint`, or whose table this is; of a rank's file, what is
-    in that.
+    """The checkpoint in a folder of `torch.distributed.checkpoint`, or whose table this is.
 
     Reads the tables and the directories of the zips, no tensor data. A tensor that several ranks share is one entry,
     put together when its bytes are asked for. The nesting of dictionaries and lists is as it was saved; without a
     record of it, names stay flat. Raises `Truncated`, `Corrupt`, `Ambiguous`, `Conflict`, `Unsupported` or
-    `LimitExceeded`.
+    `LimitExceeded`; `OnlyAPart` for the file of a rank.
     """
     folder = source if isinstance(source, Folder) else Folder(os.path.dirname(source.path), shown=source.path)
     names = table_names(folder)
-    if not names:
+    if not names or (isinstance(source, Source) and not _is_table(source)):
         raise _no_table(folder, isinstance(source, Source))
     tables = Tables(folder, names)
     for name in names:
         tables.add(name)
     payloads = Payloads(folder)
-    if isinstance(source, Source) and not _is_table(source):
-        return _of_a_rank(tables, payloads, os.path.basename(source.path))
     joined = Joiner(folder, "" if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     chunks = payloads.opened(tables.values)
     values: dict[str, Any] = {}
@@ -79,27 +75,44 @@ def read(source: Input) -> Checkpoint:
             if len(value.chunks) > 1:
                 value.chunks.clear()  # there may be hundreds of thousands in all
     untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
-    tree, metadata, notes, aside = tree_pickle.restored(values)
+    tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:
         tree, restored = with_optimizers(_nested(tables, values))
         if not tables.paths and any("." in name for name in values):
             what = "the nesting of the names is not recorded, so they stay as torch flattened them"
             notes.append(Note("flat-names", what))
         notes += restored
-    notes += [*joined.notes_of_replicas(), *_notes(tables)]
+    notes += joined.notes_of_replicas()
+    if tables.unused:
+        what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
+        notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
+    ends = (SUFFIX, METADATA, METADATA + ".tmp")
+    if stale := [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]:
+        whose = METADATA if METADATA in names else "the ranks' tables"
+        what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
+        notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {listed(stale, 3)}"))
+    part = None
+    if any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):  # whole as the vector may be
+        meaning = "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, "
+        meaning += "padded, and each other name only one rank's piece; only the model knows the shapes"
+        part = PartOf(PartKind.RANK, "flattened parameters", meaning)
+    facts: dict[str, Any] = {"version": max(tables.versions)} if tables.versions else {}
+    facts |= {"engine": ENGINE, "ranks": len({found[1] for file in tables.files if (found := _RANK.match(file))})}
+    places = (tree, *(value for value in tree.values() if isinstance(value, dict)))
+    steps = (place.get(name) for place in places for name in ("step", "global_step", "iteration"))
+    if (step := next((step for step in steps if type(step) is int), None)) is not None:
+        facts["step"] = step
     discarded = (*tables.discarded, *payloads.discarded, *aside)
-    part = _flattened(tables)
-    facts = _facts(tables, tree) | metadata
-    return Checkpoint(tree, NAME, facts, folder, None, tuple(notes), discarded, part=part, untied=tuple(untied))
+    return Checkpoint(tree, NAME, facts | mark, folder, None, tuple(notes), discarded, part=part, untied=tuple(untied))
 
 
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     """The error for files of ranks without the table that says what is in them."""
     if is_file:
         return OnlyAPart(
-            f"{folder} is what one rank saved, without the table that says what is in it",
-            f"{METADATA} is not beside it: it was not copied along, or the run was stopped before it wrote it.",
-            "Copy the whole folder.",
+            f"{folder} is what one rank saved of a checkpoint",
+            f"Only the folder is one, with the table of what is in the ranks' files ({METADATA}).",
+            f"Name the folder: {command('inspect', folder.path)}",
         )
     if METADATA + ".tmp" in folder:
         table = os.path.join(folder.path, METADATA)
@@ -111,63 +124,6 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     what = f"{folder} holds {SUFFIX} files and no {METADATA}"
     why = "It is written last: the run was stopped while it saved, or the file was not copied along."
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
-
-
-def _facts(tables: Tables, tree: dict[Any, Any]) -> dict[str, Any]:
-    ranks = {found[1] for file in tables.files if (found := _RANK.match(file))}
-    version = {"version": max(tables.versions)} if tables.versions else {}
-    places = (tree, *(value for value in tree.values() if isinstance(value, dict)))
-    steps = (place.get(name) for place in places for name in ("step", "global_step", "iteration"))
-    step = next((step for step in steps if type(step) is int), None)
-    return version | {
-        name: value for name, value in (("engine", ENGINE), ("ranks", len(ranks)), ("step", step)) if value is not None
-    }
-
-
-def _of_a_rank(tables: Tables, payloads: Payloads, file: str) -> Checkpoint:
-    """The contents of one file: whole tensors, objects, and chunks, named by their tensor and their offsets in it."""
-    tree: dict[Any, Any] = {}
-    own = {
-        name: replace(value, chunks=[each for each in value.chunks if each.place.relative_path == file])
-        for name, value in tables.values.items()
-    }
-    chunks = payloads.opened(own)
-    for name, value in own.items():
-        for number, chunk in enumerate(value.chunks):
-            label = name if len(tables.values[name].chunks) == 1 else f"{name}@{','.join(map(str, chunk.offsets))}"
-            if label in tree:
-                raise tables.damaged(f"has two values called {label}")
-            found = payloads.object(name, chunk.place) if value.dtype is None else chunks[name][number]
-            tree[label] = found.entry if isinstance(found, Stored) else found
-    if not tree:
-        what = f"{tables.folder} is a file that no value of {tables.names[0]} is in"
-        why = "It may be left from another run; its tensors have no names."
-        raise Unsupported(what, why, f"See the checkpoint beside it: {command('inspect', tables.folder.path)}")
-    discarded = (*tables.discarded, *payloads.discarded)
-    return Checkpoint(tree, NAME, {}, tables.folder, None, (), discarded, part=_share_of(tables, file, len(tree)))
-
-
-def _share_of(tables: Tables, file: str, held: int) -> PartOf:
-    """The rank whose file it is, by its name, `__{rank}_{n}.distcp`, and those of the others."""
-    files = tables.files
-    ranks = {found[1] for name in files if (found := _RANK.match(name))}
-    named = _RANK.match(file)
-    label = f"rank {int(named[1])} of {len(ranks):,}" if named else "what one rank saved"
-    total = counted(sum(files.values()), "value")
-    meaning = f"{held:,} of the {total} and chunks that were saved; the folder is the checkpoint"
-    rank = int(named[1]) if named else None
-    return PartOf(PartKind.RANK, label, meaning, rank, len(ranks) or None, tables.folder.path)
-
-
-def _flattened(tables: Tables) -> PartOf | None:
-    """What FSDP1 saves with LOCAL_STATE_DICT: never to be taken for a model, whole as the vector may be."""
-    if not any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):
-        return None
-    meaning = (
-        "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, padded, and "
-        "each other name only one rank's piece; only the model knows the shapes"
-    )
-    return PartOf(PartKind.RANK, "flattened parameters", meaning)
 
 
 # The values ----------------------------------------------------------------------------------------------------------
@@ -246,8 +202,7 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
         if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
-            what = f"{tables.folder}: {name[:80]} is nested {len(path):,} deep"
-            raise LimitExceeded(what, "No checkpoint is.")
+            raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No checkpoint is.")
         if not all(type(part) in (str, int) for part in path):
             raise tables.damaged(f"has a path for {name} that is not of names and numbers")
         node = root
@@ -273,23 +228,3 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
                 raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
             parent[key] = [parts.get(i) for i in range(last + 1)]
     return root
-
-
-def _notes(tables: Tables) -> list[Note]:
-    notes = []
-    if tables.unused:
-        unused = sorted(tables.unused)
-        what = f"{counted(len(unused), 'name has', 'names have')} data that no tensor uses"
-        notes.append(Note("unused-record", f"{what}: {listed(unused, 3)}"))
-    named = {*tables.files, *tables.names}
-    stale = [name for name in tables.folder.names if name not in named and _is_of_a_rank(name)]
-    if stale:
-        shown = listed(stale, 3)
-        whose = METADATA if METADATA in named else "the ranks' tables"
-        what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
-        notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {shown}"))
-    return notes
-
-
-def _is_of_a_rank(name: str) -> bool:
-    return name.endswith((SUFFIX, METADATA, METADATA + ".tmp"))

@@ -90,39 +90,33 @@ def flat_names(tree: Any) -> FlatNames:
         )
     flat = FlatNames()
     flat.hold(tree, ())
-    inside = [id(tree)]
-    stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]] = [((), (), _items(tree))]
+    holders = [id(tree)]
+    stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]]
+    stack = [((), (), iter(tree.items()))]
     while stack:
         path, place, items = stack[-1]
         for key, value in items:
             here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
+            where = (*place, key)
             if not _is_gone_into(value):
-                flat.add(here, (*place, key), value)
+                flat.add(here, where, value)
                 continue
-            _refuse_loop(id(value) in inside or len(stack) > MAX_DEPTH, (*place, key))
-            flat.hold(value, (*place, key))
-            inside.append(id(value))
-            stack.append((here, (*place, key), _items(value)))
+            if id(value) in holders or len(stack) > MAX_DEPTH:
+                raise Conflict(
+                    f"{address(where)} contains itself",
+                    "It has no end of names. Nothing was written.",
+                    f"Leave it out first: {command('edit', FILE, drop=escape(address(where)), out=OUT)}",
+                )
+            flat.hold(value, where)
+            holders.append(id(value))
+            stack.append((here, where, iter(value.items()) if isinstance(value, dict) else enumerate(value)))
             break
         else:
             stack.pop()
-            inside.pop()
+            holders.pop()
     if with_optimizers(tree)[0] is not tree:
         flat.lost.setdefault(OPTIMIZERS, "")
     return flat
-
-
-def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(node.items()) if isinstance(node, dict) else enumerate(node)
-
-
-def _refuse_loop(loops: bool, place: tuple[Any, ...]) -> None:
-    if loops:
-        raise Conflict(
-            f"{address(place)} contains itself",
-            "It has no end of names. Nothing was written.",
-            f"Leave it out first: {command('edit', FILE, drop=escape(address(place)), out=OUT)}",
-        )
 
 
 def _is_gone_into(value: Any) -> bool:

@@ -1,50 +1,71 @@
 """What the places in the tables of a DCP folder hold: one torch zip for every chunk of a tensor and every object.
 
-Writers of torch can do it in other ways, too: each zip compressed (`compressed`); or all tensors of a file in one
-safetensors, behind the zips of its objects (`SerializationFormat.SAFETENSORS`). The places of such tensors all begin
-where that does.
+Writers of torch can do it in other ways, too: all tensors of a file in one safetensors, behind the zips of its objects
+(`SerializationFormat.SAFETENSORS`), at whose beginning the places of all of them are; or each zip compressed as one
+stream, with its directory behind everything. That is inflated into a file without a name when its values are asked for;
+the last ones stay, as the chunks of a tensor may be read in turns.
+
+Source: torch/distributed/checkpoint/filesystem.py and _extension.py (`ZStandard`), torch 2.13.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
-from ckptool.checkpoint import Checkpoint, Computed, FileRange, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, Computed, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import Folder, Part
-from ckptool.errors import Corrupt
+from ckptool.checkpoint.files import Folder, Part, Source
+from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.tree import map_storages
+from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.boxes import Box, Stored
-from ckptool.formats.dcp import compressed
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.dcp.templates import Templates
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 
 SMALL = 1 << 20  # bytes of objects that are compared
+ZSTD = "stream.zstd/1"
+MOST_BESIDE = 1 << 16  # bytes of a compressed chunk's zip that are not its values
+MOST_WINDOW = 1 << 23  # bytes that a decompressor keeps
+MOST_KEPT = 1 << 30  # bytes of files without a name, beside the last one
 
 
 @dataclass(slots=True, eq=False)
 class Payloads:
-    """The values in the files of the ranks. discarded: what of their pickles is not inert and not in their values."""
+    """The values in the files of the ranks. discarded: what of their pickles is not inert and not in their values.
+
+    inflated: the compressed chunks that were inflated last, by the place that each is in.
+    """
 
     folder: Folder
     discarded: list[Any] = field(default_factory=list)
+    inflated: OrderedDict[Place, TensorEntry] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     _templates: Templates = field(default_factory=Templates)
-    _compressed: compressed.Chunks = field(default_factory=compressed.Chunks)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
 
     def object(self, name: str, place: Place) -> Any:
         """An object, or what stands in one file. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
-        part = self._part(place)
-        if place.transform_descriptors:
-            compressed.refuse_unknown(place.transform_descriptors, f"{self.folder}: {name}")
-            value, discarded = compressed.compressed_object(part)
-            self.discarded += discarded
-            return value
-        return self._zip(name, part).tree
+        part = self.part(place)
+        if not self._is_compressed(name, place):
+            return self._zip(name, part).tree
+
+        def computed(storage: Storage) -> Storage:  # there are no such bytes in a file that has a name
+            data = storage.data
+            made = Computed(data.length, data.read) if isinstance(data, FileRange) else data
+            return Storage(made, storage.location, storage.crc)
+
+        checkpoint = inflated(part, torch_zip.inflated_limit(part.size))
+        self.discarded += checkpoint.discarded
+        return map_storages(checkpoint.tree, computed)
 
     def opened(self, values: dict[str, Saved]) -> dict[str, list[Any]]:
         """The chunks of all tensors, or what else stands in their places, in the order of the table.
@@ -67,17 +88,12 @@ class Payloads:
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if key not in known:
-                    known[key] = self.later(name, chunk, dtype) if self.folder.far else self.chunk(name, chunk, dtype)
+                    later = self._is_compressed(name, chunk.place) or self.folder.far
+                    known[key] = self._later(name, chunk, dtype) if later else self.chunk(name, chunk)
                 found[name][number] = known[key]
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
         return found
-
-    def later(self, name: str, chunk: Chunk, dtype: DType) -> TensorEntry:
-        """A chunk as the table describes it. Its zip is on another machine, and opened when its values are wanted."""
-        own = _Elsewhere(self, name, replace(chunk), dtype)
-        data = Computed(prod(chunk.sizes) * dtype.itemsize, own.read, own, checks=True)
-        return TensorEntry(Storage(data), dtype, chunk.sizes, row_major_strides(chunk.sizes))
 
     def expect(self, places: Iterable[Place]) -> None:
         """Says which objects will be read soon."""
@@ -87,12 +103,9 @@ class Payloads:
         for file, source in zip(by_file, self.folder.each([*by_file]), strict=True):
             source.expect(by_file[file])
 
-    def chunk(self, name: str, chunk: Chunk, dtype: DType) -> Any:
+    def chunk(self, name: str, chunk: Chunk) -> Any:
         """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
-        part = self._part(chunk.place)
-        if transforms := chunk.place.transform_descriptors:
-            compressed.refuse_unknown(transforms, f"{self.folder}: {name}")
-            return compressed.compressed_tensor(part, self._compressed, chunk.sizes, dtype, name)
+        part = self.part(chunk.place)
         known = self._templates.entry_of(part)
         if known is not None:
             return known
@@ -100,7 +113,12 @@ class Payloads:
             return found
         checkpoint = self._zip(name, part)
         self._templates.learn(part, checkpoint)
-        return _settled(checkpoint.tree)
+        entry = checkpoint.tree
+        if not isinstance(entry, TensorEntry) or not isinstance(data := entry.storage.data, FileRange):
+            return entry
+        data.ready()  # without the directory of its zip: there may be hundreds of thousands of them
+        place = FileRange(data.file, data.offset, data.length)
+        return entry.with_storage(Storage(place, entry.storage.location, entry.storage.crc))
 
     def same(self, one: Place, other: Place) -> bool | None:
         """True where the same bytes are at both places; None where they are too many to be compared."""
@@ -108,10 +126,38 @@ class Payloads:
             return False
         if one.length > SMALL:
             return None
-        return self._part(one).read(0, one.length) == self._part(other).read(0, other.length)
+        return self.part(one).read(0, one.length) == self.part(other).read(0, other.length)
 
-    def _part(self, place: Place) -> Part:
+    def part(self, place: Place) -> Part:
         return self.folder.open(place.relative_path).part(place.offset, place.length)
+
+    def _later(self, name: str, chunk: Chunk, dtype: DType) -> TensorEntry:
+        """A chunk as the table describes it. Its zip is on another machine, or compressed, and opened when its values
+        are wanted."""
+        if not self.folder.far:
+            self.part(chunk.place)  # is there, and its file is of the checkpoint
+        own = _Later(self, name, replace(chunk), dtype)
+        length = prod(chunk.sizes) * dtype.itemsize
+        inputs = () if chunk.place.transform_descriptors else own
+        own.storage = Storage(Computed(length, own.read, inputs, checks=True) if length else InlineBytes(b""))
+        return TensorEntry(own.storage, dtype, chunk.sizes, row_major_strides(chunk.sizes))
+
+    def _is_compressed(self, name: str, place: Place) -> bool:
+        """Raises `Unsupported` for other extensions than zstd, `MissingExtra` where that is not installed."""
+        if not place.transform_descriptors:
+            return False
+        what = f"{self.folder}: {name}"
+        if [*place.transform_descriptors] != [ZSTD]:
+            why = "An extension of torch's writer did that; only it can undo it."
+            fix = "With torch: load it with the same extension, and save it without."
+            raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", why, fix)
+        try:
+            import zstandard  # noqa: F401
+        except ImportError as error:
+            why = "torch's writer compressed it (stream.zstd)."
+            fix = "pip install 'ckptool[zstd]'"
+            raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix) from error
+        return True
 
     def _zip(self, name: str, part: Part) -> Checkpoint:
         if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
@@ -140,42 +186,94 @@ class Payloads:
 
 
 @dataclass(slots=True, eq=False)
-class _Elsewhere:
-    """The values of a chunk, and the storage that they are in, once they are asked for."""
+class _Later:
+    """The values of a chunk, and the storage that they are in, once they are asked for. storage: that of its entry.
+
+    A compressed one has a checksum from then on, if its zip has one.
+    """
 
     payloads: Payloads
     name: str
     chunk: Chunk
     dtype: DType
+    storage: Storage = field(init=False)
     _entry: TensorEntry | None = None
 
-    def entry(self) -> TensorEntry:
-        if self._entry is None:
-            found = self.payloads.chunk(self.name, self.chunk, self.dtype)
-            found = found.entry if isinstance(found, Stored) else found
-            if not isinstance(found, TensorEntry) or (found.shape, found.dtype) != (self.chunk.sizes, self.dtype):
-                what = f"{self.payloads.folder}: {self.name} should be {self.dtype}{list(self.chunk.sizes)}"
-                raise Corrupt(f"{what}, its file has {found!r:.100}", "They are of two checkpoints, or damaged.")
-            self._entry = found
-        return self._entry
-
     def read(self, offset: int, length: int) -> bytes:
-        data = self.entry().row_major()
+        entry = self.inflated() if self.chunk.place.transform_descriptors else self.entry()
+        data = entry.row_major()
         return data.read(offset, max(0, min(length, data.length - offset)))
 
     def __iter__(self) -> Iterator[Storage]:
         yield self.entry().storage
 
+    def entry(self) -> TensorEntry:
+        if self._entry is None:
+            found = self.payloads.chunk(self.name, self.chunk)
+            self._entry = self._checked(found.entry if isinstance(found, Stored) else found)
+        return self._entry
 
-def _settled(value: Any) -> Any:
-    """A tensor by itself without the directory of its zip, whose place in the file is confirmed; anything else as it
-    is.
+    def inflated(self) -> TensorEntry:
+        """The chunk of a compressed zip, whose values match their checksum."""
+        place, kept = self.chunk.place, self.payloads.inflated
+        with self.payloads.lock:
+            if place in kept:
+                kept.move_to_end(place)
+            else:
+                entry = self._checked(inflated(self.payloads.part(place), self.storage.nbytes + MOST_BESIDE).tree)
+                verify(entry)
+                kept[place] = entry
+                while len(kept) > 1 and sum(each.storage.nbytes for each in kept.values()) > MOST_KEPT:
+                    kept.popitem(last=False)
+            entry = kept[place]
+        if entry.is_contiguous and not entry.offset and entry.nbytes == entry.storage.nbytes:
+            self.storage.crc, self.storage.intact = entry.storage.crc, entry.storage.intact
+        return entry
 
-    There may be hundreds of thousands of them, each in a zip of its own.
-    """
-    if not isinstance(value, TensorEntry) or not isinstance(value.storage.data, FileRange):
-        return value
-    data = value.storage.data
-    data.ready()
-    place = FileRange(data.file, data.offset, data.length)
-    return value.with_storage(Storage(place, value.storage.location, value.storage.crc))
+    def _checked(self, found: Any) -> TensorEntry:
+        if not isinstance(found, TensorEntry) or (found.shape, found.dtype) != (self.chunk.sizes, self.dtype):
+            what = f"{self.payloads.folder}: the chunk of {self.name} should be {self.dtype}{list(self.chunk.sizes)}"
+            raise Corrupt(f"{what}, its file has {found!r:.100}", "They are of two checkpoints, or damaged.")
+        return found
+
+
+def inflated(part: Part, most: int) -> Checkpoint:
+    """The torch zip that a part of a file inflates to, in a file without a name. Raises as `torch_zip.read`, and
+    `LimitExceeded` for more than `most` bytes."""
+    import tempfile
+
+    import zstandard
+
+    made = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+    reader = made.stream_reader(cast(Any, _Packed(part)), read_size=1 << 16, read_across_frames=True)
+    try:
+        with tempfile.TemporaryFile() as file:
+            while data := reader.read(1 << 18):
+                if file.tell() + len(data) > most:
+                    what = f"{part} inflates to more than {most:,} bytes"
+                    raise LimitExceeded(what, "That is more than its tensor can take; the file is probably malicious.")
+                file.write(data)
+            file.flush()
+            source = Source(str(part), os.dup(file.fileno()))
+    except zstandard.ZstdError as error:
+        what = f"{part} cannot be inflated: {error!s}"
+        raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
+    except OSError as error:
+        raise file_problem(error, tempfile.gettempdir(), "write") from error
+    try:
+        return torch_zip.read(source)
+    except Truncated as error:
+        error.cut_archive = None  # no part of it can be recovered
+        raise
+
+
+class _Packed:
+    """The compressed bytes, for a decompressor."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.taken = part, 0
+
+    def read(self, size: int) -> bytes:
+        data = self.part.read(self.taken, min(size, self.part.size - self.taken))
+        self.taken += len(data)
+        return data

@@ -7,10 +7,10 @@ its shape, and made once for each shape; objects come first in a file, as in tor
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
@@ -116,65 +116,26 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 # What is saved -------------------------------------------------------------------------------------------------------
 
 
-class _ZipShape(NamedTuple):
-    """All that the zip of a tensor depends on beside the bytes of its storage, of which it is the beginning."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    location: str
-    nbytes: int
-
-
-class _Item(Place):
-    """A zip in the file of a rank, and where that is: of a tensor (its shape, its bytes and their checksum), or its
-    segments."""
-
-    __slots__ = ("crc", "data", "name", "rank", "segments", "shape")
-
-    def __init__(
-        self,
-        length: int,
-        shape: _ZipShape | None = None,
-        data: Data | None = None,
-        crc: int | None = None,
-        name: str = "",
-        rank: int = 0,
-        segments: Iterable[Segment] = (),
-    ) -> None:
-        super().__init__(None, 0, length)
-        self.shape, self.data, self.crc, self.name = shape, data, crc, name
-        self.rank, self.segments = rank, segments
-
-    def __iter__(self) -> Iterator[Segment]:
-        if self.shape is None or self.data is None:
-            yield from self.segments
-            return
-        zip_ = _zip_of(self.shape)
-        yield InlineBytes(zip_.head)
-        crc = Crc(expected=self.crc, name=self.name)
-        if self.data.length:
-            yield from checksummed(self.data, crc)
-        yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
-
-
 class _Zip:
-    """The zip of a tensor but for the bytes of its storage: what is before them, and after, given their checksum."""
+    """The zip of a tensor but for the bytes of its storage, of which it is the beginning: what is before them, and
+    after, given their checksum."""
 
     __slots__ = ("_after", "_crc", "head", "size", "tail_length")
 
-    def __init__(self, shape: _ZipShape) -> None:
-        storage = Storage(Computed(shape.nbytes, lambda offset, length: b""), shape.location)
-        entry = TensorEntry(storage, shape.dtype, shape.shape, shape.stride)
+    def __init__(
+        self, dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], location: str, nbytes: int
+    ) -> None:
+        storage = Storage(Computed(nbytes, lambda offset, length: b""), location)
+        entry = TensorEntry(storage, dtype, shape, stride)
         (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
         parts = list(segments)
         at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
-        bytes_ = parts[at] if shape.nbytes else None
+        bytes_ = parts[at] if nbytes else None
         self.head = _joined(parts[:at])
         self._crc = bytes_.crc if isinstance(bytes_, Checksummed) else Crc()
         self._after = parts[at + (bytes_ is not None) :]
         self.tail_length = sum(part.length for part in self._after)
-        self.size = len(self.head) + shape.nbytes + self.tail_length
+        self.size = len(self.head) + nbytes + self.tail_length
 
     def tail(self, crc: Crc) -> bytes:
         self._crc.value = crc.value
@@ -189,9 +150,45 @@ def _joined(parts: list[Segment]) -> bytes:
 _zip_of = lru_cache(1024)(_Zip)
 
 
+class _ObjectZip(Place):
+    """The zip of an object in the file of the first rank."""
+
+    __slots__ = ("segments",)
+    rank = 0
+
+    def __init__(self, segments: list[Segment], length: int) -> None:
+        super().__init__(None, 0, length)
+        self.segments = segments
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self.segments)
+
+
+class _BlockZip(Place):
+    """The zip of a tensor, or of a block of one, in the file of a rank. shape: all that it depends on beside the bytes.
+
+    crc: the checksum of these, where it is known.
+    """
+
+    __slots__ = ("crc", "data", "name", "rank", "shape")
+
+    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None, rank: int = 0) -> None:
+        self.shape = (entry.dtype, entry.shape, entry.stride, entry.location, data.length)
+        super().__init__(None, 0, _zip_of(*self.shape).size)
+        self.name, self.data, self.crc, self.rank = name, data, crc, rank
+
+    def __iter__(self) -> Iterator[Segment]:
+        zip_ = _zip_of(*self.shape)
+        yield InlineBytes(zip_.head)
+        crc = Crc(expected=self.crc, name=self.name)
+        if self.data.length:
+            yield from checksummed(self.data, crc)
+        yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
+
+
 class _Saving:
     """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
-    id.
+    id.  placed: what has its rank, objects first; free: what may go to any.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
@@ -199,9 +196,8 @@ class _Saving:
     def __init__(self, flat: FlatNames, division: RankDivision) -> None:
         self.flat, self.division = flat, division
         self.values: dict[str, Saved] = {}
-        self.objects: list[_Item] = []
-        self.divided: list[_Item] = []
-        self.whole: list[_Item] = []
+        self.placed: list[_ObjectZip | _BlockZip] = []
+        self.free: list[_BlockZip] = []
         self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
         self.checks: list[Storage] = []
@@ -214,28 +210,26 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.objects.append(item := _Item(plan.nbytes, segments=segments))
+        self.placed.append(item := _ObjectZip(segments, plan.nbytes))
         self.values[name] = Saved(chunks=[Chunk((), (), item)], path=self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
             self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
-    def _add_chunks(self, name: str, entry: TensorEntry, chunks: list[Chunk]) -> None:
-        trained = entry.flags.requires_grad
-        self.values[name] = Saved(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
-
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
-            self._add_chunks(name, entry, self.values[first].chunks)  # in one place, so that they are one tensor again
+            self._describe(name, entry, self.values[first].chunks)  # in one place, so that they are one tensor again
             return
         blocks, dim = list(self.division.blocks(entry)), self.division.dim
         if len(blocks) == 1:
             self.add_whole(name, entry)
             return
-        items = [_row_major(name, block, rank) for rank, (_, block) in enumerate(blocks)]
-        offsets = [tuple(begin * (axis == dim) for axis in range(len(entry.shape))) for begin, _ in blocks]
-        places = zip(offsets, blocks, items, strict=True)
-        self._add_chunks(name, entry, [Chunk(begin, block.shape, item) for begin, (_, block), item in places])
-        self.divided += items
+        chunks = []
+        for rank, (begin, block) in enumerate(blocks):
+            item = _BlockZip(name, _plain(block), row_major(resolved(block)), rank=rank)
+            self.placed.append(item)
+            offsets = tuple(begin * (axis == dim) for axis in range(len(entry.shape)))
+            chunks.append(Chunk(offsets, block.shape, item))
+        self._describe(name, entry, chunks)
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -252,19 +246,21 @@ class _Saving:
     def add_whole(self, name: str, entry: TensorEntry) -> None:
         """The part of its storage that it touches, with its strides."""
         start, stop = entry.span()
+        storage = entry.storage
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
-            item = _row_major(name, entry)
+            item = _BlockZip(name, _plain(entry), row_major(resolved(entry)))
         else:
-            storage = entry.storage
             self._settle(storage, tree_pickle.Home(name, start, stop))
             data = subrange(storage.data, start, stop - start)
-            crc = storage.crc if data is storage.data else None
             if data is not storage.data and (storage.crc is not None or isinstance(storage.data, Computed)):
                 self.checks.append(storage)
-            shape = _ZipShape(entry.dtype, entry.shape, entry.stride, entry.location, stop - start)
-            item = _Item(_zip_of(shape).size, shape, data, crc, name)
-        self.whole.append(item)
-        self._add_chunks(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
+            item = _BlockZip(name, entry, data, storage.crc if data is storage.data else None)
+        self.free.append(item)
+        self._describe(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
+
+    def _describe(self, name: str, entry: TensorEntry, chunks: list[Chunk]) -> None:
+        trained = entry.flags.requires_grad
+        self.values[name] = Saved(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
@@ -273,21 +269,20 @@ class _Saving:
     def lay_out(self) -> dict[str, Any]:
         """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
         loads = [0] * self.division.ranks
-        for item in (*self.objects, *self.divided):
-            loads[item.rank] += item.length
+        for placed in self.placed:
+            loads[placed.rank] += placed.length
         heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
-        for item in self.whole:
-            load, item.rank = heap[0]
-            heapq.heapreplace(heap, (load + item.length, item.rank))
-        files: dict[str, _RankFile] = {f"__{rank}_0.distcp": _RankFile() for rank in range(len(loads))}
-        names = list(files)
-        for item in (*self.objects, *self.divided, *self.whole):
-            file = files[names[item.rank]]
-            item.relative_path, item.offset = names[item.rank], file.size
+        for free in self.free:
+            load, free.rank = heap[0]
+            heapq.heapreplace(heap, (load + free.length, free.rank))
+        files = [_RankFile() for _ in loads]
+        for item in (*self.placed, *self.free):
+            file = files[item.rank]
+            item.relative_path, item.offset = f"__{item.rank}_0.distcp", file.size
             file.size += item.length
             file.items.append(item)
-        return {name: file for name, file in files.items() if file.items}
+        return {f"__{rank}_0.distcp": file for rank, file in enumerate(files) if file.items}
 
 
 class _RankFile:
@@ -296,7 +291,7 @@ class _RankFile:
     __slots__ = ("items", "size")
 
     def __init__(self) -> None:
-        self.items: list[_Item] = []
+        self.items: list[_ObjectZip | _BlockZip] = []
         self.size = 0
 
     def __iter__(self) -> Iterator[Segment]:
@@ -304,6 +299,5 @@ class _RankFile:
             yield from item
 
 
-def _row_major(name: str, entry: TensorEntry, rank: int = 0) -> _Item:
-    shape = _ZipShape(entry.dtype, entry.shape, row_major_strides(entry.shape), entry.location, entry.nbytes)
-    return _Item(_zip_of(shape).size, shape, row_major(resolved(entry)), None, name, rank)
+def _plain(entry: TensorEntry) -> TensorEntry:
+    return replace(entry, stride=row_major_strides(entry.shape))

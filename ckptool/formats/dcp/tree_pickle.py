@@ -8,7 +8,6 @@ types, shapes and values as the table; else it is passed over, and that is noted
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +89,10 @@ def _entangled(flat: FlatNames) -> set[str]:
     """The names of objects that have parts in common with something else."""
     owners: dict[int, str] = dict.fromkeys(flat.holders, "")
     found: set[str] = set()
-    beside = [part for node in flat.holders.values() if isinstance(node, dict) for part in _beside_values(node)]
+    beside: list[Any] = []  # the keys of dictionaries that are not text, and what is set on them
+    for node in flat.holders.values():
+        beside += [key for key in node if type(key) is not str] if isinstance(node, dict) else []
+        beside += [node.attributes] if isinstance(node, OrderedDict) else []
     for name, value in [*(("", part) for part in beside), *flat.values.items()]:
         for part in [value] if isinstance(value, TensorEntry) else visit(value):
             if not isinstance(part, _HAVE_IDENTITY) or part == ():
@@ -100,13 +102,6 @@ def _entangled(flat: FlatNames) -> set[str]:
                 if (other := owners.setdefault(key, name)) != name:
                     found |= {other, name}
     return {name for name in found if name and not isinstance(flat.values[name], TensorEntry)}
-
-
-def _beside_values(node: dict[Any, Any]) -> Iterator[Any]:
-    """The keys of a dictionary that are not text, and what is set on it."""
-    yield from (key for key in node if type(key) is not str)
-    if isinstance(node, OrderedDict):
-        yield node.attributes
 
 
 def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list[Storage]]:

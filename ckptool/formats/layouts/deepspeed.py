@@ -114,14 +114,10 @@ def _tag(folder: Folder) -> str:
         shown = listed(tags, 3)
         what = f"{folder} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {shown}"
         raise Ambiguous(what, "The file `latest`, which names one of them, is not beside them.", advice)
-    name = _named_by(folder, latest)
-    path = os.path.join(folder.path, latest)
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0:"):
-        what = f"{path} names a folder outside of it: {name[:200]!r}"
-        raise Corrupt(what, "Such names are never followed.", advice)
+    name, path = _named_by(folder, latest), os.path.join(folder.path, latest)
     if name in folder:
         what = f"{path} names {name}, which has none of DeepSpeed's files in it"
         raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
-    what = f"{path} names {name[:200]}, which is not there"
-    why = "The folder of that tag was moved, deleted or not copied along."
+    what = f"{path} names {name[:200]!r}, which is no folder beside it"
+    why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
     raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', folder.path)}")

@@ -17,7 +17,7 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.boxes import Piece
+from ckptool.formats.boxes import Piece, overlap
 from ckptool.formats.layouts.rank_files import NAME, RankSets, is_flat_parameter
 from ckptool.formats.placements import distributed
 
@@ -122,4 +122,5 @@ def _places(
 
 def _pieces(chunks: Sequence[Piece], begin: int, count: int) -> list[Piece | None]:
     """What each chunk of a vector has of a range of it."""
-    return [chunk.within(((begin,), (count,))) for chunk in chunks]
+    common = [(chunk, overlap(((begin,), (count,)), chunk.box)) for chunk in chunks]
+    return [box and Piece(chunk.part(box), (box[0][0] - begin,), chunk.owner) for chunk, box in common]

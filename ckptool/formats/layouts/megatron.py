@@ -24,6 +24,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
+from ckptool.formats.folder import damaged
 
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
@@ -73,15 +74,13 @@ def read(source: Input) -> Checkpoint:
     found = dcp.read(source)
     beside = formats.read_alone(source.open(COMMON))
     if not isinstance(beside.tree, dict):
-        raise Corrupt(f"{source}: {COMMON} is not a dictionary", "It belongs to another checkpoint.")
+        raise damaged(source, f"{COMMON} is not a dictionary")
     tree = _sorted_by_kind(found.tree, beside.tree)
-    collisions = _fill(tree, beside.tree)
-    _name_parameters(tree.get("optimizer"))
     notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
-    if collisions:
-        what = counted(len(collisions), "entry is", "entries are")
-        shown = listed(collisions, 3)
-        notes.append(Note(COLLIDES, f"{what} in {COMMON} and in the ranks' files, from which it is taken: {shown}"))
+    if collisions := _fill(tree, beside.tree):
+        what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
+        notes.append(Note(COLLIDES, f"{what}, from which it is taken: {listed(collisions, 3)}"))
+    _name_parameters(tree.get("optimizer"))
     ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
     facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, beside.tree.get("iteration"))
     return replace(
@@ -97,19 +96,15 @@ def read(source: Input) -> Checkpoint:
 def latest(run: Folder) -> Folder:
     """The folder of the iteration that the tracker of a run names. Raises `Corrupt` where there is none."""
     there = [name for name in run.names if _ITERATION.fullmatch(name)]
-    fix = f"Name an iteration: {command('inspect', os.path.join(run.path, there[-1]))}"
     text = read_small(os.path.join(run.path, TRACKER), "a tracker", MAX_TRACKER).decode("latin-1").strip()
-    known = re.fullmatch("[0-9]{1,12}|release", text)
-    name = text if text == "release" else f"iter_{int(text):07d}" if known else ""
-    if not name:
-        what = f"{run}: its {TRACKER} says {text!r}"
-        raise Corrupt(what, "Megatron writes a number or `release` there. Nothing else is followed.", fix)
-    if name not in there:
-        what = f"{run}: its {TRACKER} names {name}, which is not there"
-        raise Corrupt(what, "It was not copied along, or it was deleted.", fix)
-    folder = Folder(os.path.join(run.path, name))
-    if is_run(folder):
-        raise Corrupt(f"{folder} is the folder of a run again", "A link may lead back to where it is.", fix)
+    name = f"iter_{int(text):07d}" if re.fullmatch("[0-9]{1,12}", text) else text if text == "release" else ""
+    folder = Folder(os.path.join(run.path, name)) if name in there else run
+    if is_run(folder):  # or a link that leads back to where it is
+        raise Corrupt(
+            f"{run}: its {TRACKER} says {text!r}, which is no iteration that is there",
+            "It was not copied along, or it was deleted. Nothing but a number or `release` is followed.",
+            f"Name an iteration: {command('inspect', os.path.join(run.path, there[-1]))}",
+        )
     return folder
 
 

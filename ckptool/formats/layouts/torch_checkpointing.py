@@ -12,7 +12,6 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -22,9 +21,9 @@ from ckptool.checkpoint.files import Folder, Input, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
+from ckptool.errors import CkptoolError, LimitExceeded, counted, listed, printable
 from ckptool.formats.boxes import Piece
-from ckptool.formats.folder import lacks, missing_ranks, mixed
+from ckptool.formats.folder import damaged, lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, axis_of, distributed, row_major_axes, sizes_of
 from ckptool.formats.rank_trees import Described, joined_trees
@@ -36,6 +35,7 @@ OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
 MAX_LOOKS = 4  # files that are opened in order to know a folder without a table
 _FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
+_LAST_NUMBER = re.compile(r"\d+(?=(?:\.\w+)?$)")
 _SUFFIXES = dict.fromkeys(("pt", "pth", "bin"), "TorchSerialization") | {
     "json": "JsonSerialization",
     "safetensors": "SafetensorsSerialization",
@@ -109,12 +109,8 @@ def _table(folder: Folder) -> dict[Any, Any]:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_TABLE:,} are read.")
     found = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
     if not isinstance(found.root, dict) or not isinstance(found.root.get("metadata"), dict) or found.aside():
-        raise _damaged(folder, "is not a table of plain values")
+        raise damaged(folder, f"its {TABLE} is not a table of plain values")
     return found.root
-
-
-def _damaged(folder: Folder, what: str) -> Corrupt:
-    return Corrupt(f"{folder}: its {TABLE} {what}", "The table is damaged or malicious, or of a newer version.")
 
 
 Files = dict[int, tuple[str, str]]  # of an item: for each rank the path of its file, and how it is written
@@ -132,13 +128,13 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     for item, about in told.items():
         layout = inside(about, "rank_to_layout_info")
         if type(item) is not str or not isinstance(layout, dict):
-            raise _damaged(folder, "does not say where its items are")
+            raise damaged(folder, f"its {TABLE} does not say where its items are")
         for rank, info in layout.items():
             path, kind = f"{item}_{rank}.pt", "TorchSerialization"
             if info is not None:
                 path, kind = inside(info, "file_path"), inside(info, "serialization_format.type")
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
-                raise _damaged(folder, f"does not say where {item} is")
+                raise damaged(folder, f"its {TABLE} does not say where {item} is")
             found.setdefault(item, {})[rank] = path, kind
     placed = {path for files in found.values() for path, _ in files.values()}
     for name, parts in _files(folder).items():
@@ -152,15 +148,13 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         world = max((max(files) + 1 for files in found.values()), default=1)
     missing = []
     for item, files in found.items():
-        # What the files of its ranks are called.
-        named = next(filter(None, (_FILE.fullmatch(path) for path, _ in files.values())), None)
-        before, after = (f"{named['item']}{named['mark']}", f".{named['suffix']}") if named else (f"{item}_", "")
         if len(files) > 1 or item in told:
-            missing += [f"{before}{rank}{after}" for rank in missing_ranks(files, world)]
+            example = next(iter(files.values()))[0]
+            missing += [_LAST_NUMBER.sub(str(rank), example) for rank in missing_ranks(files, world)]
     if missing:
         raise lacks(folder, f"{len(missing):,} of {counted(world, 'rank file')}", missing)
     if any(max(files) >= world for files in found.values()):
-        raise _damaged(folder, f"is of {counted(world, 'rank')}, and there are the files of more")
+        raise damaged(folder, f"its {TABLE} is of {counted(world, 'rank')}, and there are the files of more")
     return found, world
 
 
@@ -170,7 +164,7 @@ def _opened(joiner: Joiner, path: str, kind: str) -> Any:
     *above, name = path.split("/")
     for part in (*above, name):
         if below.missing([part]):
-            raise _damaged(folder, f"names a file that is not there: {path[:200]}")
+            raise damaged(folder, f"its {TABLE} names a file that is not there: {path[:200]}")
         if part is not name:
             below = Folder(os.path.join(below.path, part))
     folder.adopt(path, below.open(name))
@@ -188,48 +182,50 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
     paths = inside(table.get("metadata", {}).get(item), "nested_path_to_metadata")
     if paths is None:
         return None
-    if not isinstance(paths, dict):
-        raise _damaged(folder, f"does not say how {item} is divided")
     by_rank: dict[tuple[str, int], Any] = {}
-    for text, groups in paths.items():
-        try:
+    try:
+        for text, groups in paths.items():
             name = ".".join(map(str, json.loads(text)))
-            each = {rank: group["sharding_metadata"] for group in groups for rank in group["ranks"]}
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise _damaged(folder, f"does not say how the tensors of {item} are divided") from None
-        by_rank |= {(name, rank): sharding for rank, sharding in each.items()}
+            by_rank |= {(name, rank): group["sharding_metadata"] for group in groups for rank in group["ranks"]}
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError):
+        raise damaged(folder, f"its {TABLE} does not say how the tensors of {item} are divided") from None
 
-    def blocks_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
+    def share_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
         sharding = by_rank.get((".".join(map(str, path[1:])), file.rank))
         if sharding is None:
             return None
         try:
-            return _SHARDINGS[sharding["type"]](file, entry, sharding["data"])
+            data = sharding["data"]
+            dtype, shape = BY_TORCH[data["dtype"].removeprefix("torch.")], sizes_of(data["global_shape"])
+            if shape is None:
+                raise ValueError
+            share: RankShare | None = _SHARDINGS[sharding["type"]](file, entry, data, shape, dtype)
+            return share
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise _damaged(folder, f"does not say how {'/'.join(map(str, path))} is divided") from None
+            what = f"its {TABLE} does not say how {'/'.join(map(str, path))} is divided"
+            raise damaged(folder, what) from None
 
-    return blocks_of
+    return share_of
 
 
-def _of_dtensor(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare | None:
+def _of_dtensor(
+    file: RankFile, entry: TensorEntry, data: dict[str, Any], shape: tuple[int, ...], dtype: DType
+) -> RankShare | None:
     """The blocks of a local tensor by its mesh and placements; None for a replica."""
-    shape, mesh = sizes_of(data["global_shape"]), data["mesh_spec"]
+    mesh = data["mesh_spec"]
     sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
-    if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
-        raise ValueError
     placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
     axes = tuple(axis_of(*each, len(shape)) for each in placements)
-    if len(axes) != len(sizes):
+    if sizes is None or ranks is None or prod(sizes) != len(ranks) or len(axes) != len(sizes):
         raise ValueError
     mesh_of = file.mesh(ranks, row_major_axes(sizes))
-    return file.divided(entry, shape, _dtype(data), mesh_of, axes, {}, entry.flags) if any(axes) else None
+    return file.divided(entry, shape, dtype, mesh_of, axes, {}, entry.flags) if any(axes) else None
 
 
-def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankShare:
+def _of_boxes(
+    file: RankFile, entry: TensorEntry, data: dict[str, Any], shape: tuple[int, ...], dtype: DType
+) -> RankShare:
     """The blocks of a local tensor whose places are listed."""
-    shape = sizes_of(data["global_shape"])
-    if shape is None:
-        raise ValueError
     chunks = []
     for lists in zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True):
         begin, at, sizes = map(sizes_of, lists)
@@ -237,13 +233,9 @@ def _of_boxes(file: RankFile, entry: TensorEntry, data: dict[str, Any]) -> RankS
             raise ValueError
         if any(lo + n > full for lo, n, full in zip(at, sizes, entry.shape, strict=True)):
             raise ValueError
-        skip = sum(lo * stride for lo, stride in zip(at, entry.stride, strict=True))
-        chunks.append(Piece(replace(entry, shape=sizes, offset=entry.offset + skip), begin, file.owner))
-    return RankShare(file, shape, _dtype(data), (), (), [chunks], entry.flags)
+        own = Piece(entry, (0,) * len(shape)).part((at, sizes))
+        chunks.append(Piece(own, begin, file.owner))
+    return RankShare(file, shape, dtype, (), (), [chunks], entry.flags)
 
 
-def _dtype(data: dict[str, Any]) -> DType:
-    return BY_TORCH[data["dtype"].removeprefix("torch.")]
-
-
-_SHARDINGS = {"DTensorShardingMetadata": _of_dtensor, "default_tensor_v1": _of_boxes}
+_SHARDINGS: dict[str, Any] = {"DTensorShardingMetadata": _of_dtensor, "default_tensor_v1": _of_boxes}

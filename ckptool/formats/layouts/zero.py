@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
@@ -24,7 +23,7 @@ from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
-from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
+from ckptool.formats.pieces import Joiner, Vector, refuse_other
 from ckptool.formats.placements import sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
@@ -136,9 +135,12 @@ def read_tag(folder: Folder) -> Checkpoint:
         if first.get("param_shapes") is not None:
             what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
+        elif any(key in fields(first.get("optimizer")) for key in ("fp32_groups", "fp32_groups_flat")):
+            what = "stage 0: the weights are the model's own; the optimizer keeps their f32 values, without names"
+            tag.joiner.notes.append(Note(COPIES, what))
         world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
         ranks = max(1, world) if type(world) is int else 1
-        return checkpoint_of(tag, first, own, _masters(tag, first, own), None, ranks=ranks)
+        return checkpoint_of(tag, first, own, {}, None, {}, 0, ranks, "")
     share = shares[0]
     found = checkpoint_of(
         tag, first, own, *joined_groups(tag, first, shares, own), share.rest, share.stage, len(shares), share.engine
@@ -297,10 +299,11 @@ def joined_groups(
         for name, shape, group, begin in laid:
             if name in weights:
                 raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
+            copy = own.get(name)  # the model's own, to which the optimizer's is compared; stage 3 has none
+            if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
+                copy = None
             values = {
-                key: tag.joiner.flat(
-                    f"{name} {key}".strip(), shape, _pieces(row, begin, shape), None if key else _copy(own, name, shape)
-                )
+                key: tag.joiner.flat(f"{name} {key}".strip(), shape, _pieces(row, begin, shape), None if key else copy)
                 for key, row in rows.items()
             }
             weights[name] = values.pop("")
@@ -317,14 +320,6 @@ def _pieces(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> Iterat
     for number, vector in enumerate(vectors):
         if number == 0 or number * each < total:
             yield from vector.cut(begin, min(each, total - number * each), number * each)
-
-
-def _copy(own: dict[Any, Any], name: str, shape: tuple[int, ...]) -> Piece | None:
-    """The model's own copy of a weight, to which the optimizer's is compared; stage 3 has none."""
-    copy = own.get(name)
-    if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
-        return None
-    return Piece(copy, (0,) * len(shape), "the model's own copy")
 
 
 def _rows(team: list[Share], groups: Iterable[int], *, divided: bool) -> dict[str, list[Vector]]:
@@ -404,31 +399,6 @@ def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Itera
         yield _rows(shares, range(len(lengths)), divided=True), [*chain(*laid)], 1
 
 
-def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
-    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
-    itself or those of a group in a row."""
-    state, buffers = fields(first.get("optimizer")), first.get("buffer_names") or ()
-    single = [(each, False) for group in items(state.get("fp32_groups")) for each in items(group)]
-    left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
-    found: dict[str, TensorEntry] = {}
-    for wrapped, in_a_row in (*single, *((each, True) for each in items(state.get("fp32_groups_flat")))):
-        master, names, begin = bare(wrapped), list[str](), 0
-        if isinstance(master, TensorEntry) and in_a_row:  # the weights of other groups have other first values
-            for name, entry in left.items():
-                if entry.numel <= master.numel - begin and begin_alike(master.narrow(0, begin, entry.numel), entry):
-                    names.append(name)
-                    begin += entry.numel
-        elif isinstance(master, TensorEntry):  # between several of the shape (some may be frozen) these decide
-            alike = [name for name, entry in left.items() if entry.shape == master.shape]
-            names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
-        if not names or sum(left[name].numel for name in names) != master.numel:
-            raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
-        row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
-        for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
-            found[name] = tag.joiner.flat(name, shape, _pieces(row, at, shape), _copy(own, name, shape))
-    return found
-
-
 # The checkpoint ------------------------------------------------------------------------------------------------------
 
 
@@ -438,22 +408,20 @@ def checkpoint_of(
     own: dict[Any, Any],
     trained: dict[str, TensorEntry],
     optimizer: Any,
-    rest: Mapping[str, Any] = MappingProxyType({}),
-    stage: int = 0,
-    ranks: int = 1,
-    engine: str = "",
+    rest: Mapping[str, Any],
+    stage: int,
+    ranks: int,
+    engine: str,
 ) -> Checkpoint:
     """What the first rank saved, with the whole model and the optimizer by name in their places.
 
     own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
     """
-    joined: dict[str, Any] = {"module": _module_of(tag, first, own, trained, stage, ranks)}
-    if optimizer is not None:
-        joined["optimizer"] = optimizer
-    if rest:
-        joined[ZERO] = rest
-    tree = {key: joined.get(key, value) for key, value in first.items() if key != "frozen_param_fragments"} | joined
-    tree |= {name: tag.joiner.open(name).tree for name in tag.others}
+    more: dict[str, Any] = {"module": _module_of(tag, first, own, trained, stage, ranks)}
+    more |= {} if optimizer is None else {"optimizer": optimizer}
+    more |= {ZERO: rest} if rest else {}
+    more |= {name: tag.joiner.open(name).tree for name in tag.others}
+    tree = {key: value for key, value in first.items() if key != "frozen_param_fragments"} | more
     version = first.get("ds_version")
     engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
     return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
@@ -504,8 +472,7 @@ def _module_of(
     for name, source in ties.items():
         if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
             values[name] = value
-    copies = Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel)
-    if copies:
+    if copies := Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel):
         what = counted(copies.total(), "weight is shown as", "weights are shown as")
         compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))

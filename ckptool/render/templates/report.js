@@ -296,31 +296,14 @@ function picture(figure) {
 }
 
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("button, [role=button]");
+  const button = event.target.closest("button");
   if (!button) return;
   if (button.dataset.copy !== undefined) clip(button.dataset.copy || button.parentNode.querySelector("code").textContent, button);
   else if (button.dataset.svg !== undefined) save(`${button.dataset.svg}.svg`, "image/svg+xml", picture(button.closest("figure")));
-  else if (button.dataset.glob !== undefined) only(button);
 });
-function only(cell) {
-  const pressed = cell.getAttribute("aria-pressed") === "true";
-  for (const other of document.querySelectorAll("[aria-pressed]")) other.setAttribute("aria-pressed", "false");
-  if (cell.hasAttribute("aria-pressed")) cell.setAttribute("aria-pressed", String(!pressed));
-  $("search").value = pressed ? "" : cell.dataset.glob;
-  $("part").value = pressed ? start : "all";
-  find();
-}
 document.addEventListener("keydown", (event) => {
-  const cell = event.target.closest("g[role=button]"), line = event.target.closest("#rows th button");
-  const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
-  if (cell && (event.key === "Enter" || event.key === " ")) { event.preventDefault(); only(cell); }
-  else if (cell && step) {
-    const all = [...cell.parentNode.querySelectorAll("g[role=button]")], next = all[(all.indexOf(cell) + step + all.length) % all.length];
-    event.preventDefault();
-    cell.setAttribute("tabindex", "-1");
-    next.setAttribute("tabindex", "0");
-    next.focus();
-  } else if (line) {
+  const line = event.target.closest("#rows th button");
+  if (line) {
     const here = shown.indexOf([...rows].find(([, tr]) => tr.contains(line))[0]), page = Math.floor($("grid").clientHeight / ROW) - 2;
     const to = { ArrowDown: here + 1, ArrowUp: here - 1, PageDown: here + page, PageUp: here - page, Home: 0, End: shown.length - 1 }[event.key];
     if (to !== undefined) { event.preventDefault(); move(to); }
@@ -332,7 +315,6 @@ $("theme").onclick = () => {
   $("theme").setAttribute("aria-pressed", String(!dark));
   if (table) { rows.clear(); opened_ = null; draw(); }
 };
-let start = "all";
 (async () => {
   const packed = $("data");
   if (!packed) return;
@@ -344,10 +326,9 @@ let start = "all";
   if (table.parts.length > table.files.length) table.parts.forEach((p, k) => choices.push([`part:${k}`, partName(p).slice(0, 60)]));
   $("part").replaceChildren(...choices.map(([value, text]) => make("option", { value, textContent: text })));
   $("part").hidden = choices.length < 2;
-  if (table.files.length > 1) start = "file:0";
-  $("part").value = start;
+  $("part").value = table.files.length > 1 ? "file:0" : "all";
   let waiting = 0;
-  $("search").oninput = () => { for (const other of document.querySelectorAll("[aria-pressed=true][data-glob]")) other.setAttribute("aria-pressed", "false"); find(); };
+  $("search").oninput = find;
   $("part").onchange = find;
   $("grid").onscroll = () => { waiting ||= requestAnimationFrame(() => { waiting = 0; draw(); }); };
   addEventListener("resize", () => { opened_ = null; draw(); });

@@ -5,6 +5,13 @@
     LoKr   kron(w1, w2) · scale      each of them whole, or wX_a @ wX_b
     scale  alpha / rank, rsLoRA: alpha / √rank; 1 where no alpha is stored (kohya, diffusers)
 
+Written in a naming scheme, the scale stands
+
+    PEFT        in adapter_config.json: r and lora_alpha, with patterns for modules that have others
+    kohya       in a tensor `alpha` for each module
+    diffusers   in the metadata of the safetensors file, as JSON, in the fields of PEFT's (since 0.34); for older
+                readers, which take every scale for 1, multiplied into B (`fold`)
+
 Sources: peft/tuners/{lora,loha,lokr}, kohya-ss/sd-scripts networks/lora.py, lycoris/functional.
 """
 
@@ -13,17 +20,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues
-from ckptool.checkpoint.numeric import has_numbers
-from ckptool.commands import arg
+from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
+from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.numeric import Array, has_numbers
+from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import (
     BIAS,
     DIFF,
+    DIFFUSERS,
+    KOHYA,
     LOHA,
     LOKR,
     LORA,
@@ -35,8 +47,13 @@ from ckptool.conventions.adapter_keys import (
     adapter_key,
     is_factor,
     method_of,
+    split_words,
+    written_key,
 )
-from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, listed
+from ckptool.conventions.quantized import parsed
+from ckptool.conventions.state_dicts import without_wrappers
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
+from ckptool.transforms.lora.places import Places
 
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file
@@ -140,14 +157,22 @@ def read_adapter(
     `Unsupported` for kinds that are no change of weights, `Conflict` for factors that do not fit each other.
     """
     fields = config or {}
-    notes = [*_checked(fields, name)]
+    kind = str(fields.get("peft_type", "LORA"))
+    if kind not in _TYPES:
+        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
+    if refused := [words for field, words in _REFUSED.items() if fields.get(field)]:
+        why = "It changes what a model does by more than its weights, so that no merged weights do the same."
+        raise Unsupported(f"{name} uses {listed(refused)}", why)
+    notes = []
+    initialised = fields.get("init_lora_weights")
+    if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
+        changed = f"{initialised[:60]} changed the base before the training"
+        notes.append(Note("changed-base", f"{changed}: it is for that base, not for the original"))
     groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is one of its own
-    schemes: dict[str, None] = {}
     copies = []
     for key, value in node.items():
         if type(key) is not str or not isinstance(value, TensorEntry) or not has_numbers(value.dtype):
-            what = f"{name}: {key!s} is not a tensor of plain numbers"
-            raise Unsupported(what, "An adapter has nothing else.")
+            raise Unsupported(f"{name}: {key!s} is not a tensor of plain numbers", "An adapter has nothing else.")
         if ".original_module." in key and fields.get("modules_to_save"):
             copies.append(key)
             continue
@@ -158,48 +183,23 @@ def read_adapter(
             what = f"{name} has {found.module} twice: {parts[found.role]} and {key}"
             raise Conflict(what, "Several adapters in one file cannot be distinguished.")
         parts[found.role] = key
-        schemes |= {found.scheme: None} if found.role else {}
     if copies:
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
+    schemes = list(dict.fromkeys(of.scheme for of, parts in groups.values() if "" not in parts))
     if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        what = f"{name} mixes the names of {listed(list(schemes))}"
+        what = f"{name} mixes the names of {listed(schemes)}"
         raise Conflict(what, "Each scheme scales its factors in its own way.")
-    configs = _of_components(metadata or {})
-    adapter = Adapter(next(iter(schemes)), (), fields, name, node, metadata or {}, tuple(notes))
+    configs: dict[str, dict[str, Any]] = {}  # that diffusers stores in the file: by component, with PEFT's fields
+    for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
+        component, _, field = key.partition(".")
+        configs.setdefault(f"{component}.", {})[field] = value
+    adapter = Adapter(schemes[0], (), fields, name, node, metadata or {}, tuple(notes))
     own = (_deltas(adapter, configs.get(of.component, config), of, parts) for of, parts in groups.values())
     return replace(adapter, deltas=tuple(delta for some in own for delta in some))
-
-
-def _checked(config: Mapping[str, Any], name: str) -> Iterator[Note]:
-    """Notes on a configuration of PEFT. Raises `Unsupported` for what is no change of weights, or of another kind."""
-    kind = str(config.get("peft_type", "LORA"))
-    if kind not in _TYPES:
-        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
-    if refused := [words for field, words in _REFUSED.items() if config.get(field)]:
-        why = "It changes what a model does by more than its weights, so that no merged weights do the same."
-        raise Unsupported(f"{name} uses {listed(refused)}", why)
-    initialised = config.get("init_lora_weights")
-    if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
-        changed = f"{initialised[:60]} changed the base before the training"
-        yield Note("changed-base", f"{changed}: it is for that base, not for the original")
-
-
-def _of_components(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The configurations that diffusers stores in the file: by component, with PEFT's fields."""
-    text = metadata.get(DIFFUSERS_CONFIG)
-    try:
-        stored = json.loads(text) if isinstance(text, str) else {}
-    except (ValueError, RecursionError):
-        stored = {}
-    found: dict[str, dict[str, Any]] = {}
-    for key, value in stored.items() if isinstance(stored, dict) else ():
-        component, _, field = key.partition(".")
-        found.setdefault(f"{component}.", {})[field] = value
-    return found
 
 
 def _deltas(
@@ -224,7 +224,15 @@ def _deltas(
         if config is not None and (role in found) != bool(config.get(switch)):
             what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
             raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
-    rank = _rank(method, factors, where)
+    flat = [role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2]
+    if odd := [role for role, each in factors.items() if role in flat or not each.dtype.is_float]:
+        what = f"{where}: {listed(odd)} is not a matrix of floats"
+        raise Conflict(what, "It was saved without its values, or truncated.")
+    rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
+    if rank == 0 and method in (LORA, LOHA):
+        raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
+    if rank > MAX_RANK:
+        raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
     alpha, scale = _scale(adapter, config, of, keys, method, rank)
     own = {role: key for role, key in keys.items() if role != bias}
     delta = Delta(of.component, of.module, factors, own, rank, alpha, scale, of.embedding, of.depth)
@@ -241,16 +249,16 @@ def _scale(
 ) -> tuple[float | None, float]:
     """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
     where = f"{adapter.name}: {of.module}"
-    if method in (DIFF, TOKENS) or (
-        not rank and ("alpha" in keys or adapter.scheme != PEFT)
-    ):  # a LoKr of two whole matrices
+    is_whole = not rank and ("alpha" in keys or adapter.scheme != PEFT)  # a LoKr of two whole matrices
+    if method in (DIFF, TOKENS) or is_whole:
         return None, 1.0
     if "alpha" in keys:
-        entry, what = adapter.tree[keys["alpha"]], f"{adapter.name}: {keys['alpha']}"
+        entry = adapter.tree[keys["alpha"]]
         if entry.numel != 1:
-            raise Conflict(f"{what} is of shape {list(entry.shape)}", "An alpha is one number.")
-        alpha = _finite(float(TensorValues(entry).read(0, 1)[0]), what)
-        return alpha, _finite(alpha / rank, where)
+            what = f"{adapter.name}: {keys['alpha']} is of shape {list(entry.shape)}"
+            raise Conflict(what, "An alpha is one number.")
+        alpha = _number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
+        return alpha, alpha / rank
     if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
         return None, 1.0
     if config is None:
@@ -263,47 +271,248 @@ def _scale(
     if own <= 0 or (method == LORA and own != rank and not stacked):
         what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
         raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
-    return alpha, _finite(alpha / (math.sqrt(own) if config.get("use_rslora") else own), where)
-
-
-def _rank(method: str, factors: Mapping[str, TensorEntry], where: str) -> int:
-    wrong = {role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2}
-    if odd := [role for role, each in factors.items() if role in wrong or not each.dtype.is_float]:
-        what = f"{where}: {listed(odd)} is not a matrix of floats"
-        raise Conflict(what, "It was saved without its values, or truncated.")
-    rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
-    if rank == 0 and method in (LORA, LOHA):
-        raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
-    if rank > MAX_RANK:
-        raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
-    return rank
-
-
-def _finite(value: float, where: str) -> float:
-    if not math.isfinite(value):
-        raise Conflict(f"{where}: its scale is {value}", "The adapter is damaged. Nothing was written.")
-    return value
+    return alpha, alpha / (math.sqrt(own) if config.get("use_rslora") else own)
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e30:
-        raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The configuration is damaged.")
-    return _finite(float(value), what)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
+        raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The adapter is damaged. Nothing was written.")
+    return float(value)
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it.
-
-    Raises `Unsupported` for a pattern whose search could take for ever.
-    """
+    """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it."""
     patterns = config.get(field) or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        is_long = max(len(pattern), len(module)) > 500 or len(re.findall(r"[*+?{]", pattern)) > 2
-        if is_long or re.search(r"\)[*+?{]", pattern):
-            raise Unsupported(f"{field}: {pattern[:100]} is a pattern that may take very long", "")
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise Conflict(f"{field}: {pattern} is no regular expression: {error}", "") from None
+            compiled = re.compile(rf"(.*\.)?({pattern})")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise Conflict(f"{field}: {pattern[:100]} is no regular expression: {error}", "") from None
+        if match_within_limit(compiled, module):
+            return value
     return default
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+MODEL = "base_model.model."
+SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
+# The models that adapters are for: the prefixes of diffusers and kohya.
+COMPONENTS = {
+    "unet": ("unet.", "lora_unet_"),
+    "te": ("text_encoder.", "lora_te_"),
+    "te1": ("text_encoder.", "lora_te1_"),
+    "te2": ("text_encoder_2.", "lora_te2_"),
+    "te3": ("text_encoder_3.", "lora_te3_"),
+    "transformer": ("transformer.", "lora_transformer_"),
+    "prior": ("prior.", "lora_prior_unet_"),
+    "controlnet": ("controlnet.", "lora_controlnet_"),
+}
+# Facts of an adapter that some schemes have no place for.
+_HOLDS = {PEFT: {"DoRA", "biases", "embeddings"}, DIFFUSERS: {"DoRA", "biases"}, KOHYA: set[str]()}
+
+
+class AdapterFile(NamedTuple):
+    """An adapter in a scheme: its tensors, PEFT's configuration (None for others), and the metadata of its file."""
+
+    tree: dict[str, TensorEntry]
+    config: dict[str, Any] | None
+    metadata: dict[str, str]
+
+
+def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> AdapterFile:
+    """The adapter with the keys of a scheme, or those that it has already.
+
+    other_modules: of the base, that the adapter is not for.
+    """
+    tree: dict[str, TensorEntry] = {}
+    for delta in adapter.deltas:
+        parts = delta.factors | ({} if delta.magnitude is None else {"magnitude": delta.magnitude})
+        if scheme == KOHYA:
+            parts["alpha"] = alpha_tensor(alpha_of(delta), delta.factors["A"].dtype)
+        for role, entry in parts.items():
+            key = delta.keys.get(role) or written_key(scheme, delta.component, delta.module, role, delta.embedding)
+            if key in tree:
+                raise Conflict(f"two tensors would be called {key}", "Nothing was written.")
+            tree[key] = entry
+    if scheme == PEFT:
+        return AdapterFile(tree, {**adapter.config, **peft_config(adapter, other_modules)}, {})
+    if scheme == KOHYA or all(delta.scale == 1 for delta in adapter.deltas):
+        return AdapterFile(tree, None, {})
+    text = json.dumps(diffusers_metadata(adapter), indent=2, sort_keys=True)
+    return AdapterFile(tree, None, {DIFFUSERS_CONFIG: text})
+
+
+def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
+    """The fields of each component's `LoraConfig`, as diffusers stores them."""
+    kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "lora_bias")
+    fields: dict[str, Any] = {}
+    for component in dict.fromkeys(delta.component for delta in adapter.products):
+        deltas = tuple(delta for delta in adapter.deltas if delta.component == component)
+        config = peft_config(replace(adapter, deltas=deltas))
+        fields |= {f"{component}{name}": config[name] for name in kept}
+    return fields
+
+
+def alpha_of(delta: Delta, rs: bool = False) -> float:
+    """The alpha that gives a module's scale: that stored, where it does.  rs: by rsLoRA's formula."""
+    divisor = math.sqrt(delta.rank) if rs else delta.rank
+    if delta.alpha is not None and delta.alpha / divisor == delta.scale:
+        return delta.alpha
+    return delta.scale * divisor
+
+
+def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
+    """A number as a tensor, of a factor's type as kohya saves alphas; in f32 where that does not hold it."""
+    import numpy
+
+    def of(dtype: DType) -> TensorEntry:
+        values = numpy.array([value]).astype("d" if dtype.is_float else dtype.to_numpy())
+        return TensorEntry(Storage(InlineBytes(in_type(values, dtype))), dtype, (), ())
+
+    entry = of(dtype)
+    return entry if float(TensorValues(entry).read(0, 1)[0]) == value else of(by_name("f32"))
+
+
+def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of `LoraConfig` that say what the adapter is."""
+    rs = bool(adapter.config.get("use_rslora"))
+    modules = [delta.module for delta in adapter.products]
+    alphas = [alpha_of(delta, rs) for delta in adapter.products]
+    ends = tuple(f".{module}" for module in modules)  # PEFT compares the ends of names, or an expression with all of it
+    is_clear = not any(other.endswith(ends) for other in other_modules)
+    targets = list(modules) if is_clear else "|".join(map(re.escape, modules))
+    fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": targets}
+    for name, pattern, values in (
+        ("r", "rank_pattern", [delta.rank for delta in adapter.products]),
+        ("lora_alpha", "alpha_pattern", [int(alpha) if alpha == int(alpha) else alpha for alpha in alphas]),
+    ):
+        usual = Counter(values).most_common(1)[0][0]
+        others = {f"^{re.escape(module)}": each for module, each in zip(modules, values, strict=True) if each != usual}
+        fields |= {name: usual, pattern: others}
+    fields["use_dora"] = any(delta.magnitude is not None for delta in adapter.deltas)
+    fields["lora_bias"] = any(delta.method == BIAS for delta in adapter.deltas)
+    return fields
+
+
+# Converting ----------------------------------------------------------------------------------------------------------
+
+
+def convert(
+    adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]] = (), fold: bool = False
+) -> tuple[AdapterFile, list[str]]:
+    """The adapter in another scheme, and remarks; its factors as they are, but for a folded scale.
+
+    bases: state dicts of the models, whose names tell where kohya's underscores are dots.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
+    names of two modules.
+    """
+    refuse_others(adapter)
+    _refuse_unheld(adapter, scheme)
+    name, details = adapter.name, list[str]()
+    components = {delta.component for delta in adapter.deltas}
+    names = {each: _component(each, components, scheme, adapter) for each in components}
+    if len(set(names.values())) < len(components):
+        what = f"{name} is for {listed(sorted(components))}"
+        advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
+        raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
+    modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
+    deltas = []
+    for delta in adapter.deltas:
+        module = modules.get(delta.module, delta.module)
+        module = module.replace(".", "_") if scheme == KOHYA else module
+        made = replace(delta, component=names[delta.component], module=module, keys={})
+        deltas.append(_folded(made) if fold else made)
+    config = {"use_rslora": False} if scheme == PEFT else {}
+    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+    if adapter.config.get("use_rslora"):
+        details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
+    if scheme != PEFT and (unsaid := [old for old in components if not any(old in row for row in COMPONENTS.values())]):
+        details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
+    if fold and (scales := sorted({delta.scale for delta in adapter.deltas} - {1.0})):
+        details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
+    return file, details
+
+
+def refuse_others(adapter: Adapter) -> None:
+    """Raises `Unsupported` unless every change of a weight is a product of two factors."""
+    name, why = adapter.name, "Only LoRA's two factors for each module are taken apart here. Nothing was written."
+    if adapter.config.get("target_parameters"):
+        raise Unsupported(f"{name} is for parameters of experts", why)
+    if not adapter.products:
+        raise Unsupported(f"{name} has no factors but biases", why)
+    for delta in adapter.products:
+        if delta.method != LORA or "mid" in delta.factors:
+            kind = "LoRA with lora_mid" if delta.method == LORA else delta.method
+            raise Unsupported(f"{name}: {delta.module} is {kind}", why)
+
+
+def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
+    name, old = adapter.name, adapter.scheme
+    if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
+        what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
+        fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
+        raise Unsupported(what, f"{scheme} would lose them.", fix)
+    for delta in adapter.deltas:
+        is_bias, dora = delta.method == BIAS, delta.magnitude is not None
+        difference = is_bias and "B.bias" not in delta.factors
+        facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
+        for fact, present in facts.items():
+            if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
+                why = f"{old} and {scheme} have no common form for it."
+                raise Unsupported(f"{name}: {delta.module} has {fact}", why)
+
+
+def _component(old: str, components: set[str], scheme: str, adapter: Adapter) -> str:
+    """The prefix of a component in a scheme. Names that do not say it are a text encoder's or a transformer's where
+    one of its modules begins as in diffusers', else a UNet's, as with most that are written for these programs.
+    """
+    if scheme == PEFT:
+        return MODEL
+    side = (DIFFUSERS, KOHYA).index(scheme)
+    if rows := [row for row in COMPONENTS.values() if old in row]:
+        several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
+        return rows[-1 if several else 0][side]
+    blocks = {delta.module.partition(".")[0] for delta in adapter.products if delta.component == old}
+    kind = "te" if "text_model" in blocks else "transformer" if "transformer_blocks" in blocks else "unet"
+    return COMPONENTS[kind][side]
+
+
+def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:
+    """kohya's modules with their dots: as the bases have them, else by the words of diffusers' and CLIP's modules."""
+    places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
+    found = {}
+    for module in dict.fromkeys(delta.module for delta in adapter.deltas):
+        name = places.key("", [f"{module}.weight"]) if bases else split_words(module)
+        found[module] = (name or "").removesuffix(".weight")
+    if lost := [module for module, name in found.items() if not name]:
+        raise NoMatch(
+            f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
+            "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
+            f"Name the models that it is for: {arg(base=FILE)} (repeatable)",
+        )
+    return found
+
+
+def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
+    for base in bases:
+        for key in base:
+            if type(key) is str and key.endswith(".weight"):
+                yield without_wrappers(key).removesuffix(".weight")
+
+
+def _folded(delta: Delta) -> Delta:
+    """The same change with scale 1: B is multiplied with it; a bias of its own, too."""
+    role = "B" if "B" in delta.factors else next(iter(delta.factors))
+    b = delta.factors[role]
+    if delta.scale == 1:
+        return replace(delta, alpha=float(delta.rank))
+    values, scale = TensorValues(b), delta.scale
+
+    def rows(start: int, stop: int) -> Array:
+        block: Array = values.rows(start, stop)
+        block *= block.dtype.type(scale)
+        return block
+
+    scaled = computed_rows(b.dtype, b.shape, rows, (b,), b.location)
+    return replace(delta, factors=delta.factors | {role: scaled}, alpha=float(delta.rank), scale=1.0)

@@ -1,9 +1,12 @@
-"""A weight with an adapter's change, computed row by row, rounded wherever PEFT rounds by more than one unit of W's:
+"""A weight with an adapter's change, computed row by row in bounded memory, and rounded wherever PEFT rounds by more
+than one unit of W's:
 
     LoRA        W + as_adapter(product · scale), one rounding; out_proj of attention: twice
     experts     W + as_adapter(as_adapter(product) · scale)
     DoRA        (magnitude / norm) · (W + product · scale), the norm over the input's axes, in f64
 
+Products of matrices are BLAS's, in f32 (f64 where a factor is f64). Its sums have another order than torch's, so that a
+value differs from torch's by at most rank · eps · Σ|B||A|; the bytes are the same on one machine, not everywhere.
 Source: peft/tuners/lora/{layer,variants,dora}.py; for kohya's names lycoris/modules (the norm plus f32's epsilon).
 """
 
@@ -11,16 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor, in_pieces
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.numeric import Array, through
-from ckptool.conventions.adapter_keys import BIAS, LORA
-from ckptool.transforms.by_rows import normed, refuse_wide
+from ckptool.conventions.adapter_keys import BIAS, LOHA, LOKR, LORA
+from ckptool.errors import Conflict
 from ckptool.transforms.lora.adapters import Delta
-from ckptool.transforms.lora.products import Pair, product, product_rows, sides, stacked
-from ckptool.transforms.views import joined
+from ckptool.transforms.views import joined, normed, once, refuse_wide
+
+_HELD = 1 << 20  # elements of a factor in memory
+_TILE, _HEIGHT, _RANKS = 1 << 18, 16, 64  # multiplications at once, of so many rows and at most so many ranks
+Pair = tuple[TensorEntry, TensorEntry]
 
 
 class Misfit(Exception):
@@ -82,25 +90,25 @@ def _rows(
 ) -> tuple[bool, Numbers]:
     """Whether the weight is [in, out], and the rows of the change."""
     if delta.method != LORA:
-        made, rows = product_rows(delta.method, delta.factors)
+        made, rows = _product_rows(delta.method, delta.factors)
         if made != matrix:
             raise Misfit(next(iter(delta.factors.values())).shape if delta.method == BIAS else made)
         return False, rows
-    up, down = sides(delta.factors)
+    up, down = _sides(delta.factors)
     wanted, given = (up.shape[0], down.shape[1]), delta.factors.get("mid", delta.factors["A"]).shape[2:]
     if len(weight.shape) == 2 and wanted == weight.shape[::-1]:
         if delta.embedding or wanted != weight.shape or turned():
-            return True, product(down.transpose(), up.transpose())
+            return True, _product(down.transpose(), up.transpose())
     elif (
         wanted != matrix or delta.embedding or (given != weight.shape[2:] and prod(given) * prod(weight.shape[2:]) != 1)
     ):
         raise Misfit((up.shape[0], *delta.factors["A"].shape[1:]))
-    return False, product(up, down)
+    return False, _product(up, down)
 
 
 def _experts(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) -> tuple[bool, Numbers]:
     """As `_rows`. A is [experts · rank, in], B [out, rank · experts]: the first rank by rank, the second by expert."""
-    up, down = sides(delta.factors)
+    up, down = _sides(delta.factors)
     experts, height, width = weight.shape
     wanted, rank = (up.shape[0], down.shape[1]), delta.rank // max(1, experts)
     if wanted not in ((height, width), (width, height)) or rank * experts != delta.rank:
@@ -113,7 +121,7 @@ def _experts(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) -> t
         right = down.narrow(0, number * rank, rank)
         return (right.transpose(), left.transpose()) if is_turned else (left, right)
 
-    return is_turned, stacked(height, lambda number: product(*pair(number)))
+    return is_turned, _stacked(height, lambda number: _product(*pair(number)))
 
 
 def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:
@@ -143,3 +151,138 @@ def like(weight: TensorEntry, entry: TensorEntry) -> TensorEntry:
     location = weight.location
     storage = entry.storage if entry.location == location else replace(entry.storage, location=location)
     return replace(entry, flags=flags, storage=storage)
+
+
+# Products -----------------------------------------------------------------------------------------------------------
+
+
+def _flat(entry: TensorEntry) -> TensorEntry:
+    """A tensor as a matrix: its first dimension, and all others as one."""
+    return entry.reshape((entry.shape[0] if entry.shape else 1, prod(entry.shape[1:])))
+
+
+def _stacked(height: int, part: Callable[[int], Numbers]) -> Numbers:
+    """The rows of matrices of this height, one below the other: those of `part(number)`, asked for once at a time."""
+    kept: dict[int, Numbers] = {}
+
+    def piece(start: int, stop: int) -> Array:
+        number, first = divmod(start, height)
+        if number not in kept:
+            kept.clear()
+            kept[number] = part(number)
+        return kept[number](first, min(height, first + stop - start))
+
+    return partial(in_pieces, piece=piece)
+
+
+def _product(left: TensorEntry, right: TensorEntry) -> Numbers:
+    """The rows of a product, in f64 if either side is, else f32. Raises `Conflict` for two that have no product."""
+    if left.shape[1] != right.shape[0]:
+        raise _misfit(left, right)
+    up, down, rank = TensorValues(left), TensorValues(right), right.shape[0]
+    step = max(1, _HELD // max(1, right.shape[1]))  # rows of the right side that are held at once
+
+    def rows(start: int, stop: int) -> Array:
+        block = up.rows(start, stop)
+        if rank <= step:
+            return _multiplied(block, once(down, lambda: down.rows(0, rank)))
+        total = _multiplied(block[:, :step], down.rows(0, step))
+        for at in range(step, rank, step):
+            total += _multiplied(block[:, at : at + step], down.rows(at, min(at + step, rank)))
+        return total
+
+    return rows
+
+
+def _multiplied(left: Array, right: Array) -> Array:
+    """The product of two matrices, in tiles so small that BLAS computes them in this thread: to wake others for a low
+    rank takes more time than they save."""
+    import numpy
+
+    total = numpy.empty((len(left), right.shape[1]), numpy.result_type(left, right))
+    with numpy.errstate(all="ignore"):
+        for at in range(0, max(1, len(right)), _RANKS):
+            ranks = slice(at, at + _RANKS)
+            width = _TILE // (_HEIGHT * max(1, min(_RANKS, len(right) - at)))
+            for top in range(0, len(left), _HEIGHT):
+                rows = slice(top, top + _HEIGHT)
+                for begin in range(0, right.shape[1], width):
+                    columns = slice(begin, begin + width)
+                    tile = total[rows, columns]
+                    if at:
+                        tile += left[rows, ranks] @ right[ranks, columns]
+                    else:
+                        numpy.matmul(left[rows, ranks], right[ranks, columns], out=tile)
+    return total
+
+
+def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
+    what = f"its factors of shape {list(first.shape)} and {list(second.shape)} do not fit each other"
+    return Conflict(what, "The adapter is damaged. Nothing was written.")
+
+
+# Methods -------------------------------------------------------------------------------------------------------------
+
+
+def _sides(factors: dict[str, TensorEntry], up: str = "B", down: str = "A", core: str = "mid") -> Pair:
+    """[out, rank] and [rank, in × kernel], with what is between them multiplied in."""
+    left, right = _flat(factors[up]), _flat(factors[down])
+    if core not in factors:
+        return left, right
+    return left if core == "mid" else left.transpose(), _with_core(factors[core], right)
+
+
+def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
+    """`core` [p, q, kernel…] times `down` [q, in]: [p, in × kernel]."""
+    if core.shape[1] != down.shape[0]:
+        raise _misfit(core, down)
+    kernel = prod(core.shape[2:])
+    outer, inner = TensorValues(core), TensorValues(down)
+
+    def rows(start: int, stop: int) -> Array:
+        block = outer.rows(start, stop).reshape(stop - start, core.shape[1], kernel)
+        narrow = once(inner, lambda: inner.rows(0, down.shape[0]))
+        made = _multiplied(block.transpose(0, 2, 1).reshape(-1, core.shape[1]), narrow)
+        return made.reshape(stop - start, kernel, -1).transpose(0, 2, 1)
+
+    return computed_rows(by_name("f32"), (core.shape[0], down.shape[1] * kernel), rows, (core, down))
+
+
+def _product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[int, ...], Numbers]:
+    """The matrix of a change before its scale: its shape, and its rows."""
+    if method == LOKR:
+        return _kronecker(*(_kronecker_side(factors, number) for number in "12"))
+    if method not in (LORA, LOHA):
+        whole = _flat(next(iter(factors.values())))
+        return whole.shape, TensorValues(whole).rows
+    pairs = (
+        [_sides(factors)]
+        if method == LORA
+        else [_sides(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"]
+    )
+    shape, *other = [(left.shape[0], right.shape[1]) for left, right in pairs]
+    if other not in ([], [shape]):
+        raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
+    first, *second = [_product(*pair) for pair in pairs]
+    return shape, (lambda start, stop: first(start, stop) * second[0](start, stop)) if second else first
+
+
+def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry:
+    """One of the two matrices, [rows, columns, kernel…]."""
+    if whole := factors.get(f"lokr_w{number}"):
+        return whole
+    down, core = factors[f"lokr_w{number}_b"], factors.get(f"lokr_t{number}")
+    left, right = _sides(factors, f"lokr_w{number}_a", f"lokr_w{number}_b", f"lokr_t{number}")
+    made = computed_rows(by_name("f32"), (left.shape[0], right.shape[1]), _product(left, right), (left, right))
+    return made.reshape((left.shape[0], down.shape[1], *(down if core is None else core).shape[2:]))
+
+
+def _kronecker(first: TensorEntry, second: TensorEntry) -> tuple[tuple[int, ...], Numbers]:
+    left, right = TensorValues(_flat(first)), TensorValues(_flat(second))
+    height, width = second.shape[0], prod(second.shape[1:])
+
+    def part(number: int) -> Numbers:
+        one = left.rows(number, number + 1)[0][None, :, None]
+        return lambda start, stop: (one * right.rows(start, stop)[:, None, :]).reshape(stop - start, -1)
+
+    return (first.shape[0] * height, prod(first.shape[1:]) * width), _stacked(height, part)

@@ -1,5 +1,4 @@
-"""Matrices as products of low rank: those of a difference that is read in blocks, and of another product; and the
-adapter of such products in a lower rank.
+"""Matrices as products of low rank: the difference between two models as an adapter, and an adapter in a lower rank.
 
 A difference D [out, in] is never held whole. Its right singular vectors V come from D'D, exactly for up to EXACT
 inputs; else from a random start, seeded by the tensor's name, by two steps of subspace iteration with half as many
@@ -7,36 +6,48 @@ vectors again, and by the best of them (Rayleigh-Ritz). B = D V, whose columns a
 The error is at most 1.02 times that of the exact SVD. Sums are BLAS's: the same bytes on one machine, and the same
 product within rounding on others.
 
+PEFT replaces whole modules only (`modules_to_save`), so a changed norm or embedding takes all tensors of its module
+along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only`).
+
 Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algorithms 4.4 and 5.3.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, stretches
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, fold, stretches
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import Array
-from ckptool.commands import arg
-from ckptool.conventions.adapter_keys import BIAS, WHOLE
-from ckptool.errors import Conflict, LimitExceeded, UsageError, counted, listed
-from ckptool.transforms.by_rows import once
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, MAX_RANK, Adapter
-from ckptool.transforms.lora.schemes import (
+from ckptool.checkpoint.numeric import Array, has_numbers, numbers
+from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.progress import over
+from ckptool.commands import FILE, OUT, PATTERN, arg, command
+from ckptool.conventions.adapter_keys import BIAS, PEFT, WHOLE
+from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
+from ckptool.transforms.lora.adapters import (
+    DIFFUSERS_CONFIG,
+    MAX_RANK,
+    MODEL,
+    Adapter,
     AdapterFile,
+    Delta,
     alpha_of,
     alpha_tensor,
     diffusers_metadata,
     peft_config,
     refuse_others,
+    stored,
 )
+from ckptool.transforms.lora.places import EMBEDDING, is_linear, orientation
+from ckptool.transforms.views import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
 STEPS = 2
@@ -190,11 +201,11 @@ class Truncation:
         return {"B": left @ sides[0], "A": sides[1] @ right.T}
 
 
-# Adapters ------------------------------------------------------------------------------------------------------------
+# An adapter in a lower rank -------------------------------------------------------------------------------------------
 
 
-def resize(adapter: Adapter, rank: int) -> AdapterFile:
-    """The adapter with every module in at most this rank, under its names and with the same scale.
+def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
+    """The adapter with every module in at most this rank, under its names and with the same scale; and what is cut off.
 
     Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none or that no module
     is above.
@@ -233,17 +244,216 @@ def resize(adapter: Adapter, rank: int) -> AdapterFile:
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
-    ranks = listed([f"{each:,}" for each in sorted({each.rank for each in adapter.products})], 4)
-    summary = f"{counted(len(deltas), 'module')} of rank {ranks} in rank {rank:,}"
+    return AdapterFile(tree, config, texts), truncations
 
-    def errors() -> dict[str, float]:
-        return {each.name: each.error for each in truncations if each.error is not None}
 
-    def details() -> Iterator[str]:
-        if worst := sorted(errors().items(), key=lambda error: -error[1]):
-            yield f"cut off, of the norm of each product: {listed([f'{name} {error:.2%}' for name, error in worst], 4)}"
-        if (dora := sum(delta.magnitude is not None for delta in deltas)) and truncations:
-            yield f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"
+# The difference between two models ------------------------------------------------------------------------------------
 
-    facts = {"rank": rank, "modules": len(deltas)}
-    return AdapterFile(tree, config, texts, summary, lambda: {**facts, "errors": errors()}, details())
+
+@dataclass
+class _Extraction:
+    tuned: Mapping[Any, Any]
+    base: Mapping[Any, Any]
+    rank: int
+    energy: float
+    dtype: DType
+    aliases: dict[str, str]  # names of tensors that have another name before
+    deltas: list[Delta] = field(default_factory=list)
+    whole: dict[str, Delta] = field(default_factory=dict)  # by their names in the adapter
+    clamped: list[str] = field(default_factory=list)
+    any_turned: bool = False
+    odd: tuple[str, ...] = ()
+    ties: frozenset[str] = frozenset()
+
+    def add(self, changed: set[str]) -> None:
+        is_turned = orientation(self.base)
+        pairs = self.aliases.items()
+        heads = {pair[1] for pair in pairs for key in pair if key in self.ties or EMBEDDING.fullmatch(key)}
+        shapes = {key: getattr(entry, "shape", None) for key, entry in self.base.items()}
+        low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key, shapes)}
+        whole = heads & changed
+        for key in self.base:
+            module, _, name = key.rpartition(".")
+            if key not in changed and self.aliases.get(key) not in whole:
+                continue
+            if module in low and name == "weight":
+                self._add_delta(key, module, bool(is_turned(key)))
+            elif module in low and name == "bias":
+                self._add_whole(key, f"{module}.base_layer.bias")
+            else:
+                self._add_module(key, module)
+
+    def _is_matrix(self, key: str, shapes: Mapping[Any, Any]) -> bool:
+        shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
+        if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
+            raise Unsupported(
+                f"{key} is quantized: its numbers are codes, whose scales stand elsewhere",
+                "The difference of codes is no difference of weights. Nothing was written.",
+                f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}",
+            )
+        is_depthwise = len(shape) > 2 and shape[1] == 1
+        if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
+            return False
+        module = key.removesuffix(".weight")
+        return is_linear(module, shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
+
+    def _add_delta(self, key: str, module: str, turned: bool) -> None:
+        self.any_turned |= turned
+        tuned, base = (node[key].transpose() if turned else node[key] for node in (self.tuned, self.base))
+        difference = TensorDifference(key, tuned, base)
+        most = min(self.rank, *difference.shape)
+        self.clamped += [key] if most < self.rank else []
+        if most * sum(difference.shape) > MAX_FACTORS:
+            count = counted(most * sum(difference.shape), "element")
+            ranked = f"{key} in rank {most:,}"
+            raise LimitExceeded(f"{ranked} takes {count}", f"At most {MAX_FACTORS:,} are computed at once.")
+        rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
+        factors = difference.factors(rank, self.dtype, tuned.shape[2:])
+        self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
+
+    def _add_whole(self, key: str, name: str) -> None:
+        entry = self.tuned[key]
+        if key in self.aliases:  # PEFT looks for every name in the file
+            entry = entry.with_storage(entry.storage.alone())
+        self.whole[name] = Delta(MODEL, name.replace(".base_layer.", "."), {"": entry}, {"": f"{MODEL}{name}"})
+
+    def _add_module(self, key: str, module: str) -> None:
+        below = [each for each in self.tuned if type(each) is str and each.startswith(f"{module}.")]
+        if not module or any("." in each[len(module) + 1 :] for each in below):
+            if key in self.ties:
+                return  # its other name is that of a module of its own
+            raise Unsupported(
+                f"{key} changed, and is no tensor that an adapter of PEFT can hold",
+                "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
+                f"Leave it out: {arg(exclude=key)}",
+            )
+        for each in below:
+            self._add_whole(each, each)
+
+    def add_alike(self) -> None:
+        """Takes along what PEFT takes for modules to save as well: it compares the ends of names, also within words."""
+        saved = tuple(self._saved())
+        for key in self.base if saved else ():
+            module = key.rpartition(".")[0]
+            if module.endswith(saved) and key not in self.whole:
+                self._add_module(key, module)
+        self.deltas = [each for each in self.deltas if not each.module.endswith(saved or "\0")]
+
+    def _saved(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
+
+    def stored(self) -> AdapterFile:
+        """The adapter, with the fields of `LoraConfig` beside those that follow from the changes."""
+        saved, tied = self._saved(), {*self.aliases, *self.aliases.values()}
+        is_alone = "lm_head.weight" in tied and len(tied) == 2 and "lm_head.bias" not in self.base
+        config = {
+            "base_model_name_or_path": None,
+            "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in self.whole) else "none",
+            "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
+            "fan_in_fan_out": self.any_turned,
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "modules_to_save": sorted(saved) or None,
+            "task_type": None,
+            "use_rslora": False,
+        }
+        low = {each.module for each in self.deltas}
+        names = (key[:-7] for key in self.base if type(key) is str and key.endswith(".weight"))
+        others = [name for name in names if name not in low]
+        return stored(Adapter(PEFT, (*self.deltas, *self.whole.values()), config), PEFT, others)
+
+
+def extract(
+    tuned: Mapping[Any, Any],
+    base: Mapping[Any, Any],
+    *,
+    names: tuple[str, str],
+    rank: int,
+    dtype: DType,
+    energy: float = 1.0,
+    ties: Mapping[str, str] | None = MappingProxyType({}),
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    odd: tuple[str, ...] = (),
+) -> tuple[AdapterFile, dict[str, Any], list[str]]:
+    """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much;
+    facts for a report, and what is smaller than the rank.
+
+    Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
+    ties: see `MemoryTree.ties`.  odd: the ends of names of modules that are no layers of matrices, as PEFT wraps them.
+    Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
+    rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
+    """
+    if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
+        what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}, or energy {energy:g} not above 0 and at most 1"
+        raise UsageError(what, "", f"For example: {arg(rank=32, energy=0.99)}")
+    keys = {key for node in (tuned, base) for key in node if type(key) is str}
+    chosen, problems = selected(sorted(keys), only, exclude), []
+    for key in sorted(chosen):
+        after, before = tuned.get(key), base.get(key)
+        if after is None or before is None:
+            problems.append(f"{key} is only in {names[after is None]}")
+        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
+            problems.append(f"{key} is not a tensor of plain numbers")
+        elif after.shape != before.shape:
+            problems.append(f"{key} is {list(after.shape)} and {list(before.shape)}")
+    if problems:
+        raise Conflict(
+            f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}",
+            "An adapter changes the values of tensors that both have. Nothing was written.",
+            f"Leave tensors out on purpose: {arg(exclude=PATTERN)}",
+        )
+    tied = {name: source for name, source in (ties or {}).items() if name not in keys}
+    tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
+    chosen |= {name for name, source in tied.items() if source in chosen}
+    changed, aliases = _changed(tuned, base, chosen)
+    if not changed:
+        raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
+    if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
+        what = f"{listed(embeddings)} changed, and config.json ties the head to one"
+        raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
+    known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
+    found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd, ties=known)
+    found.add(changed)
+    found.add_alike()
+    if not found.deltas:
+        what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
+        why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
+        raise Unsupported(what, f"{why} Nothing was written.")
+    if len(found.clamped) == len(found.deltas) and energy >= 1:
+        largest = max(each.rank for each in found.deltas)
+        what = f"rank {rank:,} is more than that of any matrix that changed"
+        raise UsageError(
+            what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: {arg(rank=largest)}"
+        )
+    facts = {
+        "base": names[1],
+        "ranks": {each.module: each.rank for each in found.deltas},
+        "whole": [each.module for each in found.whole.values()],
+        "unchanged": len(chosen) - len(changed) - len(aliases),
+        "tied": list(aliases),
+    }
+    return found.stored(), facts, found.clamped if energy >= 1 else []
+
+
+def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
+    """The names of tensors that differ, and of those that are tied to one before in both models, with that."""
+    seen: dict[Any, str] = {}
+    changed: set[str] = set()
+    tied: dict[str, str] = {}
+    for key in over([key for key in base if key in chosen], lambda key: 2 * base[key].nbytes):
+        after, before = tuned[key], base[key]
+        first = seen.setdefault((after.view, before.view), key)
+        if first != key:
+            tied[key] = first
+            continue
+
+        def differ(_: int, *blocks: Array, dtypes: Sequence[DType] = (after.dtype, before.dtype)) -> bool:
+            ours, theirs = (numbers(*pair, f"wide {at}") for at, pair in enumerate(zip(blocks, dtypes, strict=True)))
+            same = ours.tobytes() == theirs.tobytes() if ours.dtype == theirs.dtype else (ours == theirs).all()
+            if not same:
+                changed.add(key)  # noqa: B023 -- called before the next
+            return not same
+
+        fold(differ, after, before)
+    return changed, tied

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -26,62 +25,53 @@ from ckptool.transforms.lora.places import EMBEDDING, SAME, Places, orientation
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
 
-@dataclass(frozen=True, slots=True)
-class MergedWeights:
-    """A state dict with an adapter merged into it.
+class AdapterMerge:
+    """An adapter merged into a base of this name, its changes multiplied; `tree` is the state dict. Reads nothing yet.
 
-    changed, replaced, added: the base's names of tensors that were computed, taken whole, and new.
-    moved: differences between the adapter's names and the base's, in words.  keys: how many of the adapter were used.
+    is_ordered: the base has its tensors in the order of the model, even where that is the order of their names too.
+    ties: see `MemoryTree.ties`.  computed, replaced, added: the base's names of tensors that were computed, taken
+    whole, and new.  count: of the adapter's keys.
+
+    Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter, `Conflict`
+    for shapes that do not fit and ties that would be lost, `Unsupported` for weights that are no floats.
     """
 
-    tree: dict[Any, Any]
-    changed: list[str]
-    replaced: list[str]
-    added: list[str]
-    moved: list[str]
-    keys: int
-
-
-class AdapterMerge:
-    """An adapter for a base of this name, whose changes are multiplied. is_ordered: the base has its tensors in the
-    order of the model, even where that is the order of their names too."""
-
     def __init__(
-        self, base: Mapping[Any, Any], adapter: Adapter, base_name: str, multiplier: float, is_ordered: bool
+        self,
+        base: Mapping[Any, Any],
+        adapter: Adapter,
+        base_name: str,
+        multiplier: float,
+        is_ordered: bool,
+        ties: Mapping[str, str] | None,
     ) -> None:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
-        self.base_name, self.name = base_name, adapter.name
+        self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
         self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
         self.parameters = dict(_parameters_of(adapter))
         self.places = Places((key for key in base if type(key) is str), underscored=adapter.scheme == KOHYA)
         self.count = sum(len(delta.keys) for delta in adapter.deltas)
-        self.tree: dict[str, TensorEntry] = {}
+        self.made: dict[str, TensorEntry] = {}
         self.changed: dict[str, tuple[int, ...]] = {}  # and by which tensors of the adapter
         self.replaced: list[str] = []
         self.added: list[str] = []
         self.turned = orientation(self.tensors)
-        self.ties: Mapping[str, str] = {}
-
-    def merged(self, ties: Mapping[str, str] | None) -> MergedWeights:
-        """The state dict with the adapter's changes. Reads nothing yet. ties: see `MemoryTree.ties`.
-
-        Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter,
-        `Conflict` for shapes that do not fit and ties that would be lost, `Unsupported` for weights that are no floats.
-        """
-        self.ties = ties or {}
-        deltas = sorted(self.adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
+        deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(each) for each in deltas if each.component == component])
         self._settle_parameters()
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
-            self._refuse_lost(lost)
+            drop = command("edit", self.name, drop=PATTERN, out=OUT)
+            raise NoMatch(
+                f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
+                f"{listed(lost)}",
+                "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
+                f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}",
+            )
         self._refuse_missing()
         self._refuse_untied(ties is None)
-        tree = same_kind(self.base, {})
-        for key in (*self.base, *self.added):
-            tree[key] = self.tree[key] if key in self.tree else self.base[key]
-        computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
-        return MergedWeights(tree, computed, self.replaced, self.added, self.places.moved(), self.count)
+        self.tree = same_kind(base, {key: self.made.get(key, base.get(key)) for key in (*base, *self.added)})
+        self.computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
 
     # Changes
 
@@ -132,16 +122,16 @@ class AdapterMerge:
         if key is None:
             name = self.places.in_base(delta.component, delta.module) or delta.module
             saved = any(f".{each}." in f".{delta.module}" for each in self.adapter.names("modules_to_save"))
-            if delta.method != WHOLE or not saved or name in self.tree:
+            if delta.method != WHOLE or not saved or name in self.made:
                 return False
             self.added.append(name)
-            self.tree[name] = delta.factors[""]
+            self.made[name] = delta.factors[""]
             return True
         if delta.method != TOKENS and len(self.changed.get(key, ())) > (key in self.replaced):
             what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
-            self.tree[key] = self._changed(key, delta)
+            self.made[key] = self._changed(key, delta)
         except Misfit as misfit:
             raise Conflict(
                 f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
@@ -155,7 +145,7 @@ class AdapterMerge:
         self.changed[key] = (*before, *(id(each.storage) for each in delta.factors.values()))
         if delta.method == TOKENS:  # PEFT writes them to tied weights, too
             for other in [each for each, value in self.tensors.items() if value.view == self.base[key].view]:
-                self.tree[other], self.changed[other] = self.tree[key], self.changed[key]
+                self.made[other], self.changed[other] = self.made[key], self.changed[key]
         return True
 
     def _changed(self, key: str, delta: Delta) -> TensorEntry:
@@ -163,7 +153,7 @@ class AdapterMerge:
         if whole is not None and old is not None and old.dtype is whole.dtype and not old.dtype.is_float:
             weight = old  # a counter
         else:
-            value = self.tree.get(key, self.base[key])
+            value = self.made.get(key, self.base[key])
             if not isinstance(value, TensorEntry) or not value.dtype.is_float:
                 what = f"{self.base_name}: {key} is quantized, or not of a floating type"
                 raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
@@ -199,15 +189,6 @@ class AdapterMerge:
         return bool(self.adapter.config.get("fan_in_fan_out")) if found is None else found
 
     # Refusals
-
-    def _refuse_lost(self, lost: list[str]) -> None:
-        drop = command("edit", self.name, drop=PATTERN, out=OUT)
-        raise NoMatch(
-            f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {self.base_name}: "
-            f"{listed(lost)}",
-            "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
-            f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}",
-        )
 
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
