@@ -272,21 +272,30 @@ def test_compressed_payloads_that_are_damaged(kind: str, tmp_path: Path) -> None
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.parametrize("keep", [100, 450])
-def test_a_compressed_object_that_is_cut_off_is_damaged(keep: int, tmp_path: Path) -> None:
+OTHERS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "an object cut early": ("object", lambda plain: plain[:100], "truncated"),
+    "an object cut late": ("object", lambda plain: plain[:450], "truncated"),
+    "another value": ("w", lambda plain: plain.replace(torch.ones(5).numpy().tobytes(), bytes(20)), "corrupt"),
+}
+
+
+@looped("kind", OTHERS)
+def test_what_is_compressed_is_damaged_itself(kind: str, tmp_path: Path) -> None:
+    """In a stream that inflates without an error."""
     import zstandard
 
-    folder = written({"w": torch.randn(5), "object": {"a", "b"}}, tmp_path / "saved", _extensions=zstd())
+    name, change, code = OTHERS[kind]
+    folder = written({"w": torch.ones(5), "object": {"a", "b"}}, tmp_path / "saved", _extensions=zstd())
     (rank,) = folder.glob("*.distcp")
     table = pickle.loads((folder / ".metadata").read_bytes())  # made by this test
-    place = next(info for index, info in table.storage_data.items() if index.fqn == "object")
+    place = next(info for index, info in table.storage_data.items() if index.fqn == name)
     data = bytearray(rank.read_bytes())
     plain = zstandard.ZstdDecompressor().stream_reader(bytes(data[place.offset :][: place.length])).read()
-    cut = zstandard.ZstdCompressor().compress(plain[:keep])
-    rank.write_bytes(data + cut)
-    edit(folder, placed("object", offset=len(data), length=len(cut)))
+    changed = zstandard.ZstdCompressor().compress(change(plain))
+    rank.write_bytes(data + changed)
+    edit(folder, placed(name, offset=len(data), length=len(changed)))
     (problem,) = ckptool.verify(folder).problems
-    assert problem.code == "truncated"
+    assert problem.code == code
 
 
 def test_a_safetensors_that_has_other_chunks_than_the_table_says(tmp_path: Path) -> None:

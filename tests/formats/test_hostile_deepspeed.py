@@ -60,6 +60,7 @@ def _cut(share: dict[str, Any]) -> None:
 
 def _longer(share: dict[str, Any]) -> None:
     _flat(share)[0] = torch.zeros(99)
+    _base(share)["state"] = {}
 
 
 def _shapes(group: int, **shapes: Any) -> Callable[[dict[str, Any]], None]:
@@ -103,7 +104,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "other shapes": (3, states(_shapes(0, scale=torch.Size([2])), 1), Conflict, "list of parameters differs"),
     "fewer elements than the shapes have": (3, share(_cut), Corrupt, "of the ranks' vectors"),
     "fewer elements in one rank": (3, share(_cut, 1), Conflict, "length of vectors differs"),
-    "more elements than the shapes have": (2, share(_longer), Corrupt, "group 0"),
+    "more elements than the shapes have": (2, share(_longer), Corrupt, "of the ranks' vectors"),
     "a huge shape": (2, states(_shapes(0, scale=(1 << 40, 1 << 40)), 0), Corrupt, ""),
     "a shape that is none": (2, states(_shapes(0, scale=(-1,)), 0), Corrupt, "no names and shapes"),
     "one name in two groups": (2, states(_shapes(1, wide_bias=(4,), scale=(1,)), 0), Corrupt, "in two groups"),

@@ -48,6 +48,9 @@ def test_places_that_are_listed(tmp_path: Path) -> None:
     (folder / "metadata.pkl").write_bytes(pickle.dumps(table, 4))
     ckptool.convert(folder, tmp_path / "out.pt")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["model"]["inner.w"].equal(full)
+    groups[1]["sharding_metadata"]["data"]["local_offsets"] = [[1, 1], [5, 1]]  # beyond what is there
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(table, 4))
+    refused("corrupt", tmp_path, lambda: ckptool.open(folder))
 
 
 class Calls:
