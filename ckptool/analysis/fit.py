@@ -5,8 +5,9 @@ Fitting is what stock `load_state_dict(strict=True)` would say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -31,9 +32,9 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
-from ckptool.names.ready import Tried, with_prefixes, without_prefixes
 from ckptool.pickles.plain import expand
 
+FEW = 8  # names by which prefixes are looked for
 _LIGHTNING = "pytorch-lightning_version"
 # Submodules by which averages keep two models, and the one that is the average.
 _ONLINE, _AVERAGED = ("online_model.", "model."), ("ema_model.", "ema.", "model_ema.", "swa_model.")
@@ -253,24 +254,30 @@ def find_way(root: StateDict, target: Target) -> Way:
     if way.fit.is_exact:
         return way
     names, better = way.fit.names, list[tuple[Any, Way]]()
-    for tried in without_prefixes(names, target.tensors):
-        which = "prefix, some have it" if tried.rest else "prefix, all have it"
-        average = any(word in tried.prefix.lower() for word in _AVERAGES)
-        for each in _after(way, tried, which, root, target, len(target.tensors)):
-            better.append(((bool(each.fit.missing), average, tried.rest, tried.prefix), each))
-    for tried in () if better else with_prefixes(names, target.tensors):
-        which = "prefix, the model is wrapped" if tried.prefix == PEELED else "prefix, the model has it"
-        for each in _after(way, tried, which, root, target, len(names)):
-            better.append((bool(each.fit.missing), each))
+
+    def consider(order: tuple[Any, ...], which: str, prefix: str, tried: dict[str, str], count: int) -> None:
+        """Keeps what a prefix off or on makes of the names, if more match by that, and at least half of so many."""
+        fits = fit(root, target, tried)
+        if fits.matched > way.fit.matched and 2 * fits.matched >= count:
+            step = finding(which, prefix=prefix, model=target.name, rest=f"{len(names) - len(tried):,}")
+            better.append(((bool(fits.missing), *order), Way(fits, (*way.steps, step), way.unwraps)))
+
+    for prefix in _prefixes(target.tensors, names):
+        inside = {name[len(prefix) :]: of for name, of in names.items() if name.startswith(prefix)}
+        average = any(word in prefix.lower() for word in _AVERAGES)
+        which = "prefix, some have it" if len(inside) < len(names) else "prefix, all have it"
+        consider((average, -len(inside), prefix), which, prefix, inside, len(target.tensors))
+    for prefix in () if better else _prefixes(names, target.tensors):
+        which = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
+        consider((), which, prefix, {prefix + name: of for name, of in names.items()}, len(names))
     return min(better, key=itemgetter(0))[1] if better else way
 
 
-def _after(way: Way, tried: Tried, which: str, root: StateDict, target: Target, count: int) -> Iterator[Way]:
-    """The way with a prefix off or on after it, if more names match by that, and at least half of so many."""
-    fits = fit(root, target, tried.names)
-    if fits.matched > way.fit.matched and 2 * fits.matched >= count:
-        step = finding(which, prefix=tried.prefix, model=target.name, rest=f"{tried.rest:,}")
-        yield Way(fits, (*way.steps, step), way.unwraps)
+def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
+    """The prefixes with which a few of the names are among the longer ones."""
+    return dict.fromkeys(
+        long[: -len(name)] for name in islice(names, FEW) for long in longer if long.endswith(f".{name}")
+    )
 
 
 # The rest -------------------------------------------------------------------------------------------------------------

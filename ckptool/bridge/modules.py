@@ -31,8 +31,7 @@ from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, p
 from ckptool.formats.opening import CheckpointLike, Opened, open_file, refuse_part
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.warm_start import carried
-from ckptool.transforms.warm_start_plan import Assignment, match_options, plan_warm_start
+from ckptool.transforms.warm_start import Assignment, carried, match_options, plan_warm_start
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)

@@ -9,7 +9,8 @@ pickled module counts as well, by its state dict; its weights can be read, but n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
 from ckptool.checkpoint.tree import Path, address, children, find, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
-from ckptool.errors import UsageError, counted, listed, printable, quoted
+from ckptool.errors import Conflict, UsageError, counted, listed, printable, quoted
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
 
@@ -430,3 +431,25 @@ def unwrapped_front(key: str) -> str:
     while len(parts) > 1 and parts[0] in INNER_WRAPPERS:
         del parts[0]
     return ".".join(parts)
+
+
+def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str] = lambda name: "") -> dict[str, str]:
+    """The name for each of those that are wanted: an equal one, else the one that is equal without wrappers' prefixes.
+
+    Raises `Conflict` where two names would be one. fix: by leaving out the one of them.
+    """
+    names = dict.fromkeys(names)
+    wanted = dict.fromkeys(wanted)
+    pairs = {name: name for name in wanted if name in names}
+    bare = [(without_wrappers(name), name) for name in wanted if name not in pairs]
+    counts = Counter(short for short, _ in bare)
+    goals = {short: name for short, name in bare if counts[short] == 1}
+    for name in names if goals else ():
+        if name in wanted or (goal := goals.get(without_wrappers(name))) is None:
+            continue
+        if goal in pairs:
+            what = f"{pairs[goal]} and {name} would both be {goal!r}"
+            why = "Without the prefixes of wrappers they are the same name. Nothing was changed."
+            raise Conflict(what, why, fix(name))
+        pairs[goal] = name
+    return pairs

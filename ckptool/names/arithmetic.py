@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +52,6 @@ class Arithmetic:
 
     def value(self, lookup: Lookup, functions: Functions | None = None) -> int:
         """Its value. Raises `Unbound` for a name without one, `UsageError` for a division with a rest or by zero."""
-        if type(self.tree) is ast.Constant:
-            return int(self.tree.value)  # type: ignore[arg-type]
         return _value(self.tree, self.text, lookup, functions or {})
 
 
@@ -75,9 +72,6 @@ def parse_arithmetic(text: str, functions: tuple[str, ...] = ()) -> Arithmetic:
     names = {_dotted(node) for node in ast.walk(tree) if isinstance(node, (ast.Name, ast.Attribute))}
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     inner = {_dotted(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    if not names and not called:
-        with suppress(UsageError):  # a division by zero, which is reported where it is evaluated
-            tree = ast.Constant(_value(tree, text, lambda name: None, {}))
     return Arithmetic(text.strip(), frozenset(names - called - inner), tree)
 
 

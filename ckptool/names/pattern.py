@@ -88,19 +88,12 @@ class Name:
 
     @cached_property
     def open_ended(self) -> int:
-        """How many variables may end in several places: each `*`, and those that no dot follows."""
-        return sum((not dotted) + (isinstance(each, Variable) and not each.name) for each, dotted in self._dotted())
-
-    @cached_property
-    def places(self) -> int:
-        """How many variables and sums there are, without the named variables that a dot ends."""
-        return sum(not (dotted and isinstance(each, Variable) and each.name) for each, dotted in self._dotted())
-
-    def _dotted(self) -> Iterator[tuple[Variable | Arithmetic, bool]]:
-        """Each variable and sum, and whether a dot or the end follows."""
-        for each, after in zip(self.pieces, (*self.pieces[1:], "."), strict=False):
-            if not isinstance(each, str):
-                yield each, isinstance(after, str) and after.startswith(".")
+        """How many variables may end in several places: each `*`, and those that neither a dot nor the end follows."""
+        pairs = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
+        return sum(
+            isinstance(each, Variable) and not (each.name and isinstance(after, str) and after.startswith("."))
+            for each, after in pairs
+        )
 
     def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
         """The texts of the variables in a key; None where it has another name.
@@ -110,8 +103,10 @@ class Name:
         """
         if self.matches is not None:
             return {"": key} if self.matches(key) else None
-        if self.open_ended > 2 and comb(len(key), self.places) > MANY_WAYS:
-            what = f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.places} places for them"
+        if self.open_ended > 2 and comb(len(key), self.open_ended) > MANY_WAYS:
+            what = (
+                f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
+            )
             raise UsageError(what, "They could match it in too many ways: write fewer of *.")
         match = self.pattern.fullmatch(key)
         if match is None:
@@ -225,7 +220,7 @@ def parse_name(text: str) -> Name:
                 what = f"a {{ begins a variable, {{n}}, or a sum, {{n+1}}, not {{{inner[:40]}}}; a brace is \\{{"
                 raise UsageError(what) from None
     name = Name(text, tuple(piece for piece in (*pieces, text[at:]) if piece != ""))
-    if len(pieces) > MANY_OPEN and name.open_ended > MANY_OPEN:
+    if name.open_ended > MANY_OPEN:
         raise UsageError(f"{text!r} has {stars:,} *", "They could match a key in too many ways.")
     return name
 

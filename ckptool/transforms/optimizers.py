@@ -22,10 +22,9 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers, paired
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
-from ckptool.names.ready import paired
 
 NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from ckptool.analysis.find_rules import FoundRules
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
@@ -20,6 +19,7 @@ from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_l
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
+from ckptool.transforms.find_rules import FoundRules, proved_rules
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
@@ -269,8 +269,6 @@ def find_rules(
     overwrite: replace an existing `out`.  dry_run: write nothing.
     Raises `UsageError` listing the sets of weights where a checkpoint has several, `OutputExists`.
     """
-    from ckptool.transforms.suggest.find import proved_rules
-
     if out is not None:
         check_target(out, overwrite=overwrite)
     opened = [open_whole(file, part=part) for file in (old, new)]

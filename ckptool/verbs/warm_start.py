@@ -77,8 +77,7 @@ def warm_start(
     from ckptool.names.rule_files import all_rules
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
     from ckptool.transforms.translate import translated_items
-    from ckptool.transforms.warm_start import as_state_dict, carried, filled
-    from ckptool.transforms.warm_start_plan import match_options, plan_warm_start
+    from ckptool.transforms.warm_start import as_state_dict, carried, filled, match_options, plan_warm_start
     from ckptool.verbs._target import find_target
 
     rules = all_rules(several(rename, " => "), rules_file)

@@ -29,37 +29,31 @@ from tests.support.fork_server import ForkServer, answer_requests
 ROOT = Path(__file__).parents[2]
 
 # What the errors of a broken or full disk are, by call. `close` and `dup` report late what a write did (NFS, quotas).
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-ERRORS: dict[str, tuple[int, ...]] = {
-    "open": (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES),
-    "pwrite": (*FULL, errno.EIO),
-    "write": (*FULL, errno.EIO),
-    "copy_file_range": (*FULL, errno.EIO, errno.EXDEV),
-    "fallocate": (errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP),
-    "ftruncate": (errno.EIO, errno.ENOSPC, errno.EFBIG),
-    "truncate": (errno.EIO, errno.ENOSPC, errno.EFBIG),
-    "fsync": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
-    "fdatasync": (errno.EIO, errno.ENOSPC, errno.EDQUOT),
-    "close": (errno.EIO, errno.EDQUOT),
-    "dup": (errno.EMFILE,),
-    "rename": (errno.EXDEV, errno.EPERM, errno.EBUSY, errno.EIO, errno.ENOSPC),
-    "replace": (errno.EXDEV, errno.EPERM, errno.EBUSY, errno.EIO, errno.ENOSPC),
-    "renameat2": (errno.EPERM, errno.EINVAL, errno.EIO, errno.ENOSPC),
-    "link": (errno.EPERM, errno.EXDEV, errno.EIO, errno.ENOSPC, errno.EMLINK),
-    "unlink": (errno.EIO, errno.EPERM, errno.EROFS),
-    "remove": (errno.EIO, errno.EPERM, errno.EROFS),
-    "rmdir": (errno.EIO, errno.EPERM, errno.ENOTEMPTY),
-    "mkdir": (errno.EIO, errno.ENOSPC, errno.EACCES),
-    "makedirs": (),
-    "fchmod": (errno.EPERM, errno.EIO),
-    "chmod": (errno.EPERM, errno.EIO),
-    "pread": (errno.EIO,),
-    "preadv": (errno.EIO,),
-    "statvfs": (errno.EIO, errno.ENOSYS),
-    "listdir": (errno.EACCES, errno.EIO),
-    "flock": (errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK),
-    "sync_file_range": (errno.EIO,),
-}
+ERRORS = {
+    name: tuple(getattr(errno, error) for error in errors.split())
+    for names, _, errors in (line.partition(":") for line in """
+        open: EIO ENOSPC EMFILE EACCES
+        pwrite write: ENOSPC EDQUOT EFBIG EIO
+        copy_file_range: ENOSPC EDQUOT EFBIG EIO EXDEV
+        fallocate: ENOSPC EDQUOT EOPNOTSUPP
+        ftruncate truncate: EIO ENOSPC EFBIG
+        fsync fdatasync: EIO ENOSPC EDQUOT
+        close: EIO EDQUOT
+        dup: EMFILE
+        rename replace: EXDEV EPERM EBUSY EIO ENOSPC
+        renameat2: EPERM EINVAL EIO ENOSPC
+        link: EPERM EXDEV EIO ENOSPC EMLINK
+        unlink remove: EIO EPERM EROFS
+        rmdir: EIO EPERM ENOTEMPTY
+        mkdir: EIO ENOSPC EACCES
+        fchmod chmod: EPERM EIO
+        pread preadv sync_file_range: EIO
+        statvfs: EIO ENOSYS
+        listdir: EACCES EIO
+        flock: ENOLCK EOPNOTSUPP EWOULDBLOCK
+    """.strip().splitlines())
+    for name in names.split()
+}  # fmt: skip
 WRITES = set(ERRORS) - {"pread", "preadv", "statvfs", "listdir"}
 HALVES = {"pwrite", "write", "copy_file_range"}
 TEMPORARY = ".ckptool-"
@@ -94,7 +88,7 @@ class Faults(FolderCalls):
 
         from ckptool.output import sink
 
-        self.install(tuple(name for name in ERRORS if name != "makedirs"))
+        self.install(tuple(ERRORS))
         fcntl.flock = self.wrapped("flock", fcntl.flock)  # type: ignore[assignment]
         real = sink.system_call
 
@@ -167,22 +161,19 @@ class Faults(FolderCalls):
             self.trace.append(("write", about[0], args[2], bytes(args[1])[:result]))
         elif name == "copy_file_range":
             self.trace.append(("write", about[1], args[4], self.real_read(args[1], result, args[4])))
-        elif name == "fallocate":
-            self.trace.append(("size", about[0], self.real_size(args[0]).st_size))
-        elif name == "ftruncate":
-            self.trace.append(("size", about[0], args[1]))
-        elif name in ("fsync", "fdatasync"):
-            self.trace.append(("sync", about[0]))
-        elif name in ("rename", "replace", "link"):
-            self.trace.append(("link" if name == "link" else "rename", about[0], about[1]))
-        elif name in ("unlink", "remove"):
-            self.trace.append(("unlink", about[0]))
-        elif name in ("mkdir", "rmdir"):
-            self.trace.append((name, about[0]))
-        elif name == "renameat2":
-            self.trace.append(("exchange", *about))
-        elif name in ("write", "truncate"):
-            self.trace.append(("unknown", name))
+        elif name in ("fallocate", "ftruncate"):
+            size = args[1] if name == "ftruncate" else self.real_size(args[0]).st_size
+            self.trace.append(("size", about[0], size))
+        elif name in TRACED:
+            self.trace.append((TRACED[name], *about))
+
+
+# What calls do to a disk, beside those that write.
+TRACED = {
+    "fsync": "sync", "fdatasync": "sync", "link": "link", "rename": "rename", "replace": "rename",
+    "unlink": "unlink", "remove": "unlink", "mkdir": "mkdir", "rmdir": "rmdir", "renameat2": "exchange",
+    "write": "unknown", "truncate": "unknown",
+}  # fmt: skip
 
 
 def masked(name: str) -> str:

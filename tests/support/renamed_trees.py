@@ -8,8 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.naming_schemes import Shapes
-
+Shapes = dict[str, tuple[int, ...]]
 SIZES = [(4, 4), (4, 4), (4,), (8, 4), (3, 4), (), (2, 2, 2)]
 Part = str | tuple[int, int]  # a name, or the numbers from .. to
 

@@ -88,39 +88,19 @@ def test_more_ranks_than_heads_of_keys(tmp_path: Path) -> None:
     refuses(folder, LLAMA, r"layers\.1\.attention\.wv\.weight", tmp_path)
 
 
-@pytest.mark.parametrize("steps", ["equal", "unequal"])
-def test_the_moments_of_experts_are_stacked_with_them(steps: str, tmp_path: Path) -> None:
+def test_experts_whose_moments_are_of_other_steps_are_not_stacked(tmp_path: Path) -> None:
+    """Where the steps are equal, `test_translate.py` has it of random rules."""
     model = {name: value.float() for name, value in
              load_file(LAYOUT_CASES / "mixtral-stacked" / "model.safetensors").items()}  # fmt: skip
-    slots = [{"step": torch.tensor(3.0), "exp_avg": value + 1, "exp_avg_sq": value + 2} for value in model.values()]
-    if steps == "unequal":
-        number = next(n for n, name in enumerate(model) if name.endswith("experts.1.w1.weight"))
-        slots[number]["step"] = torch.tensor(4.0)
+    slots = [{"step": torch.tensor(3.0), "exp_avg": value + 1} for value in model.values()]
+    slots[next(n for n, name in enumerate(model) if name.endswith("experts.1.w1.weight"))]["step"] = torch.tensor(4.0)
     group = {"lr": 0.1, "params": list(range(len(model))), "param_names": list(model)}
     optimizer = {"state": dict(enumerate(slots)), "param_groups": [group]}
     file = saved({"model": model, "optimizer": optimizer}, tmp_path / "a.pt")
-    if steps == "unequal":
-        refuses(file, "mixtral-stacked", "step of .*experts", tmp_path)
-        return
-    ckptool.translate(file, out=tmp_path / "b.pt", rules_file="mixtral-stacked")
-    found = load(tmp_path / "b.pt")
-    (group,) = found["optimizer"]["param_groups"]
-    for number, name in zip(group["params"], group["param_names"], strict=True):
-        slot = found["optimizer"]["state"][number]
-        assert slot["step"] == 3
-        assert torch.equal(slot["exp_avg"], found["model"][name] + 1)
-        assert torch.equal(slot["exp_avg_sq"], found["model"][name] + 2)
-    ckptool.translate(tmp_path / "b.pt", out=tmp_path / "c.pt", rules_file="mixtral-stacked")
-    again = load(tmp_path / "c.pt")
-    assert again["model"].keys() == model.keys()
-    (group,) = again["optimizer"]["param_groups"]
-    slots = {
-        name: again["optimizer"]["state"][n] for n, name in zip(group["params"], group["param_names"], strict=True)
-    }
-    assert all(torch.equal(slots[name]["exp_avg"], value + 1) for name, value in model.items())
+    refuses(file, "mixtral-stacked", "step of .*experts", tmp_path)
 
 
-def test_arithmetic_of_too_many_blocks_is_refuses() -> None:
+def test_arithmetic_of_too_many_blocks_is_refused() -> None:
     pattern = replace(parse_name("input_blocks.{b * layers + l}.0"), digits=frozenset({"b", "l"}))
     ranges = {"b": 5, "l": 20}
     found = pattern.match("input_blocks.47.0", {"layers": 20}.get, ranges)

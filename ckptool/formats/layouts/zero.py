@@ -23,7 +23,7 @@ from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
-from ckptool.formats.pieces import Joiner, Vector, refuse_other
+from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
 from ckptool.formats.placements import sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
@@ -135,12 +135,9 @@ def read_tag(folder: Folder) -> Checkpoint:
         if first.get("param_shapes") is not None:
             what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
-        elif any(key in fields(first.get("optimizer")) for key in ("fp32_groups", "fp32_groups_flat")):
-            what = "stage 0: the weights are the model's own; the optimizer keeps their f32 values, without names"
-            tag.joiner.notes.append(Note(COPIES, what))
         world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
         ranks = max(1, world) if type(world) is int else 1
-        return checkpoint_of(tag, first, own, {}, None, {}, 0, ranks, "")
+        return checkpoint_of(tag, first, own, _masters(tag, first, own), None, {}, 0, ranks, "")
     share = shares[0]
     found = checkpoint_of(
         tag, first, own, *joined_groups(tag, first, shares, own), share.rest, share.stage, len(shares), share.engine
@@ -397,6 +394,31 @@ def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Itera
         begins = accumulate(needed, initial=0)
         laid = [_in_a_row(*each, world, begin) for each, begin in zip(enumerate(shapes), begins, strict=False)]
         yield _rows(shares, range(len(lengths)), divided=True), [*chain(*laid)], 1
+
+
+def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
+    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
+    itself or those of a group in a row."""
+    state, buffers = fields(first.get("optimizer")), first.get("buffer_names") or ()
+    single = [(each, False) for group in items(state.get("fp32_groups")) for each in items(group)]
+    left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
+    found: dict[str, TensorEntry] = {}
+    for wrapped, in_a_row in (*single, *((each, True) for each in items(state.get("fp32_groups_flat")))):
+        master, names, begin = bare(wrapped), list[str](), 0
+        if isinstance(master, TensorEntry) and in_a_row:  # the weights of other groups have other first values
+            for name, entry in left.items():
+                if entry.numel <= master.numel - begin and begin_alike(master.narrow(0, begin, entry.numel), entry):
+                    names.append(name)
+                    begin += entry.numel
+        elif isinstance(master, TensorEntry):  # between several of the shape (some may be frozen) these decide
+            alike = [name for name, entry in left.items() if entry.shape == master.shape]
+            names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
+        if not names or sum(left[name].numel for name in names) != master.numel:
+            raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
+        row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
+        for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
+            found[name] = tag.joiner.flat(name, shape, _pieces(row, at, shape), own[name])
+    return found
 
 
 # The checkpoint ------------------------------------------------------------------------------------------------------

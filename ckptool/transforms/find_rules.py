@@ -1,0 +1,658 @@
+"""Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
+
+In this order: tensors that one or several of the other side add up to, whatever the order of their values; then the
+rest by names, first among equal values, then among equal shapes. A tensor that is split is found from the other side,
+as one that is joined, and its operations are inverted. Which tensors may be which, sums of values tell; whatever they
+suggest is confirmed by bytes, and at last all rules are applied and everything is compared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from itertools import combinations, islice, permutations
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+from ckptool.checkpoint import Note, TensorEntry
+from ckptool.checkpoint.arrays import TensorValues, fold, resolved
+from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.numeric import Array, has_numbers
+from ckptool.checkpoint.patterns import matcher
+from ckptool.commands import OUT, command
+from ckptool.errors import CkptoolError, counted, listed, printable
+from ckptool.facts import Report, Told, bold, cyan, green, yellow
+from ckptool.names.chain import parse_operation
+from ckptool.names.rule_files import dropping
+from ckptool.names.rules import Translation, parse_rules
+from ckptool.names.steps import Overs, Step
+from ckptool.transforms.suggest import (
+    HOLE,
+    STACKED,
+    VARIABLES,
+    Goals,
+    Link,
+    Numbers,
+    Search,
+    Trait,
+    choice,
+    escaped,
+    families,
+    fitted,
+    fused,
+    written_rules,
+)
+from ckptool.transforms.translate.apply import DROP, after_chain, plan_steps
+
+TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
+MOST_TRIES = 600  # of operations for tensors of some shapes
+MOST_ORDERED = 4  # tensors that are tried in every order
+MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, three or all are tried
+SHOWN = 6
+
+Entries = Mapping[str, TensorEntry]
+Columns = tuple[tuple[str, ...], ...]
+"""Keys that are put together: for each word, or once, those of each number that is stacked."""
+
+# Groups --------------------------------------------------------------------------------------------------------------
+
+_STACK, _HELD = chr(0xF0001), re.compile(f"[{HOLE}{chr(0xF0001)}]")  # stands where the number that is stacked was
+_TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{_STACK}]|[^0-9._{HOLE}{_STACK}]+")
+_WORD = re.compile(r"[\w.-]+")
+
+
+class NameGroup(NamedTuple):
+    """Keys that differ in one of some words, or in a number from zero, or both, for each choice of other numbers.
+
+    texts: of each word, with `HOLE` and `_STACK` in the places of numbers.
+    """
+
+    texts: tuple[str, ...]
+    members: Mapping[Numbers, Columns]
+
+    def at(self, numbers: Numbers) -> list[str]:
+        """The keys of a member."""
+        return [key for column in self.members[numbers] for key in column]
+
+    def ordered(self, order: Sequence[int]) -> NameGroup:
+        """The group with its words in another order."""
+        members = {at: tuple(columns[n] for n in order) for at, columns in self.members.items()}
+        return NameGroup(tuple(self.texts[n] for n in order), members)
+
+    def among(self, wholes: Mapping[Numbers, str]) -> tuple[NameGroup, dict[Numbers, str]]:
+        """The group of these members, and these; a number that is one and the same in all of them becomes text."""
+        columns = [{*column} for column in zip(*wholes, strict=True)]
+        left = [place for place, column in enumerate(columns) if len(column) > 1]
+        one = next(iter(wholes))
+        texts = []
+        for first, *rest in (text.split(HOLE) for text in self.texts):
+            numbers = [HOLE if place in left else number for place, number in enumerate(one)]
+            texts.append(first + "".join(number + text for number, text in zip(numbers, rest, strict=True)))
+        found = {tuple(at[place] for place in left): at for at in wholes}
+        members = {at: self.members[before] for at, before in found.items()}
+        return NameGroup(tuple(texts), members), {at: wholes[before] for at, before in found.items()}
+
+    def link(self, wholes: Mapping[Numbers, str], whole: str, chain: str, splits: bool) -> Link:
+        """That the keys are tensors that, after operations, are one each; or the other way round.
+
+        whole: the names of those in rules.
+        """
+        operations = [parse_operation(op) for op in chain.split(" | ") if op]
+        operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
+        chain, goals = " | ".join(map(str, operations)), Goals()
+        name = choice([_named(escaped(text), VARIABLES, "{{{}}}") for text in self.texts])
+        for at, key in wholes.items():
+            if splits:
+                goals[key] = (chain, *(_named(text, at, "{}") for text in self.texts))
+            else:
+                goals |= dict.fromkeys(self.at(at), (chain, key))
+        sides = (whole, name) if splits else (name, whole)
+        return Link(*sides, goals, chain=chain)
+
+
+def _named(text: str, numbers: Sequence[str], form: str) -> str:
+    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
+    places = iter(numbers)
+    return _HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == _STACK else form.format(next(places)), text)
+
+
+def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
+    """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
+
+    vary: how many of their numbers vary at most.
+    """
+    found: dict[str, NameGroup] = {}
+    for family in families(dict.fromkeys(keys), vary):
+        alone: dict[Numbers, Columns] = {numbers: ((key,),) for numbers, key in family.keys.items()}
+        found[family.text] = NameGroup((family.text,), alone)
+        for place in range(len(family.pieces) - 1):
+            rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
+            for numbers, key in family.keys.items():
+                rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+            if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
+                text = _STACK.join(HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :]))
+                found[text] = NameGroup((text,), {at: (tuple(row.values()),) for at, row in rows.items()})
+    yield from found.values()
+    alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ at one place, by what is there
+    for text in found:
+        parts = _TOKENS.findall(text)
+        for place in range(len(parts)):
+            for length in (1, 2, 3):
+                word = "".join(parts[place : place + length])
+                if place + length <= len(parts) and _WORD.fullmatch(word):
+                    alike["".join(parts[:place]), "".join(parts[place + length :])][word] = text
+    for texts in alike.values():
+        by_shape: dict[object, list[str]] = defaultdict(list)
+        for word, text in texts.items():
+            by_shape[frozenset((at, len(each[0])) for at, each in found[text].members.items())].append(word)
+        for some in (some for words in by_shape.values() for some in _choices(words)):
+            first = found[texts[some[0]]].members
+            members = {at: tuple(found[texts[word]].members[at][0] for word in some) for at in first}
+            yield NameGroup(tuple(texts[word] for word in some), members)
+
+
+def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Some of the words, where they differ at both of their ends."""
+    count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
+    for size in (*range(2, count + 1),) if count <= FEW_WORDS else (2, 3, count) if count <= MOST_WORDS else ():
+        for some in combinations(words, size):
+            if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
+                yield some
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+Way = tuple[str, tuple[int, ...]]
+"""A chain of operations, and the order of the words that it is for."""
+
+
+def applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
+    """One tensor of those of each word and number; None where they do not fit."""
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
+    try:
+        operations = [parse_operation(op) for op in chain.split(" | ") if op]
+        done, _ = after_chain(
+            operations, values if len(rows) > 1 else {(): rows[0]}, lambda size: size.value(lambda name: None)
+        )
+    except CkptoolError:
+        return None
+    only = [tensor for tensors in done.values() for tensor in tensors]
+    return only[0] if len(only) == 1 else None
+
+
+def _ways(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Way]:
+    """Chains in every order of the words, the plainest chain first."""
+    natural = tuple(range(len(shapes)))
+    orders = [*permutations(natural)] if len(shapes) <= MOST_ORDERED else [natural]
+    for chains in zip(*(_chains([shapes[at] for at in order], count) for order in orders), strict=True):
+        yield from zip(chains, orders, strict=True)
+
+
+def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
+    """Operations that put tensors of these shapes together, or reorder the only one; the plainest first."""
+    shape, rank = shapes[0], len(shapes[0])
+    if len(shapes) == count == 1:
+        yield ""
+        yield from ["transpose"] if rank > 1 else []
+        yield from (f"transpose {a} {b}" for a, b in combinations(range(rank), 2) if rank > 2)
+        yield from (f"permute {' '.join(map(str, order))}" for order in permutations(range(rank)) if 2 < rank < 5)
+        yield from _reorderings(shape)
+        return
+    for before in ("", "transpose | ") if rank > 1 else ("",):
+        joins = list(_joins([each[::-1] if before and rank == 2 else each for each in shapes])) or [""]
+        stacks = [f"stack {axis} over {STACKED}" for axis in range(rank + 1)] if count > 1 else [""]
+        joins += [f"stack {axis}" for axis in range(rank + 1)] if count == 1 else []
+        yield from (before + " | ".join(filter(None, [join, stack])) for join in joins for stack in stacks)
+
+
+def _joins(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
+    """Operations that put tensors side by side: as they are, or in turns of groups (of heads, of single rows)."""
+    for axis in range(len(shapes[0]) if len(shapes) > 1 else 0):
+        sizes = [shape[axis] for shape in shapes]
+        for number in _divisors(gcd(*sizes)):
+            each = [size // number for size in sizes]
+            parts = f" {each}" if len({*each}) > 1 else ""
+            if number == 1:
+                yield f"cat {axis}{parts}"
+            else:
+                yield f"unflatten {axis} [{number}, -1] | cat {axis + 1}{parts} | flatten {axis} [{number}, -1]"
+
+
+def _reorderings(shape: Sequence[int]) -> Iterator[str]:
+    """Rows in another order: rotary halves of so many heads, columns that take turns, blocks."""
+    for axis, size in enumerate(shape):
+        divisors = _divisors(size)
+        if axis == 0:
+            yield from (f"{op} {heads}" for heads in divisors if size % (2 * heads) == 0 for op in ("rope", "unrope"))
+        yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
+        for number, parts in (
+            (a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size
+        ):
+            inner = size // number // parts
+            apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
+            yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
+
+
+@cache
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, min(int(number**0.5) + 1, 1 << 16)) if number % n == 0]
+    return [*small, *(number // n for n in reversed(small) if n * n != number)] or [1]
+
+
+def _reshaping(have: Sequence[int], want: Sequence[int]) -> str | None:
+    """The operations that give a tensor a shape: dimensions of size 1, the last two exchanged, or any; None for
+    another number of values."""
+    if have == want:
+        return ""
+    if [size for size in have if size != 1] == [size for size in want if size != 1]:
+        drop = [f"squeeze {axis}" for axis in reversed(range(len(have))) if have[axis] == 1]
+        return " | ".join([*drop, *(f"unsqueeze {axis}" for axis, size in enumerate(want) if size == 1)])
+    if len(have) > 1 and [*have[:-2], have[-1], have[-2]] == [*want]:
+        return "transpose"
+    return f"reshape {[*want]} from {[*have]}" if prod(have) == prod(want) else None
+
+
+# Values --------------------------------------------------------------------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
+
+    A transposed tensor has that of the first one, and three together that of the one they were cut from.
+    digest: of type and bytes, in order.  total: of all values.
+    """
+
+    digest: int
+    total: int
+
+
+def fingerprint(entry: TensorEntry) -> Fingerprint:
+    """The fingerprint of a tensor. Reads it once."""
+    digest, total = blake2b(entry.dtype.name.encode(), digest_size=8), 0
+
+    def add(_: int, raw: Array) -> None:
+        import numpy
+
+        nonlocal total
+        digest.update(raw.data)
+        numbers = raw.view(f"u{min(8, entry.dtype.itemsize)}").astype(numpy.uint64)
+        numbers += numpy.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
+            numbers ^= numbers >> numpy.uint64(shift)
+            numbers *= numpy.uint64(factor)
+        numbers ^= numbers >> numpy.uint64(31)
+        total += int(numbers.sum())
+
+    fold(add, entry)
+    return Fingerprint(int.from_bytes(digest.digest(), "little"), total % 2**64)
+
+
+def is_same(one: TensorEntry, other: TensorEntry) -> bool:
+    """True for the same type, shape and bytes."""
+    alike = one.dtype is other.dtype and one.shape == other.shape
+    return alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
+
+
+SAMPLED = 256  # values at each of 64 places
+FEW_VALUES = 32  # fewer may be unlike by chance
+LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chance comes to 0.03 in a full sample
+NEAR = 0.9  # the cosine from where on a common mean may be all that is said
+
+
+def is_tuned(one: TensorEntry, other: TensorEntry) -> bool | None:
+    """True if values correlate as those of a tensor and of a fine-tuned copy do; None where they cannot tell.
+
+    Looks at 64 places of a tensor at most. A mean that both have (norms near 1), constants and few values tell nothing.
+    """
+    import numpy
+
+    if not has_numbers(one.dtype):
+        return None
+    x, y = (_sample(entry) for entry in (one, other))
+    known = numpy.isfinite(x) & numpy.isfinite(y)
+    x, y = x[known], y[known]
+    if not len(x) or x.min() == x.max() or y.min() == y.max():
+        return None
+    x, y = x / abs(x).max(), y / abs(y).max()  # sums and squares of very small and very large values would be lost
+    if _cosine(x - x.mean(), y - y.mean()) > max(LEAST_ALIKE, 3 / len(x) ** 0.5):  # chance: three standard deviations
+        return True
+    return None if len(x) < FEW_VALUES or _cosine(x, y) > NEAR else False
+
+
+def _sample(entry: TensorEntry) -> Array:
+    """Values at places that follow from the shape alone; the parts of complex ones."""
+    import numpy
+
+    flat, step = TensorValues(entry), max(SAMPLED, -(-entry.numel // 64))
+    parts = [flat.read(at, min(at + SAMPLED, entry.numel)) for at in range(0, entry.numel, step)]
+    values = numpy.concatenate(parts or [numpy.empty(0)])
+    return values.astype("c16").view("f8") if values.dtype.kind == "c" else values.astype("f8")
+
+
+def _cosine(x: Array, y: Array) -> float:
+    return float(x @ y / ((x @ x) * (y @ y)) ** 0.5)
+
+
+# The search ----------------------------------------------------------------------------------------------------------
+
+
+class ValueSearch:
+    """The links between two sides. free: keys of each side that have none yet.  alike: old keys whose values others
+    have as well, so that only their names tell which is which."""
+
+    def __init__(self, *sides: Entries) -> None:
+        self.sides = sides
+        self.links: list[Link] = []
+        self.alike: set[str] = set()
+        self._known: dict[object, Fingerprint] = {}  # by view: tied and renamed tensors are read once
+        self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
+        self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
+        self.prints = [{key: self.print(value) for key, value in side.items()} for side in sides]
+        self.free = [{key: None for key in side if key and not _HELD.search(key)} for side in sides]
+
+    def print(self, entry: TensorEntry) -> Fingerprint:
+        """The fingerprint of a tensor of a side, or of one that rules make."""
+        if entry.view not in self._known:
+            self._known[entry.view] = fingerprint(entry)
+        return self._known[entry.view]
+
+    def run(self) -> None:
+        """Finds all of them."""
+        for vary in range(len(VARIABLES), -1, -1):
+            self._join(False, vary)
+            self._join(True, vary)
+        # By names: of those that have equal values, which as one more size are what the search takes for a shape, and
+        # then of those that have equal shapes.
+        for by_value in (True, False):
+            traits: list[dict[str, Trait]] = [
+                {key: (*side[key].shape, prints[key].digest) if by_value else side[key].shape for key in free}
+                for side, prints, free in zip(self.sides, self.prints, self.free, strict=True)
+            ]
+            search = Search((traits[0], traits[1]))
+            search.run()
+            taken = set[str]()
+            for link in (*sorted(search.links, key=lambda link: not link.certain), *fused(*search.free)):
+                names = {f"{side}{name}" for side, some in enumerate(_ends(link)) for name in some}
+                if (link.certain or link.chain or by_value) and taken.isdisjoint(names):
+                    taken |= names
+                    self.alike |= link.goals.keys() if by_value else set()
+                    self._accept(link)
+
+    def _accept(self, link: Link) -> None:
+        self.links.append(link)
+        for free, names in zip(self.free, _ends(link), strict=True):
+            for name in names:
+                free.pop(name, None)
+
+    def _join(self, splits: bool, vary: int) -> None:
+        """Finds tensors that one or several of the other side add up to."""
+        prints, wholes = self.prints[splits], self.free[not splits]
+        counts = Counter(self.prints[not splits][key].total for key in wholes)
+        totals = {total: key for key in wholes if counts[total := self.prints[not splits][key].total] == 1}
+        claims: dict[str, set[frozenset[str]]] = defaultdict(set)
+        hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
+        for group in islice(groups(self.free[splits], vary), TRIES):
+            sums = {at: sum(prints[key].total for key in group.at(at)) % 2**64 for at in group.members}
+            hits = {at: totals[total] for at, total in sums.items() if total in totals}
+            for at, one in hits.items():
+                claims[one].add(frozenset(group.at(at)))
+            if 2 * len(hits) > len(group.members) and len({*hits.values()}) == len(hits):
+                hopeful.append((group, hits))
+        for group, hits in hopeful:
+            parts = self.free[splits].keys()
+            self._relate(
+                group,
+                {at: one for at, one in hits.items()
+                 if len(claims[one]) == 1 and one in wholes and parts >= {*group.at(at)}},
+                splits,
+            )  # fmt: skip
+
+    def _relate(self, group: NameGroup, wholes: Mapping[Numbers, str], splits: bool) -> None:
+        """Accepts that groups of tensors are one tensor each, where operations are found that say so.
+
+        wholes: those, for some of the members.
+        """
+        parts, whole = self.sides[splits], self.sides[not splits]
+        tensors = {at: [[parts[key] for key in column] for column in group.members[at]] for at in wholes}
+        way = next(filter(None, (self._way(tensors[at], whole[name]) for at, name in wholes.items())), None)
+        if way is None:
+            return
+        chain, order = way
+        made = {at: applied(chain, [tensors[at][place] for place in order]) for at in wholes}
+        found = {at: wholes[at] for at, one in made.items() if one is not None and is_same(one, whole[wholes[at]])}
+        names = families(dict.fromkeys(found.values()), len(VARIABLES))
+        if len(names) != 1:
+            return
+        group, found = group.among(found)
+        numbers = {key: each for each, key in names[0].keys.items()}
+        fitting = fitted([*found], [numbers[name] for name in found.values()])
+        if fitting is not None:
+            self._accept(group.ordered(order).link(found, names[0].template(fitting), chain, splits))
+            for key in [key for at in found for key in group.at(at)]:
+                self.free[splits].pop(key, None)
+
+    def _way(self, columns: Sequence[Sequence[TensorEntry]], whole: TensorEntry) -> Way | None:
+        """The operations that make one tensor of others, by bytes, and the order of their words."""
+        shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
+        known = [self._ways[shapes]] if shapes in self._ways else []
+        for chain, order in (*known, *islice(_ways(*shapes[:2]), 0 if shapes in self._hopeless else MOST_TRIES)):
+            parts = [columns[at] for at in order]
+            made = applied(chain, parts)
+            after = _reshaping(made.shape, whole.shape) if made is not None else None
+            both = " | ".join(filter(None, [chain, after]))
+            if after is not None and (done := applied(both, parts)) is not None and is_same(done, whole):
+                self._ways[shapes] = both, order
+                return both, order
+        self._hopeless.add(shapes)
+        return None
+
+
+def _ends(link: Link) -> tuple[Iterable[str], set[str]]:
+    """The keys of a link on both sides."""
+    return link.goals.keys(), {name for goal in link.goals.values() for name in goal[1:]}
+
+
+# Proof ---------------------------------------------------------------------------------------------------------------
+
+
+class FoundRule(NamedTuple):
+    """A rule and what it makes. tensors: how many.  by_value: those with the bytes of the other checkpoint's.
+
+    alike: those among them whose bytes other tensors have as well, so that names or their order tell which is which.
+    """
+
+    text: str
+    tensors: int
+    by_value: int
+    alike: int
+
+    def evidence(self) -> str:
+        texts = [f"{self.by_value:,} of {counted(self.tensors, 'tensor')} by value"]
+        if self.by_value < self.tensors:
+            texts.append(f"{self.tensors - self.by_value:,} by name and shape only: the values differ")
+        if self.alike:
+            why = "with the values of others as well, distinguished by names or their order alone: check them"
+            texts.append(f"{self.alike:,} {why}")
+        return "; ".join(texts)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class FoundRules(Report):
+    """Rules that make the tensors of `new` of those of `old`, as applying them has shown.
+
+    total: tensors of the new one.  by_value: those that are made with the same bytes.  by_name: names of those that are
+    made with the same type and shape, and other values; reordered: of those, the same values in another order;
+    unrelated: values that no fine-tuning explains.  missing: those that are not made.  dropped: keys of the old one
+    that become nothing; drop: patterns for them.  output: the file of rules.
+    """
+
+    schema = "find-rules/2"
+    verdict = "complete"
+
+    old: str
+    new: str
+    rules: tuple[FoundRule, ...]
+    total: int
+    by_value: int
+    by_name: tuple[str, ...]
+    reordered: tuple[str, ...]
+    unrelated: tuple[str, ...]
+    missing: tuple[str, ...]
+    dropped: tuple[str, ...]
+    drop: tuple[str, ...]
+    notes: tuple[Note, ...] = ()
+    output: str = ""
+    dry_run: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """True if every tensor of the new checkpoint is made, with its values or those that it was fine-tuned from."""
+        return not (self.missing or self.reordered or self.unrelated)
+
+    def told(self) -> Told:
+        paint = green if self.by_value == self.total else yellow
+        yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
+        for rule in self.rules:
+            yield "  ", cyan(rule.text)
+            yield f"    {rule.evidence()}"
+        yield from (f"  {text}" for text in self._left_over())
+        if self.output:
+            yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
+            if not self._lacks():
+                yield "  ", cyan(str(command("translate", self.old, rules_file=self.output, out=OUT)))
+        yield from self.notes
+
+    def rules_file(self) -> str:
+        """The rules as the file that `translate --rules` takes, with the evidence as comments."""
+        names = " → ".join(printable(os.path.basename(name)) for name in (self.old, self.new))
+        lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
+        for rule in self.rules:
+            lines += [f"# {rule.evidence()}", _item(rule.text)]
+        lines += ["# What is not made may be of these: check them."] if self.drop and self._lacks() else []
+        lines += ["drop:", *map(_item, self.drop)] if self.drop else []
+        return "\n".join(lines) + "\n"
+
+    def _proof(self) -> str:
+        texts = [f"{self.by_value:,} of {self.total:,} by value"]
+        texts += [f"{len(self.by_name):,} by name and shape"] if self.by_name else []
+        return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
+
+    def _left_over(self) -> list[str]:
+        tuned = [name for name in self.by_name if name not in {*self.reordered, *self.unrelated}]
+        named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", tuned)]
+        named += [("wrong: the same values in another order, which no rule makes", self.reordered)]
+        named += [("wrong: unrelated values, as of another model", self.unrelated)]
+        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
+
+    def _lacks(self) -> bool:
+        """True where a tensor is made wrong, or is not made and no second name of one."""
+        wrong = [*self.missing, *self.reordered, *self.unrelated]
+        return len(wrong) > sum(note.code == "second-name" for note in self.notes)
+
+
+def _item(text: str) -> str:
+    import yaml
+
+    return yaml.safe_dump([text], default_style="'", width=1 << 30, allow_unicode=False).strip()
+
+
+def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
+    """The rules that make one set of weights of another, with the proof: they are applied, and all bytes compared.
+
+    Reads each tensor a few times. The report says neither the names of the files nor where the rules are written.
+    """
+    ours, theirs = ({k: v for k, v in side.items() if type(k) is str} for side in (old, new))
+    entries, wanted = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
+    search = ValueSearch(entries, wanted)
+    search.run()
+    goals = {key: goal for link in search.links for key, goal in link.goals.items()}
+
+    def makes(step: Step) -> tuple[str, ...]:
+        """The names of the tensors that a step on keys without a link makes, if these are what they are to be."""
+        try:
+            made = plan_steps(Translation((step.rule,)), {key: entries[key] for key in step.keys})
+            made.carry_out(DROP)
+        except (CkptoolError, KeyError):
+            return ()
+        right = all(name in search.free[1] and is_same(one, wanted[name]) for name, one in made.items.items())
+        return tuple(made.items) if right else ()
+
+    written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys(), makes)
+    covered = {key for rule in written for key in rule.takes}
+    others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
+    texts = [f"{escaped(key)} => {escaped(name)}" for key, name in others.items()]
+    texts = [*(f"\\{text}" if text.startswith("re:") else text for text in texts), *(rule.text for rule in written)]
+    covered |= others.keys()
+    drop = _patterns([key for key in ours if key not in covered], covered)
+
+    most = TRIES // max(1, len(ours))
+    steps, items = dict[str, list[Step]](), dict[Any, Any]()
+    try:
+        rules = tuple(rule for text in texts[:most] for rule in parse_rules(text))
+        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop if len(drop) <= most else ()))), old)
+        done.carry_out(DROP)
+    except CkptoolError:
+        pass
+    else:
+        items = done.items
+        for step in done.steps:
+            steps.setdefault(step.rule.text, []).append(step)
+    made = {name: one for name, one in items.items() if isinstance(one, TensorEntry)}
+    shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
+    equal = {name for name in shaped if is_same(made[name], wanted[name])}
+    used = {key for found in steps.values() for step in found for key in step.keys}
+    other = [name for name in theirs if name in shaped - equal]
+    moved = [name for name in other if search.print(made[name]).total == search.prints[1][name].total]
+    tuned = {name: is_tuned(made[name], wanted[name]) for name in other if name not in moved}
+    proved = True in tuned.values() or any(is_tuned(wanted[name], wanted[name]) for name in equal)
+    found = []
+    for text in texts[:most]:
+        if text in steps:
+            outputs = [name for step in steps[text] for name in step.outputs]
+            alike = sum(key in search.alike for step in steps[text] for key in step.keys)
+            found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
+
+    missing = tuple(name for name in theirs if name not in (shaped if name in wanted else items))
+    notes = list[Note]()
+    if len(texts) > most:
+        what = f"only {most:,} of {counted(len(texts), 'rule')} are here: each is for one key, and applied to all"
+        notes.append(Note("spelled-out", what))
+    prints = search.prints[1]
+    first = {prints[name].digest: name for name in prints if name not in {*missing, *other}}
+    for name in search.free[1]:
+        if (same := first.get(prints[name].digest)) is not None and name in missing:
+            tied = wanted[name].view == wanted[same].view
+            what = f"is {same} under a second name" if tied else f"has the values of {same}"
+            notes.append(Note("second-name" if tied else "same-values", f"{name} {what}; no rule makes it"))
+    return FoundRules(
+        old="",
+        new="",
+        rules=tuple(found),
+        total=len(wanted),
+        by_value=len(equal),
+        by_name=tuple(other),
+        reordered=tuple(moved),
+        unrelated=tuple(name for name in tuned if not (proved if tuned[name] is None else tuned[name])),
+        missing=missing,
+        dropped=tuple(key for key in old if type(key) is str and key not in used),
+        drop=tuple(drop) if len(drop) <= most else (),
+        notes=tuple(notes),
+    )
+
+
+def _patterns(keys: Iterable[str], taken: Iterable[str]) -> list[str]:
+    """Patterns for keys that are left out: with `*` for their numbers, where nothing else has such a name."""
+    patterns = dict[str, None]()
+    for key in keys:
+        literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))
+        general = re.sub(r"[0-9]+", "*", literal)
+        if general not in patterns and literal != general and any(map(matcher(general), taken)):
+            general = literal
+        patterns[general] = None
+    return list(patterns)

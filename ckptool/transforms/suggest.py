@@ -1,0 +1,609 @@
+"""Rules that would make more of a checkpoint fit a target, as what one can pass back to `--rename` or `--rules`.
+
+Keys that differ in numbers only are a family. A link says which family of the target one of the checkpoint is: by the
+prefix of a wrapper, by words and shapes, or by order alone. It is certain only if no other family of
+either side has as much for it; what rests on the order of the keys alone never is. That makes it conservative: where
+every word of a name either stays or is replaced by one that is used nowhere else, and numbers stay, a certain link is
+a true one. The links become few rules, each tried on all keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+from ckptool.analysis.warm_start import Suggestion
+from ckptool.errors import CkptoolError, counted, form, listed, printable
+from ckptool.names.rules import parse_rules
+from ckptool.names.steps import Step, steps_of
+
+Trait = tuple[int, ...] | None
+"""What two keys must have in common to be the same tensor: the shape, or the shape and the values."""
+Numbers = tuple[str, ...]
+Goals = dict[str, tuple[str, ...]]
+"""Where keys go: the operations, and the new names that a key becomes, or a part of."""
+
+HOLE = chr(0xF0000)  # stands where a number was
+STACKED = "e"  # the variable of tensors that are stacked
+VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
+LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
+LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
+MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
+MOST_ALIKE = 64  # names of the same shapes that are compared
+MOST_WAYS, MOST_DOUBTFUL = 4, 40  # prefixes that may be meant, and doubtful rules, that are shown
+TRIES = 300_000  # of a rule on a key; reading a rule counts for `READING` of them
+READING = 400
+_NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
+_PARTS = re.compile(r"\.(?![^{}]*\})")  # the dots of a name in a rule, but those within {a.b,c}
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+# Words of different libraries for one thing.
+_SAME = """
+norm: ln layernorm norms bn batchnorm gn groupnorm rmsnorm lnorm layernorms
+attn: attention attentions selfattn selfattention mha multihead
+q: query queries
+k: key keys
+v: value values
+out: output o
+mlp: ffn ff feedforward intermediate feed forward
+embed: embedding embeddings emb embeds
+pos: position positions positional
+token: tok tokens word words
+cls: class classification
+head: heads classifier
+conv: convolution convs convolutions
+shortcut: downsample skip
+enc: encoder
+dec: decoder
+linear: lin dense proj projection projector fc linears
+block: blocks layer layers h stage stages encoderlayer resblocks
+weight: weights gamma
+bias: biases beta
+var: variance
+"""
+_WORD = {word: line.split(":")[0] for line in _SAME.strip().splitlines() for word in line.replace(":", "").split()}
+_COMPOUND = (
+    (re.compile(r"in_proj|query_key_value|qkv_proj|c_attn"), "qkv"),
+    (re.compile(r"\bwte\b"), "token_embed"),
+    (re.compile(r"\bwpe\b"), "pos_embed"),
+    (re.compile(r"layer_norm|LayerNorm"), "norm"),
+)
+# Words that many names have, and that do not tell one tensor of a block from another.
+_WEAK = frozenset("linear block model module net network backbone features body self base transformer enc".split())
+_PARAMETERS = frozenset("weight bias running mean var num batches tracked".split())
+# A name with a word of such a set never means a name with a different one.
+_ROLES = tuple(
+    frozenset(roles.split())
+    for roles in (
+        "weight bias|mean var|enc dec|student teacher|online momentum|up down gate|self cross|left right|src tgt|in out"
+        "|text image vision visual audio|real imag|generator discriminator|actor critic|q k v qkv"
+    ).split("|")
+)
+_LETTERS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[^\W\d_]+")
+
+
+class Words(NamedTuple):
+    """The words of a name in their common spelling. inner: the strong ones that are no parameter's name."""
+
+    strong: frozenset[str]
+    weak: frozenset[str]
+    inner: frozenset[str]
+
+    def is_nearer(self, one: Words, other: Words) -> bool:
+        """True if it shares more words with `one` than with `other`, and all that it shares with that."""
+        near, far = ((self.strong & each.strong, self.weak & each.weak) for each in (one, other))
+        return far[0] < near[0] or (far[0] == near[0] and far[1] < near[1])
+
+    def contradict(self, other: Words) -> bool:
+        """True for names that cannot be the same tensor, whatever their shapes: a query and a key."""
+        ours, theirs = self.strong | self.weak, other.strong | other.weak
+        return any((mine := ours & roles) and (also := theirs & roles) and not mine & also for roles in _ROLES)
+
+
+@lru_cache(4096)
+def words(name: str) -> Words:
+    """The words of a name, without its numbers. The second and third of the same word get a mark each."""
+    for compound, plain in _COMPOUND:
+        name = compound.sub(plain, name)
+    counts = Counter(_WORD.get(word.lower(), word.lower()) for word in _LETTERS.findall(name))
+    marked = frozenset(word + "+" * more for word, count in counts.items() for more in range(min(count, 3)))
+    weak = frozenset(word for word in marked if word.rstrip("+") in _WEAK)
+    inner = frozenset(word for word in marked - weak if word.rstrip("+") not in _PARAMETERS)
+    return Words(marked - weak, weak, inner)
+
+
+# Families ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Keys that differ in their numbers only, by these, in order.
+
+    pieces: the text around the numbers.  traits: of the keys, in their order.
+    """
+
+    pieces: tuple[str, ...]
+    keys: dict[Numbers, str]
+    traits: tuple[Trait, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return HOLE.join(self.pieces)
+
+    @cached_property
+    def words(self) -> Words:
+        return words(self.text)
+
+    @property
+    def module(self) -> str:
+        return self.text.rpartition(".")[0]
+
+    def template(self, numbers: Sequence[str]) -> str:
+        """The name in a rule, with these texts for its numbers."""
+        texts = map(escaped, self.pieces)
+        return "".join(text + number for text, number in zip(texts, [*numbers, ""], strict=True))
+
+    @property
+    def variables(self) -> list[str]:
+        """Its numbers in a rule."""
+        return [f"{{{name}}}" for name in VARIABLES[: len(self.pieces) - 1]]
+
+
+def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
+    """The families of keys. vary: how many numbers of a name may vary, the first ones; the others are text."""
+    alike: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
+    for key in traits:
+        parts = _NUMBER.split(key)
+        alike[tuple(parts[::2])].append((tuple(parts[1::2]), key))
+    stack, found = [*alike.items()], list[Family]()
+    while stack:
+        pieces, rows = stack.pop()
+        columns = zip(*(numbers for numbers, _ in rows), strict=True)
+        varying = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+        if len(varying) > vary:
+            parts_of: dict[Numbers, list[tuple[Numbers, str]]] = defaultdict(list)
+            for numbers, key in rows:
+                parts_of[tuple(numbers[place] for place in varying[vary:])].append((numbers, key))
+            stack += [(pieces, some) for some in parts_of.values()]
+            continue
+        texts, first = [pieces[0]], rows[0][0]
+        for place, piece in enumerate(pieces[1:]):
+            if place in varying:
+                texts.append(piece)
+            else:
+                texts[-1] += first[place] + piece
+        rows.sort(key=lambda row: ([*map(int, row[0])], row[0]))
+        keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
+        found.append(Family(tuple(texts), keys, tuple(traits[key] for key in keys.values())))
+    order = {key: number for number, key in enumerate(traits)}
+    return sorted(found, key=lambda family: min(map(order.__getitem__, family.keys.values())))
+
+
+def without_numbers(name: str) -> str:
+    return re.sub(f"[0-9{HOLE}]+", HOLE, name)
+
+
+def escaped(text: str) -> str:
+    """A literal text in a rule: with a backslash before what would mean something."""
+    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
+
+
+class Match(NamedTuple):
+    """Pairs of keys of two families. numbers: of the new names, as in rules.
+
+    known: the numbers stay what they are, or the traits say which is which.
+    """
+
+    ours: Family
+    theirs: Family
+    pairs: dict[str, str]
+    numbers: list[str]
+    known: bool
+
+
+def matched(ours: Family, theirs: Family | None) -> Match | None:
+    """Which key of one family is which of another, with the same traits; None where the numbers do not say so.
+
+    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order.
+    """
+    if theirs is None:
+        return None
+    have, want = (dict(zip(each.keys, each.traits, strict=True)) for each in (ours, theirs))
+    mine, goals = [*have], [*want]
+    if mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
+        mine = goals = [numbers for numbers in mine if numbers in want]
+    fitting = fitted(mine, goals) if [have[each] for each in mine] == [want[each] for each in goals] else None
+    if fitting is None:
+        return None
+    pairs = {ours.keys[old]: theirs.keys[new] for old, new in zip(mine, goals, strict=True)}
+    plain = [at for at, number in enumerate(fitting) if number[1:-1] in VARIABLES]
+    alike: dict[Numbers, list[Trait]] = defaultdict(list)
+    for numbers in goals:
+        alike[tuple(numbers[at] for at in plain)].append(want[numbers])
+    known = len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values())
+    return Match(ours, theirs, pairs, fitting, known)
+
+
+def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
+    """The numbers of new names, in rules, by those of the old ones beside them: `{n}`, `{n + 1}`, `{n // 3}`, …"""
+    columns = list(zip(VARIABLES, zip(*old, strict=True), strict=False))
+    found = [next(_expressions(columns, goal), "") for goal in zip(*new, strict=True)]
+    return [f"{{{each}}}" for each in found] if all(found) else None
+
+
+def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str, ...]) -> Iterator[str]:
+    wanted = [int(number) for number in goal]
+    for name, column in columns:
+        have = [int(number) for number in column]
+        if column == goal:
+            yield name
+        by = wanted[0] - have[0]
+        if by and all(b - a == by for a, b in zip(have, wanted, strict=True)):
+            yield f"{name} {'+' if by > 0 else '-'} {abs(by)}"
+        for size in range(2, min(len(set(have)), 64)):
+            if [each // size for each in have] == wanted:
+                yield f"{name} // {size}"
+            if [each % size for each in have] == wanted:
+                yield f"{name} % {size}"
+
+
+# Links ---------------------------------------------------------------------------------------------------------------
+
+
+class Link(NamedTuple):
+    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations.
+
+    way: what it is one of several ways to do, where it is doubtful; links of one way do not contradict each other.
+    """
+
+    old: str
+    new: str
+    goals: Goals
+    why: str = ""
+    certain: bool = True
+    chain: str = ""
+    way: object = None
+
+
+_Modules = Mapping[str, list[Family]]
+
+
+def _modules(some: Iterable[Family]) -> _Modules:
+    found: dict[str, list[Family]] = defaultdict(list)
+    for family in some:
+        found[family.module].append(family)
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """The search for links. free: keys of both sides that have none so far."""
+
+    free: tuple[dict[str, Trait], dict[str, Trait]]
+    links: list[Link] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Finds all, with all numbers of names as variables first, then with fewer."""
+        few = max(map(len, self.free)) <= MOST
+        self._by_prefix(*map(families, self.free, LEVELS[0]))
+        for level in LEVELS if few else ():
+            self._by_words(*map(families, self.free, level))
+        for level in LEVELS if few else ():
+            self._by_order(*map(families, self.free, level))
+
+    def _is_open(self, match: Match) -> bool:
+        pairs = match.pairs.items()
+        return all(key in self.free[0] and goal in self.free[1] for key, goal in pairs)
+
+    def _accept(self, match: Match, why: str, certain: bool = True, way: object = None) -> None:
+        goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
+        old, new = match.ours.template(match.ours.variables), match.theirs.template(match.numbers)
+        self.links.append(Link(old, new, goals, why, certain, way=way))
+        for key, goal in match.pairs.items():
+            self.free[0].pop(key, None)
+            self.free[1].pop(goal, None)
+
+    def _with_its_module(self, match: Match, modules: Sequence[_Modules], why: str, certain: bool = True) -> None:
+        """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
+        self._accept(match, why, certain)
+        ours, theirs = match.ours, match.theirs
+        if ours.text.removeprefix(ours.module) == theirs.text.removeprefix(theirs.module):
+            below = {each.text.removeprefix(theirs.module): each for each in modules[1][theirs.module]}
+            for one in modules[0][ours.module]:
+                other = matched(one, below.get(one.text.removeprefix(ours.module)))
+                if other is not None and other.numbers == match.numbers and self._is_open(other):
+                    self._accept(other, "the other tensors of the module fit", certain)
+
+    def _by_prefix(self, *sides: list[Family]) -> None:
+        """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
+        ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
+        votes: Counter[tuple[str, str]] = Counter()
+        for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
+            for text, family in mine.items():
+                for start in (0, *(at + 1 for at, letter in enumerate(text) if letter == ".")):
+                    if text[start:] in others:
+                        votes[("", text[:start]) if back else (text[:start], "")] += len(family.keys)
+        ways = list[tuple[str, str, list[Match]]]()
+        for old, new in votes:
+            below = [
+                matched(each, theirs.get(new + t.removeprefix(old))) for t, each in ours.items() if t.startswith(old)
+            ]
+            matches = [match for match in below if match is not None]
+            if 2 * len(matches) >= len(below):
+                ways.append((old, new, matches))
+        largest = max((len(matches) for *_, matches in ways), default=0)
+        ways = [way for way in ways if 2 * len(way[2]) >= largest]
+        for old, new, matches in ways[:MOST_WAYS]:
+            why = f"without {printable(old)!r} the names are the target's"
+            why = f"with {printable(new)!r} before them the names are the target's" if new else why
+            if len(ways) > 1:
+                shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
+                why = f"the names and shapes fit in more than one way: {shown}"
+            for match in matches:
+                self._accept(match, why, len(ways) == 1, (old, new))
+
+    def _by_words(self, *sides: list[Family]) -> None:
+        """Families with more words in common with each other than with any other of the same shapes."""
+        before, modules = -1, [*map(_modules, sides)]
+        while len(self.links) != before:
+            before = len(self.links)
+            alike: tuple[dict[Trait, list[Family]], ...] = defaultdict(list), defaultdict(list)
+            for rows, side, free in zip(alike, sides, self.free, strict=True):
+                for family in (each for each in side if free.keys() >= {*each.keys.values()}):
+                    for trait in {*family.traits}:
+                        rows[trait].append(family)
+            for trait, mine in alike[0].items():
+                goals = alike[1].get(trait, ())
+                for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
+                    near = max(
+                        goals, key=lambda each: tuple(len(a & b) for a, b in zip(one.words, each.words, strict=True))
+                    )
+                    alone = len(mine) == len(goals) == 1
+                    linear = alone and "linear" in one.words.weak & near.words.weak
+                    telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(trait or ()) > 3)
+                    match = matched(one, near) if telling else None
+                    if match is None or not match.known or _cannot_be(match) or not self._is_open(match):
+                        continue
+                    if all(each is near or one.words.is_nearer(near.words, each.words) for each in goals) and all(
+                        each is one or near.words.is_nearer(one.words, each.words) for each in mine
+                    ):
+                        why = "of the tensors with these shapes, the names are the nearest"
+                        self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)
+
+    def _by_order(self, *sides: list[Family]) -> None:
+        """What is left, in the order of the keys, as doubtful: weights, biases and others of the same shapes, where
+        both sides have as many."""
+        classes: dict[object, tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
+        modules = [*map(_modules, sides)]
+        for side, some in enumerate(sides):
+            for family in some:
+                classes[family.traits, family.words.strong & {"weight", "bias"}][side].append(family)
+        for mine, goals in classes.values():
+            for match in map(matched, mine, goals) if len(mine) == len(goals) else ():
+                if match is None or _cannot_be(match) or not self._is_open(match):
+                    continue
+                by_chance = len(mine) == len(match.pairs) == 1 and len(match.ours.traits[0] or (0, 0)) < 2
+                if not by_chance and any(trait not in (None, (), (1,)) for trait in match.ours.traits):
+                    order = "the shapes fit, and only the order of the names says which is which"
+                    unsaid = "the shapes fit, but the names do not say so, or say it of others as well"
+                    self._with_its_module(match, modules, order if len(mine) > 1 else unsaid, False)
+
+
+def _cannot_be(match: Match) -> bool:
+    """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
+    or are counted from elsewhere."""
+    ours, theirs = match.ours, match.theirs
+    return ours.words.contradict(theirs.words) or without_numbers(ours.text) == without_numbers(theirs.text)
+
+
+def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
+    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes."""
+    why = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
+    for apart, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
+        threes: dict[object, dict[str, Family]] = defaultdict(dict)
+        for family in families(apart, len(VARIABLES)):
+            if len(role := family.words.strong & {"q", "k", "v"}) == 1:
+                same = family.words.strong - role, family.words.weak, family.pieces[-1].rpartition(".")[2]
+                threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
+        for three in threes.values():
+            parts = [three[role] for role in "qkv" if role in three]
+            shapes = {tuple(part.traits[0] or ()) for part in parts}
+            ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
+            for axis in (0, -1) if len(parts) == 3 and all(shapes) else ():
+                sizes: list[Any] = [(part.traits[0] or ())[axis] for part in parts]
+                total = [*(parts[0].traits[0] or ())]
+                total[axis] = sum(sizes)
+                is_bias = "bias" in parts[0].words.strong
+                fits = [
+                    one
+                    for one in ones
+                    if {*one.traits} == {(*total,)}
+                    and one.keys.keys() == parts[0].keys.keys()
+                    and is_bias == ("bias" in one.words.strong)
+                ]
+                if len(fits) == 1 and all(len({*part.traits}) == 1 for part in parts):
+                    unequal = f" {sizes}" if len(set(sizes)) > 1 else ""
+                    whole, name = (
+                        fits[0].template(fits[0].variables),
+                        choice([part.template(part.variables) for part in parts]),
+                    )
+                    goals: Goals = {}
+                    for numbers, key in fits[0].keys.items():
+                        keys = [part.keys[numbers] for part in parts]
+                        some: Goals = {key: (f"split {axis}{unequal}", *keys)}
+                        goals |= some if splits else dict.fromkeys(keys, (f"cat {axis}{unequal}", key))
+                    sides = (whole, name) if splits else (name, whole)
+                    yield Link(*sides, goals, why, False, f"{'split' if splits else 'cat'} {axis}{unequal}")
+                    break
+
+
+def choice(names: Sequence[str]) -> str:
+    """Names that differ at one place as one: `attn.{q,k,v}_proj`."""
+    rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
+    if len(rows) == 1:
+        return names[0]
+    front = _common_start(rows)
+    end = _common_start([row[front:][::-1] for row in rows])
+    middles = ["".join(row[front : len(row) - end]) for row in rows]
+    return "".join([*rows[0][:front], "{", ",".join(middles), "}", *rows[0][len(rows[0]) - end :]])
+
+
+def _common_start(rows: Sequence[Sequence[str]]) -> int:
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False)))
+
+
+# Rules ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TriedRule:
+    """A rule for a link: what it makes of keys as it should, and all that it takes, less what rules before it take."""
+
+    text: str
+    link: Link
+    right: set[tuple[str, ...]]
+    takes: dict[str, str]
+
+
+def written_rules(
+    links: Iterable[Link],
+    source: Mapping[str, Trait],
+    target: Mapping[str, Trait],
+    placed: Mapping[str, str],
+    kept: Collection[str] = (),
+    makes: Callable[[Step], tuple[str, ...]] | None = None,
+) -> list[TriedRule]:
+    """Few rules for links, of which each is right by itself; with `makes`, after those that are before it.
+
+    source, target: all keys.  placed: keys that have a place, with their names.  kept: keys that other rules are for.
+    makes: the names that a step on keys of no link makes, if what it makes is right.
+    No rule takes a key that belongs to another, or gives a key without a counterpart a name that is somebody's.
+    """
+    links = sorted(links, key=lambda link: not link.chain)
+    goals: Goals = {key: goal for link in links for key, goal in link.goals.items()}
+    taken = {*placed.values(), *(name for goal in goals.values() for name in goal[1:])}
+    taken |= {key for key in source if key not in goals and key not in placed}
+    left, rules, covered, said = TRIES // (READING + len(source)), list[TriedRule](), set[str](), set[tuple[str, ...]]()
+    stack = {f"v_{STACKED}": f"{{{STACKED}}}"}  # whose number stays open
+
+    def tried(text: str, link: Link) -> TriedRule | None:
+        """The rule; None if it would take a key that it must not."""
+        rule, given = TriedRule(text, link, set(), {}), set[str]()
+        try:
+            steps = steps_of(parse_rules(text), source)[0]
+            groups = [{**step.groups, **stack} for step in steps]
+            news = [
+                (step.rule.operations, *(name.fill(some) for name in step.rule.new))
+                for step, some in zip(steps, groups, strict=True)
+            ]
+        except CkptoolError:  # a name with what no rule can say, or some of what belongs together
+            return None
+        for step, new in zip(steps, news, strict=True):
+            if makes and covered.issuperset(step.keys):
+                continue
+            names = makes(step) if makes and goals.keys().isdisjoint(step.keys) else ()
+            if names and taken.isdisjoint(names):
+                rule.takes |= dict.fromkeys(step.keys, names[0])
+                rule.right.add(("", *names))
+                continue
+            for key in step.keys:
+                stays, fits = key in placed, new[1] in target and target[new[1]] == source[key]
+                if key in goals and new == goals[key]:
+                    rule.right.add(new)
+                    rule.takes[key] = new[1]
+                elif key in goals or key in kept or (stays and new != ("", placed[key])):
+                    return None
+                elif not stays and new != ("", key):
+                    if new[0] or new[1] in taken or new[1] in given or fits:
+                        return None
+                    rule.takes[key] = new[1]
+                    given.add(new[1])
+        return rule if rule.right and rule.takes.keys() & link.goals.keys() else None
+
+    for link in links:
+        if not link.goals.keys() <= covered and (link.certain or len(rules) < MOST_DOUBTFUL):
+            texts = list(islice(_candidates(link), max(0, left)))
+            left -= len(texts)
+            fitting = filter(None, (tried(text, link) for text in texts))
+            best = max(fitting, key=lambda rule: (len(rule.right), -len(rule.takes)), default=None)
+            if best is not None:
+                taken.update(name for new in best.right for name in new[1:])
+                taken.update(best.takes.values())
+                best.right -= said
+                best.takes = {key: name for key, name in best.takes.items() if key not in covered}
+                said |= best.right
+                covered |= best.takes.keys()
+                rules.append(best)
+    return rules
+
+
+def _candidates(link: Link) -> Iterator[str]:
+    """Rules for a link, the most general first: with `*` for parts that both names share before their ends."""
+    start = "\\" if link.old.startswith("re:") else ""  # it would begin like a regular expression
+    chain = f" : {link.chain}" if link.chain else ""
+    old, new = _PARTS.split(link.old), _PARTS.split(link.new)
+    leaf = int(old[-1] != new[-1])  # which may have another name: `gamma`, `weight`
+    stems, ends = [side[: len(side) - leaf] for side in (old, new)], [side[len(side) - leaf :] for side in (old, new)]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, stems), strict=False))
+    for length in range(sum(1 for _ in alike), 0, -1):
+        sides = (".".join([*stem[:-length], "*", *end]) for stem, end in zip(stems, ends, strict=True))
+        yield f"{start}{' => '.join(sides)}{chain}"
+    yield f"{start}{link.old} => {link.new}{chain}"
+
+
+def suggest(
+    source: Mapping[str, Trait], target: Mapping[str, Trait], placed: Mapping[str, str] | None = None
+) -> list[Suggestion]:
+    """Suggestions for keys of `source` without a counterpart in `target`, a rule each: unambiguous ones first.
+
+    source: all keys as the rules will see them, with their shapes; None for what has none.  placed: names of the target
+    that keys have already; by default those that are equal. All unambiguous rules together are valid, give no two keys
+    one name and change no key that is placed; so is each of the others, given before them.
+    """
+    placed = {key: key for key in source if key in target} if placed is None else placed
+    names = set(placed.values())
+    ours = {key: source[key] for key in source if key not in placed and len(key) <= LONG}
+    theirs = {key: target[key] for key in target if key not in names and key not in source and len(key) <= LONG}
+    if not ours or not theirs:
+        return []
+    search = Search((ours, theirs))
+    search.run()
+    sure = [link for link in search.links if link.certain]
+    ways: dict[object, list[Link]] = defaultdict(list)
+    for link in (*search.links, *fused(*search.free)):
+        if not link.certain:
+            ways[link.way].append(link)
+    kept = {key for link in sure for key in link.goals}
+    found = [_said(rule) for rule in written_rules(sure, source, target, placed)]
+    others = [_said(rule) for links in ways.values() for rule in written_rules(links, source, target, placed, kept)]
+    return [*found, *sorted(others, key=lambda each: -each.agree)[:MOST_DOUBTFUL]]
+
+
+def _said(rule: TriedRule) -> Suggestion:
+    total = len({*rule.takes.values()})  # several keys may become one
+    return Suggestion((rule.text,), len(rule.right), total, rule.link.certain, rule.link.why)
+
+
+def rules_file(suggestions: Iterable[Suggestion]) -> str:
+    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
+    import yaml
+
+    lines = ["# Rules OLD => NEW, tried in this order; the first that matches a key counts."]
+    for suggestion in sorted(suggestions, key=lambda one: one.unambiguous):
+        lines.append("")
+        if suggestion.rules:
+            total, agree = counted(suggestion.total, "shape"), form(suggestion.agree, "agrees", "agree")
+            lines.append(f"# {suggestion.agree:,} of {total} {agree}")
+        lines.append(f"# {printable(suggestion.why)}")
+        if not suggestion.unambiguous and suggestion.rules:
+            lines.append("# AMBIGUOUS: look before you take the # away")
+        for rule in suggestion.rules:
+            text = yaml.safe_dump([rule], default_style="'", width=1 << 30, allow_unicode=False).strip()
+            lines.append(text if suggestion.unambiguous else f"# {text}")
+    return "\n".join(lines) + "\n"
