@@ -102,10 +102,10 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
     saved({"model": {**layers, "lone": torch.ones(4)}, "extra": torch.ones(9)}, folder / "one.pt")
     saved({"model": {**two, "new": torch.ones(2)}, "extra": torch.ones(9)}, folder / "two.pt")
     page, alone = (unescape(ckptool.report(*files).html()) for files in (("one.pt", "two.pt"), ("one.pt",)))
-    (verdict,) = re.findall("<strong>(NaN or Inf .*?)</strong>", page)
-    assert verdict == (
-        "NaN or Inf only in B: model/x.0.w, model/y.2.b; 3 of 13 tensors changed, 1 only in A, 1 only in B; "
-        "10 tensors the same, byte for byte."
+    assert (
+        "NaN or Inf only in B: 2 tensors (model/x.0.w, model/y.2.b); "
+        "values changed in 3 tensors (model/x.{0, 1}.w, model/y.2.b): 5 of 9 elements, by up to inf; "
+        "only in A: model/lone; only in B: model/new." in page
     )
     shares = dict(re.findall(r"<title>(\S+ \S+): (\S+)% of its elements moved", page))
     assert {place: float(share) for place, share in shares.items() if float(share)} == {
@@ -113,7 +113,11 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
         "model/x.1 w": 100,
         "model/y.2 b": 25,
     }
-    assert "<h2>Structure of A</h2>" in page and "<h2>Structure</h2>" in alone
+    assert "<h2>Modules of A</h2>" in page and "<h2>Modules</h2>" in alone
+    for each in (page, alone):
+        hues = dict(re.findall(r'data-glob="([^"]+)">\s*<rect class="q(\d)"', each))
+        assert [hues[f"model/{name}[./]*"] for name in ("x.0", "x.1", "y.0", "y.2")] == ["0", "0", "1", "1"]
+        assert hues["[e]xtra"] == "6", "of no model"
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
