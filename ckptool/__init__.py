@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ckptool.checkpoint import Storage as Storage
     from ckptool.checkpoint import TensorEntry as TensorEntry
     from ckptool.errors import CkptoolError as CkptoolError
-    from ckptool.training.inspect_run import inspect_run as inspect_run
     from ckptool.training.run import Run as Run
+    from ckptool.training.run_folder import inspect_run as inspect_run
     from ckptool.verbs.add_module import add_module as add_module
     from ckptool.verbs.average import average as average
     from ckptool.verbs.bake import bake as bake
@@ -79,7 +79,7 @@ _HOMES = {
     "Storage": "checkpoint",
     "TensorEntry": "checkpoint",
     "find_rules": "verbs.translate",
-    "inspect_run": "training.inspect_run",
+    "inspect_run": "training.run_folder",
     "layouts": "verbs.translate",
     "load": "verbs.load",
     "load_into": "bridge.modules",

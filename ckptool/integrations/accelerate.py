@@ -11,14 +11,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ckptool.errors import UsageError
-from ckptool.integrations import checkpoint_folders as folders
-from ckptool.integrations.fetches import Fetches
+from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
-from ckptool.training.store import commit_file
+from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
 _OURS = "ckptool.pt"
@@ -35,7 +34,6 @@ class AcceleratorCheckpoints:
 
     `accelerator.save_state` writes into a hidden folder, which is synced, described by a sidecar of digests and
     renamed, and only then are older ones deleted. A damaged newest one is skipped, and `say` is called with why.
-    folder: by default `checkpoints` in the accelerator's project_dir, as accelerate has it.
     keep_last: how many to keep; None for the `total_limit` of the accelerator's ProjectConfiguration, or all.
     objects: others with `state_dict()` and `load_state_dict()`, and generators, saved by name, not by position.
     Every process makes it and calls `save`. Raises `Conflict` where another process writes the folder or a saved state
@@ -45,30 +43,28 @@ class AcceleratorCheckpoints:
     def __init__(
         self,
         accelerator: Accelerator,
-        folder: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
         say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
-        project = accelerator.project_configuration
-        self.accelerator, self.objects = accelerator, Objects()
-        self.folder = os.fspath(folder or os.path.join(project.project_dir or ".", "checkpoints"))
-        self.keep_last = project.total_limit if keep_last is None else keep_last
+        limit = accelerator.project_configuration.total_limit
+        self.accelerator, self.objects, self.folder = accelerator, Objects(objects), os.fspath(folder)
+        self.keep_last = limit if keep_last is None else keep_last
         self.step = self.epoch = 0
         self._fetches, self._loader, self._marked = Fetches(), None, False
         self._lock: Lock | None = None
-        for name, value in objects.items():
-            self.objects.add(name, value)
         self._fetches.generators |= self.objects.generators
         if accelerator.is_main_process:
             make_folder(self.folder)
             self._lock = Lock(self.folder, "another folder")
         accelerator.wait_for_everyone()
-        newest = folders.newest_folder(self.folder, _NAME, say if accelerator.is_main_process else lambda text: None)
+        say = say if accelerator.is_main_process else lambda text: None
+        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check_folder, say)
         self.resumed = newest is not None
         if newest is not None:
-            self._load(newest)
+            self._load(newest.path)
 
     def batches(self, loader: Any, *, epochs: int | None = None, steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, from 1, and its batch; resumes in the middle of an epoch.
@@ -108,7 +104,7 @@ class AcceleratorCheckpoints:
         over = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
         ranks = gather_object([self._fetches.state(0 if over else self._fetches.fetched)])
         target = os.path.join(self.folder, f"checkpoint_{self.step}")
-        with folders.committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
+        with committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
             project = accelerator.project_configuration
             named, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
             try:
@@ -127,8 +123,8 @@ class AcceleratorCheckpoints:
     def _rotate(self) -> None:
         """Deletes what is older than the checkpoint of this step and not to be kept."""
         if self.accelerator.is_main_process and self.keep_last:
-            there = folders.saved_folders(self.folder, _NAME)
-            folders.rotate([saved.path for saved in there if saved.step < self.step], self.keep_last - 1)
+            there = saved_folders(self.folder, _NAME)
+            rotate([saved.path for saved in there if saved.step < self.step], self.keep_last - 1)
 
     def _load(self, path: str) -> None:
         accelerator, tree = self.accelerator, loaded(os.path.join(path, _OURS))

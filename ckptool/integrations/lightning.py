@@ -14,13 +14,12 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 
 import ckptool
-from ckptool.integrations.checkpoint_folders import newest
-from ckptool.integrations.fetches import Fetches
+from ckptool.integrations.shared import Fetches
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import SavedState, check, commit_file, file_digest, read_json, remove_file
+from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
 
 _KEY = "ckptool_ranks"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
@@ -36,7 +35,9 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
     there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
-    return newest(folder, sorted(there, key=lambda saved: saved.step), lambda saved: check(saved, "full"), say)
+    there = sorted(there, key=lambda saved: saved.step)
+    newest = newest_whole(folder, there, lambda saved: check(saved, "full"), say)
+    return newest.path if newest else None
 
 
 def _saved(path: str) -> SavedState:
@@ -63,10 +64,7 @@ class DurableCheckpointIO(CheckpointIO):
         """Replaces the file at `path`. Raises `DiskFull`, `FileProblem`, `Unsupported`."""
         path = os.fspath(path)
         make_folder(os.path.dirname(path) or ".")
-        known: dict[str, Any] = {"step": int(checkpoint.get("global_step", 0))}
-        replaced = read_json(_sidecar(path)) if os.path.lexists(path) else None
-        if replaced is not None:  # until the new one has its name, the sidecar belongs to both
-            known["replaces"] = {key: replaced.get(key) for key in ("step", "bytes", "sha256")}
+        known = {"step": int(checkpoint.get("global_step", 0))}
         commit_file(checkpoint, path, _sidecar(path), known, {"epoch": checkpoint.get("epoch")})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

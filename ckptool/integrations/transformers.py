@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from glob import escape, glob
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput, sort_checkpoints
 
 from ckptool.errors import Conflict, UsageError
-from ckptool.integrations import checkpoint_folders as folders
-from ckptool.integrations.fetches import Fetches
+from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.lock import Lock
 from ckptool.training.run_folder import to_stderr
 from ckptool.training.saving import loaded
+from ckptool.training.store import newest_whole
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _STATE = "trainer_state.json"
-
-
-def newest_checkpoint(output_dir: str | os.PathLike[str], say: Callable[[str], Any] = to_stderr) -> str | None:
-    """The newest whole `checkpoint-N` of a folder, for `resume_from_checkpoint`; None before the first.
-
-    Checkpoints that are damaged, incomplete, or without a sidecar of digests are skipped, and `say` is called with
-    which, and why. Raises `NoneValid` where there are some and none is whole.
-    """
-    return folders.newest_folder(os.fspath(output_dir), _NAME, say)
 
 
 class DurableCheckpoints:
@@ -51,11 +41,11 @@ class DurableCheckpoints:
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Trains, as `Trainer.train` does. Raises `Conflict` over checkpoints that would be overwritten, and for one of
         another number of processes."""
-        folder, main = self.args.output_dir, self.args.should_save
-        if main:
-            make_folder(folder)
-        lock = Lock(folder, "another output_dir") if main else None
-        try:
+        folder = self.args.output_dir
+        with ExitStack() as held:
+            if self.args.should_save:
+                make_folder(folder)
+                held.callback(Lock(folder, "another output_dir").release)
             resume = self._checked(folder, resume_from_checkpoint)
             state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
             if state is not None and 0 < self.args.max_steps <= state.global_step:
@@ -72,20 +62,19 @@ class DurableCheckpoints:
             if states and not self.args.ignore_data_skip:
                 self._fetches.resume(states, self.args.process_index, self.args.world_size, resume)
             return super().train(resume, *args, **options)  # type: ignore[misc]
-        finally:
-            if lock is not None:
-                lock.release()
 
     def _checked(self: Any, folder: str, resume: str | bool | None) -> str | None:
         say = to_stderr if self.args.should_save else lambda text: None
+        named = os.path.abspath(resume) if isinstance(resume, str) else ""
+        there = saved_folders(os.path.dirname(named) or folder, _NAME)
         if resume is True:
-            resume = newest_checkpoint(folder, say)
-        elif resume:
-            name = os.path.basename(os.path.normpath(resume))
-            for saved in folders.saved_folders(os.path.dirname(os.path.normpath(resume)) or ".", _NAME):
-                if os.path.basename(saved.path) == name and saved.sidecar is not None:
-                    folders.check_folder(saved)
-        elif self.args.should_save and folders.saved_folders(folder, _NAME):
+            newest = newest_whole(folder, there, check_folder, say)
+            resume = newest.path if newest else None
+        elif named:
+            for saved in there:
+                if saved.path == named and saved.sidecar:
+                    check_folder(saved)
+        elif self.args.should_save and there:
             raise Conflict(
                 f"{folder} holds checkpoints already",
                 "A new run would overwrite some and mix with the others.",
@@ -105,7 +94,7 @@ class DurableCheckpoints:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
         target = os.path.join(run, f"checkpoint-{step}")
-        with folders.committed(target, step, main, self.accelerator.wait_for_everyone) as temporary:
+        with committed(target, step, main, self.accelerator.wait_for_everyone) as temporary:
             self._staged = os.path.dirname(temporary)
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -123,7 +112,7 @@ class DurableCheckpoints:
         if self.args.should_save and (limit := self.args.save_total_limit):
             kept = {newest, self.state.best_model_checkpoint} - {None}
             others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-            folders.rotate(others, limit - len(kept))
+            rotate(others, limit - len(kept))
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if self._staged is None:
@@ -152,25 +141,3 @@ class DurableCheckpoints:
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         with nullcontext() if self._batches is None else rng.forked({}):  # which are set where batches are fetched
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-
-
-class CommitMark(TrainerCallback):
-    """Describes each checkpoint of a stock `Trainer` by a sidecar of digests, once all of it is on the disk.
-
-    For a Trainer that cannot use the mixin. A checkpoint that a kill left incomplete has no sidecar, so that
-    `newest_checkpoint` skips it; of two checkpoints one is always whole.
-    """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Refuses a limit of one checkpoint."""
-        if args.save_total_limit == 1:
-            raise UsageError(
-                "save_total_limit=1 deletes the older checkpoint before CommitMark has described the new one",
-                "A kill in between would leave no checkpoint that is known to be whole.",
-                "Set save_total_limit=2; or use the mixin: class MyTrainer(DurableCheckpoints, Trainer)",
-            )
-
-    def on_save(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Writes the sidecar."""
-        if state.is_world_process_zero:
-            folders.describe(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"), state.global_step)

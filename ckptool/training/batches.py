@@ -20,12 +20,10 @@ import torch
 from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
 from ckptool.training.data import signals_blocked
-from ckptool.training.seeds import seed_all
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
 
-Seeding = Callable[..., None]
 _EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`, or a state
 _END = object()
 
@@ -60,17 +58,11 @@ class Position:
         parts = {"parts": self.parts} if inside and self.parts else {}
         return {"epoch_start": self.start if inside else None, "loader": state, **parts}
 
-    def keep_loader_state(self) -> None:
-        """Keeps the state of a stateful loader, for another loop in the middle of the epoch."""
-        self.loader_state = self.rank_state()["loader"]
-
     def restore(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Takes a place that was saved."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
         self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
         self.parts = own.get("parts", {})
-        if saved.get("over") and self.batch:  # of 0.1.0: the epoch has no more batches
-            self.next_epoch(self.began + self.batch)
 
 
 def saves(value: Any) -> bool:
@@ -119,88 +111,65 @@ def epochs_of(loader: Any) -> list[str]:
     return [f"{name}.epoch" for name, part in parts.items() if callable(getattr(part, "set_epoch", None))]
 
 
-class Batches:
-    """The batches of a loader, epoch after epoch, from a place on.
+def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
+    """The batches of the epoch that a run is in, from its place on. saved: the random state with which it goes on.
 
-    loader: anything that can be iterated again for each epoch, or a function that gives an iterator for one.
-    run: whose place in it, and whose random states and objects are restored.
+    Restores the random states, and the objects that fetching changes. Raises `Conflict` for other data than before.
     """
+    position, generators, skipped = run.position, run._generators(), run.position.batch
+    if skipped and position.start is not None:
+        run._restore_random(position.start, generators)
+    elif saved is not None:
+        run._restore_random(saved, generators)
+    position.start = run._capture(generators)
+    run._reseed("epoch", position.epoch)
+    position.parts = position.parts if skipped else run.objects.parts_of(loader)
+    again = 0 if has_state(loader) else skipped
+    batches: Any = None
+    try:
+        with run.objects.refetching(position.parts) if again else nullcontext():
+            batches = _begun(loader, position)
+            for number in range(again):
+                run._reseed("step", position.began + number)
+                if next(batches, _END) is _END:
+                    gave = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
+                    raise Conflict(f"the loader gave {gave}", "This is not the data that the run was trained on.")
+        if skipped and saved is not None:
+            run._restore_random(saved, generators)
+        run._reseed("step", run.step)
+        while (batch := next(batches, _END)) is not _END:
+            position.batch += 1
+            yield batch
+            run._reseed("step", run.step)
+        if not position.batch:
+            raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
+    finally:
+        if getattr(loader, "num_workers", 0) and batches is not None:
+            end_workers(batches)
 
-    def __init__(self, loader: Any, run: Run) -> None:
-        self.loader, self.run, self.position, self.seeding = loader, run, run.position, run._seeding
-        self.generators = {**run.objects.generators, **generators_of(loader)}
-        run.position.loader = loader
-        if hasattr(loader, "__next__"):
-            raise UsageError(
-                f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
-                "It cannot start again, neither for the next epoch nor to resume.",
-                "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
-            )
 
-    def epoch(self, saved: rng.State | None) -> Generator[Any]:
-        """The batches of the epoch that the position is in, from there on."""
-        position, skipped = self.position, self.position.batch
-        if skipped and position.start is not None:
-            self.run._restore_random(position.start, self.generators)
-        elif saved is not None:
-            self.run._restore_random(saved, self.generators)
-        position.start = self.run._capture(self.generators)
-        if self.seeding is not None:
-            self.seeding("epoch", position.epoch)
-        position.parts = position.parts if skipped else self.run.objects.parts_of(self.loader)
-        again = 0 if has_state(self.loader) else skipped
-        batches: Any = None
+def _begun(loader: Any, position: Position) -> Iterator[Any]:
+    """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
+    for owner in (loader, *(getattr(loader, name, None) for name in _EPOCH_AWARE)):
+        if callable(getattr(owner, "set_epoch", None)):
+            owner.set_epoch(position.epoch)
+    make_ready(loader)
+    if position.loader_state is not None and has_state(loader):
         try:
-            with self.run.objects.refetching(position.parts) if again else nullcontext():
-                batches = self._begin(position.epoch)
-                for number in range(again):
-                    if self._next(batches, position.began + number) is _END:
-                        raise self._shorter(number, skipped)
-            if skipped and saved is not None:
-                self.run._restore_random(saved, self.generators)
-            while (batch := self._next(batches, self.run.step)) is not _END:
-                position.batch += 1
-                yield batch
-            if not position.batch:
-                raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
-        finally:
-            if getattr(self.loader, "num_workers", 0) and batches is not None:
-                end_workers(batches)
-
-    def _next(self, batches: Iterator[Any], step: int) -> Any:
-        if self.seeding is not None:
-            self.seeding("step", step)
-        return next(batches, _END)
-
-    def _begin(self, epoch: int) -> Iterator[Any]:
-        """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
-        loader, position = self.loader, self.position
-        for owner in (loader, *(getattr(loader, name, None) for name in _EPOCH_AWARE)):
-            if callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
-        make_ready(loader)
-        if position.loader_state is not None and has_state(loader):
-            try:
-                loader.load_state_dict(position.loader_state)
-            except (AssertionError, KeyError, ValueError) as error:
-                raise Conflict(
-                    f"the loader does not load its saved state: {str(error) or type(error).__name__}",
-                    "StatefulDataLoader resumes only with the number of workers that it was saved with.",
-                    "Use the same num_workers",
-                ) from error
-        position.loader_state = None
-        if not getattr(loader, "num_workers", 0):
-            return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
-        with signals_blocked():
-            begun: Iterator[Any] = iter(loader)
-        _WORKING.add(begun)
-        return begun
-
-    def _shorter(self, number: int, skipped: int) -> Conflict:
-        return Conflict(
-            f"the loader gave {counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on",
-            "This is not the data that the run was trained on.",
-        )
+            loader.load_state_dict(position.loader_state)
+        except (AssertionError, KeyError, ValueError) as error:
+            raise Conflict(
+                f"the loader does not load its saved state: {str(error) or type(error).__name__}",
+                "StatefulDataLoader resumes only with the number of workers that it was saved with.",
+                "Use the same num_workers",
+            ) from error
+    position.loader_state = None
+    if not getattr(loader, "num_workers", 0):
+        return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
+    with signals_blocked():
+        begun: Iterator[Any] = iter(loader)
+    _WORKING.add(begun)
+    return begun
 
 
 class HoldingDraws:
@@ -259,8 +228,3 @@ def end_workers(*which: Any) -> None:
 
 # Before the interpreter does: it would send them a signal that is blocked, and wait.
 atexit.register(end_workers)
-
-
-def by_place(seed: int, rank: int, device: torch.device) -> Seeding:
-    """Seeds all generators from a seed and a place, as the harness does."""
-    return lambda *place: seed_all(device, seed, *place, rank)

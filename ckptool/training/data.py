@@ -29,7 +29,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
-from ckptool.training.seeds import CPU, derived, generator, order, seed_all
+from ckptool.training.rng import CPU, derived, generator, order, seed_all
 from ckptool.training.toys import Arrays, blobs, digits
 
 if TYPE_CHECKING:

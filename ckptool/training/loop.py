@@ -30,8 +30,8 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
 from ckptool.training.parallel import unsynchronised, world_of
 from ckptool.training.reports import Evaluated
+from ckptool.training.rng import seed_all
 from ckptool.training.saving import loaded
-from ckptool.training.seeds import seed_all
 from ckptool.training.store import RunFolder, SavedState, check
 from ckptool.training.tasks import Phase
 from ckptool.training.trainer import Trainer, build, load, switches_given_back

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 MAX_OBJECTS = 20_000  # that a snapshot visits
 WHOLE = 1 << 18  # bytes of a tensor, array or text; of a larger one so many samples are taken
@@ -40,13 +40,6 @@ Parts = Iterable[tuple[str, Any, str]]
 """Parts of an object: their names, and what they are if they are values."""
 
 
-class Moved(NamedTuple):
-    """Something that changed, by its owner: `model.counter`. kind: one of the constants above."""
-
-    name: str
-    kind: str
-
-
 def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
     """Name -> `KIND: DIGEST` of all that can move and is reachable from the objects; short values stand as they are.
 
@@ -64,24 +57,18 @@ def reachable(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any
     return walk.found, walk.objects
 
 
-def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> list[Moved]:
-    """What changed from one snapshot to another and is not saved, by itself or as a part of something that is."""
-    moved = [name for name, entry in after.items() if before.get(name, entry) != entry]
-    return [Moved(name, kind_of(after[name])) for name in moved if not any(own in saved_names for own in _owners(name))]
+def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> dict[str, str]:
+    """What changed from one snapshot to another and is not saved, by itself or as a part of something that is.
 
-
-def saved_names(objects: Mapping[str, Any], states: Mapping[str, Any]) -> set[str]:
-    """The names that state dicts have, as `unsaved` takes them. states: name -> what that object's `state_dict()` gave.
-
-    What a module's state dict has not is not saved; another object knows best what belongs to its state.
+    By its owner, `model.counter`, its kind: one of the constants above.
     """
-    names: set[str] = set()
-    for name, state in states.items():
-        if _module(objects.get(name)) and isinstance(state, Mapping):
-            names.update(f"{name}.{key}".removesuffix("._extra_state") for key in state)
-        else:
-            names.add(name)
-    return names
+    moved = [name for name, entry in after.items() if before.get(name, entry) != entry]
+    return {name: kind_of(after[name]) for name in moved if not any(own in saved_names for own in _owners(name))}
+
+
+def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The names that the state dicts of modules have, as `unsaved` takes them. states: by the modules' names."""
+    return {f"{name}.{key}".removesuffix("._extra_state") for name, state in states.items() for key in state}
 
 
 def _owners(name: str) -> list[str]:
@@ -191,7 +178,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     elif kind is functools.partial:
         yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
     elif kind is types.GeneratorType:
-        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in (_locals_of(value.gi_frame)).items())
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in _locals_of(value.gi_frame).items())
     elif kind in _MAPPINGS:
         keyed = ((key, part) for key, part in _sampled(value.items(), len(value)))
         yield from ((f"{name}[{plain_text(key) or type(key).__name__}]", part, place) for key, part in keyed)

@@ -1,11 +1,13 @@
-"""The states of random generators: all global ones of a process, and generators by name.
+"""Randomness: the states of generators, the global ones of a process and others by name; or a seed and a place instead.
 
 States are plain values and tensors, which `torch.load(weights_only=True)` reads. `ckptool.Run` captures them, as a loop
-draws across steps; the harness derives randomness from a seed and a place instead (`data.py`).
+draws across steps; the harness, and `Run` with a seed, derive all numbers from the seed and the place instead, so that
+nothing of them is saved. This module imports nothing of ckptool: `prove` loads it into any interpreter.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 State = dict[str, Any]
+CPU = torch.device("cpu")
 _ACCELERATORS = ("cuda", "xpu", "mps")
 
 
@@ -129,3 +132,42 @@ def _arrays(value: Any) -> Any:
 
 def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+# A seed and a place ---------------------------------------------------------------------------------------------------
+
+
+def derived(seed: int, *place: object) -> int:
+    """A number of 63 bits for a place, the same on every machine: `derived(7, "order", epoch)`."""
+    text = "/".join(map(str, (seed, *place)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(seed: int, *place: object) -> torch.Generator:
+    """A generator on the CPU of its own, for a place."""
+    return torch.Generator().manual_seed(derived(seed, *place))
+
+
+def seed_all(device: torch.device, seed: int, *place: object) -> None:
+    """Seeds the generators that a step may draw from: Python's, torch's on CPU and device, numpy's if it is imported.
+
+    `torch.manual_seed` would visit every backend, which takes a hundred times as long. Restoring captured generator
+    states would not do: `iter(DataLoader)` itself draws from the global one, and what a killed step drew is not known.
+    """
+    number = derived(seed, *place)
+    random.seed(number)
+    torch.default_generator.manual_seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
+    kind = str(device.type)
+    if kind == "mps":
+        torch.mps.manual_seed(number)
+    if kind == "cuda":
+        index = device.index if ":" in str(device) else torch.cuda.current_device()
+        torch.cuda.default_generators[index].manual_seed(number)
+
+
+def order(seed: int, epoch: int, count: int) -> list[int]:
+    """The order in which an epoch goes through `count` samples."""
+    found: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
+    return found

@@ -8,6 +8,7 @@ gather, the first one writes and prunes.
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import sys
@@ -21,21 +22,12 @@ from torch import nn
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training import LOOP, moving, rng, run_folder, script
-from ckptool.training.batches import Batches, Position, by_place, epochs_of, generators_of, workers_spared
+from ckptool.training import LOOP, moving, rng, run_folder
+from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import (
-    Saver,
-    loaded,
-    number,
-    refuse_misspelt,
-    refuse_not_plain,
-    refuse_settings,
-    retention,
-    to_cpu,
-)
-from ckptool.training.state import Objects, Schedule, Window
+from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
+from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -94,8 +86,6 @@ class Run:
         say: Callable[[str], Any] = to_stderr,
         **objects: Any,
     ) -> None:
-        values = {name: value for name, value in objects.items() if isinstance(value, (int, float, str, tuple))}
-        refuse_misspelt(values, [*(Run.__init__.__kwdefaults__ or ())], "ckptool.Run")
         self.objects, self.position = Objects(objects), Position()
         self.world = _world(self.objects)
         self.say = say if self.world.is_first else lambda text: None
@@ -103,7 +93,6 @@ class Run:
         self.loss: float | None = None
         self.values: dict[str, Any] = {}
         self._signals, self._stop = signals, Stopping(stop_after)
-        self._seeding = by_place(seed, self.world.rank, self.world.device) if seed is not None else None
         self._seed, self._closed = seed, False
         self._marked: dict[str, Any] | None = None  # the metrics of a save that the loop is to commit
         self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
@@ -242,6 +231,11 @@ class Run:
         """True once a signal came or the time is over: the loop stops at its next point."""
         return self._stop.asked
 
+    def _reseed(self, *place: object) -> None:
+        """Seeds all generators for a place, where the run has a seed."""
+        if self._seed is not None:
+            rng.seed_all(self.world.device, self._seed, *place, self.world.rank)
+
     def _generators(self) -> dict[str, Any]:
         return {**self.objects.generators, **generators_of(self.position.loader)}
 
@@ -353,8 +347,7 @@ class Run:
         def draws() -> Generator[None]:
             self._restore_random(self._random, self._generators())
             while True:
-                if self._seeding is not None:
-                    self._seeding("step", self.step)
+                self._reseed("step", self.step)
                 yield
 
         return (number for number, _ in self._flat(draws, {"steps": steps}))
@@ -373,11 +366,17 @@ class Run:
                 "",
                 "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
-        found = Batches(loader, self)
+        if hasattr(loader, "__next__"):
+            raise UsageError(
+                f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
+                "It cannot start again, neither for the next epoch nor to resume.",
+                "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
+            )
+        self.position.loader = loader
         if nested:
-            return self._one_epoch(self._epoch_of(found), {})
+            return self._one_epoch(self._epoch_of(loader), {})
         asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
-        return self._flat(lambda: self._epoch_of(found), asked)
+        return self._flat(lambda: self._epoch_of(loader), asked)
 
     def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """A loop over steps is one over epochs whose bodies have nothing else. epoch: gives the data of one."""
@@ -403,8 +402,8 @@ class Run:
                     self._stop.begin()
                     self._window.begin()
                     self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
-                    if is_nested and self._seeding is not None:
-                        self._seeding("body", self.position.epoch)
+                    if is_nested:
+                        self._reseed("body", self.position.epoch)
                     yield self.position.epoch
                     if self._is_over(asked):
                         break
@@ -424,7 +423,7 @@ class Run:
                 raise
             self._end()
 
-    def _epoch_of(self, found: Batches) -> Generator[Any]:
+    def _epoch_of(self, loader: Any) -> Generator[Any]:
         """The data of the epoch that the run is in, from its place on."""
         resumed = bool(self.position.batch)
         if resumed and (begun := self._resumed) is not None:  # what the body of `epochs` did again is taken back
@@ -434,8 +433,8 @@ class Run:
             self._resumed = None
         random, self._random = self._random, None
         if random is not None and not resumed:  # the loop has begun before the loader was known
-            rng.restore({"generators": random["generators"]}, generators_of(found.loader))
-        yield from found.epoch(random if resumed else None)
+            rng.restore({"generators": random["generators"]}, generators_of(loader))
+        yield from batches_of(self, loader, random if resumed else None)
 
     def _one_epoch(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """The steps of an epoch, each with its batch, and their ends, but that of the last one."""
@@ -481,7 +480,7 @@ class Run:
             self._loop = ""
             if self.step > first:  # another loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
-                self.position.keep_loader_state()
+                self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
             if (point := self._unreached) is not None:  # a commit failed: the batch after it was fetched for nothing
                 self.position.restore(point.place, point.rank)
                 self._random, self._unreached = point.rank["now"], None
@@ -589,9 +588,9 @@ class Run:
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
         Every process calls it. Raises, where it commits, `DiskFull` or `FileProblem`; older checkpoints stay.
         """
-        if "force" in metrics:
-            raise UsageError("run.save has no option force", "Without `every` and `seconds` each call marks a save.")
-        refuse_misspelt(metrics, ("every", "seconds"), "run.save")
+        for name in metrics:
+            if close := difflib.get_close_matches(name, ("every", "seconds"), 1, 0.8):
+                raise UsageError(f"run.save has no option {name}", "", f"Did you mean {close[0]}?")
         passed = bool(every) and self.step // (every or 1) > (self._counted or 0) // (every or 1)
         if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
             self._marked = {**(self._marked or {}), **metrics}
@@ -648,40 +647,31 @@ class Run:
             )
 
     def _say_notes(self, first: bool) -> None:
-        """What there is to say after a save. first: of the run."""
-        if first:
-            self._say_saved()
-        self._name_unsaved()
-
-    def _say_saved(self) -> None:
-        """What is in the first checkpoint of a run, and what was seen in the script and is not."""
-        named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
-        libraries = sorted(self._drawn)
-        random = [f"the random states of {listed(libraries)}"] if libraries else []
-        place = ["the place in the data"] if self.position.loader is not None else []
-        contents = [*map(printable, named), *place, *random]
-        self._say_once(f"the checkpoint of step {self.step:,} holds {listed(contents, 20)}")
-        given = [*self.objects.named.values(), *self._generators().values(), self.position.loader]
-        told = Schedule if self.objects.optimizer_without_its_schedule() else ()  # of which a note of its own is given
-        if unsaved := script.unsaved_objects(given, told):
-            self._say_once(
-                f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes in "
-                "them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
-            )
-
-    def _name_unsaved(self) -> None:
-        """Names, once each, what changed since the last save, is reachable from the objects, and is in no state."""
+        """What there is to say after a save, once each. first: of the run."""
         loader = self.position.loader
-        roots = {**self._generators(), **self.objects.named, **({"loader": loader} if loader is not None else {})}
-        now = {**moving.snapshot(roots), **self.objects.requires_grad()}
-        saved = moving.saved_names(roots, {name: value.state_dict() for name, value in self.objects.modules.items()})
-        saved |= {*self._generators(), *(self.objects.named.keys() - self.objects.modules.keys()), *epochs_of(loader)}
+        if first:  # what is in it, and what was seen in the script and is not
+            named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
+            contents = [*map(printable, named), *(["the place in the data"] if loader is not None else [])]
+            contents += [f"the random states of {listed(sorted(self._drawn))}"] if self._drawn else []
+            self._say_once(f"the checkpoint of step {self.step:,} holds {listed(contents, 20)}")
+            told = Schedule if self.objects.optimizer_without_its_schedule() else ()  # has a note of its own
+            given = [*self.objects.named.values(), *self._generators().values(), loader]
+            if unsaved := unsaved_objects(given, told):
+                self._say_once(
+                    f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes "
+                    "in them is lost: give them to ckptool.Run by name, with state_dict() and load_state_dict()"
+                )
         if name := self.objects.optimizer_without_its_schedule():
             self._say_once(
                 f"{printable(name)} has a learning rate schedule, which was not given to ckptool.Run and is not saved; "
                 "write: ckptool.Run(…, scheduler=scheduler)"
             )
-        for name, kind in moving.unsaved(self._snapshot or now, now, saved):
+        # What changed since the last save, is reachable from the objects, and is in no state.
+        roots = {**self._generators(), **self.objects.named, **({"loader": loader} if loader is not None else {})}
+        now = {**moving.snapshot(roots), **self.objects.requires_grad()}
+        saved = moving.saved_names({name: value.state_dict() for name, value in self.objects.modules.items()})
+        saved |= {*self._generators(), *(self.objects.named.keys() - self.objects.modules.keys()), *epochs_of(loader)}
+        for name, kind in moving.unsaved(self._snapshot or now, now, saved).items():
             self._say_once(f"{printable(name)} ({kind}) changes during training and is not saved")
         self._snapshot = now
 

@@ -1,4 +1,7 @@
-"""Opening the folder of a run: a new one, or one that is there; whose files they are; and what it runs on."""
+"""The folder of a run: made, or opened; whose files they are; what it holds, for `inspect` and `scan`; what it runs on.
+
+Of this nothing needs torch but `environment`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -17,10 +21,23 @@ from ckptool import __version__
 from ckptool.checkpoint.files import read_small_text
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
+from ckptool.formats.opening import PathLike
 from ckptool.output import make_folder, sweep_folder
-from ckptool.training import CHANGED, CONFIG, HISTORY, METRICS
+from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
+from ckptool.training import is_run as seems_run
 from ckptool.training.lock import OTHER_RUN, Lock
-from ckptool.training.store import Lines, Retention, RunFolder, checkpoints_in, not_ours, write_text
+from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
+from ckptool.training.store import (
+    Lines,
+    Retention,
+    RunFolder,
+    SavedState,
+    check,
+    checkpoints_in,
+    not_ours,
+    size_of,
+    write_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -195,6 +212,73 @@ def _written_by(path: str) -> str | None:
         return None
     found = _ID.search(text)
     return found[1] if found and _signed(found[1], values_of(text)) == text else None
+
+
+# What it holds --------------------------------------------------------------------------------------------------------
+
+
+def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
+    """The checkpoints of a run, oldest first, and why each is kept; `full` compares their sha256 too, which reads them.
+
+    Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
+    """
+    name = folder_of(run)
+    number, text = recorded(name)
+    if not (config := values_of(text)):
+        path = os.path.join(name, CONFIG)
+        raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
+    folder = RunFolder(name, number)
+    history = list(folder.history.read())
+    _, config = last_config(name, number, config)
+    sections = {key: value for key, value in config.items() if isinstance(value, dict)}
+    save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
+    metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
+    last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
+    there = folder.all()
+    kept, _ = Retention(last, best, every, metric, mode).divide(there)
+    rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
+    event = history[-1] if history else {}
+    times = (fact.get("total_seconds") for fact in reversed(history))
+    return RunReport(
+        name,
+        number,
+        metric,
+        mode,
+        event=str(event.get("event", "")),
+        step=step if isinstance(step := event.get("step"), int) else None,
+        resumes=max((row.step for row in rows if row.state == GOOD), default=None),
+        checkpoints=rows,
+        epochs=_count(train, "epochs") or None,
+        seconds=next((value for value in times if type(value) is float and 0 < value < 1e10), None),
+        script=script if isinstance(script := config.get(LOOP), str) else "",
+    )
+
+
+def folder_of(run: PathLike) -> str:
+    """The name of a run's folder. Raises `UsageError` for one that is no run."""
+    name = os.fspath(run)
+    if not seems_run(name):
+        raise UsageError(f"{name} is not a run: it lacks run.yaml or checkpoints", "", f"Look: {command('scan', name)}")
+    return name
+
+
+def _count(section: dict[str, Any], key: str) -> int:
+    value = section.get(key)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _row(saved: SavedState, full: bool, kept: Iterable[str]) -> RunCheckpoint:
+    state, problem, size = GOOD, "", 0
+    try:
+        check(saved, "full" if full else "size")
+    except CkptoolError as error:
+        state, problem, kept = error.code, error.what, ("damaged",)
+    with suppress(CkptoolError):  # where it is gone, `problem` says so
+        size = size_of(saved.path)
+    facts = saved.sidecar or {}
+    epoch, loss = facts.get("epoch"), facts.get("loss")
+    epoch, loss = epoch if isinstance(epoch, int) else None, loss if isinstance(loss, float) else None
+    return RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, tuple(kept))
 
 
 # The environment -----------------------------------------------------------------------------------------------------

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import difflib
 import os
 import signal
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ckptool.checkpoint.paths import is_url
 from ckptool.commands import command
-from ckptool.errors import DiskFull, RunFailed, Text, UsageError
+from ckptool.errors import DiskFull, Text, UsageError
 from ckptool.training.parallel import World
 from ckptool.training.shards import has_divided, is_divided, local, read, with_local
 from ckptool.training.store import Retention, RunFolder
@@ -53,13 +52,15 @@ class Saver:
         """
         self.wait()
         move = self._staging.copied if self._staging is not None else to_cpu
-        tree: Tree = self._in_all(lambda: move(gather()))
+        moved: list[Tree] = []
+        self.world.each(lambda: moved.append(move(gather())))
+        tree = moved[0]
         divided = has_divided(tree)
         if divided and self._staging and self._writers is self.world:
             self._writers = self.world.with_own_group()
         writes = self.world.is_first or divided
         if self._staging is None:
-            self._in_all(lambda: self._commit(step, tree, facts) if writes else None)
+            self.world.each(lambda: self._commit(step, tree, facts) if writes else None)
         elif writes:
             self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
             self._thread.start()
@@ -72,8 +73,13 @@ class Saver:
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
         failed = self._join()
+
+        def fail() -> None:
+            if failed is not None:
+                raise failed
+
         if self._staging is not None:
-            self._raise_in_all(failed)
+            self.world.each(fail)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
@@ -96,21 +102,6 @@ class Saver:
             self._commit(*save)
         except Exception as error:  # noqa: BLE001  raised by who waits
             self._error = error
-
-    def _in_all(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives; what it raises in one process is raised in all, so that none waits for the one."""
-        failed: Exception | None = None
-        found = None
-        try:
-            found = work()
-        except Exception as error:  # noqa: BLE001
-            failed = error
-        self._raise_in_all(failed)
-        return found
-
-    def _raise_in_all(self, failed: Exception | None) -> None:
-        if self.world.any_rank(failed is not None):
-            raise failed or RunFailed("another process could not save", "Its own message says why.")
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
@@ -250,13 +241,6 @@ def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any,
     for name, value, right, rule in checks:
         if not right:
             raise UsageError(f"ckptool.Run: {name} is {value!r}", f"It should be {rule}.")
-
-
-def refuse_misspelt(given: Mapping[str, Any], known: Sequence[str], call: str) -> None:
-    """Raises `UsageError` for the name of a value that is almost that of an option, for which it was meant."""
-    for name in given:
-        if close := difflib.get_close_matches(name, known, 1, 0.8):
-            raise UsageError(f"{call} has no option {name}", "", f"Did you mean {close[0]}?")
 
 
 def number(value: Any, name: str) -> float:

@@ -100,9 +100,9 @@ def _replaced(path: str, sidecar: str) -> dict[str, Any]:
     return {} if old is None else {"replaces": {key: old.get(key) for key in ("step", "bytes", "sha256", LOGGED)}}
 
 
-def check(saved: SavedState, verify: str) -> dict[str, Any]:
-    """The record of a checkpoint in its sidecar. Raises `Corrupt` unless it is what that says. verify: `full` compares
-    its sha256, `size` not."""
+def check(saved: SavedState, verify: str) -> SavedState:
+    """A checkpoint with what its sidecar says of it. Raises `Corrupt` unless it is that. verify: `full` compares its
+    sha256, `size` not."""
     sidecar = saved.sidecar
     if saved.path.endswith(".pt") and os.path.isdir(saved.path):
         raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
@@ -118,39 +118,31 @@ def check(saved: SavedState, verify: str) -> dict[str, Any]:
             f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
             "It was truncated, or overwritten.",
         )
-    if verify == "size":
-        return same[0]
-    digest = digest_of_files(saved.path)
+    digest = digest_of_files(saved.path) if verify == "full" else same[0].get("sha256")
     for each in same:
         if digest == each.get("sha256"):
-            return each
+            return replace(saved, sidecar={**sidecar, **each})
     raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
-
-
-def is_whole(saved: SavedState) -> bool:
-    """True for a checkpoint that is as long as its sidecar says: the quick check, for retention."""
-    with suppress(CkptoolError):
-        check(saved, "size")
-        return True
-    return False
 
 
 def newest_whole(
     folder: str,
     there: list[SavedState],
-    check: Callable[[SavedState], Any],
-    damaged: Callable[[SavedState, CkptoolError], Any],
+    check: Callable[[SavedState], SavedState],
+    say: Callable[[str], Any],
+    note: Callable[..., Any] = lambda event, **facts: None,
 ) -> SavedState | None:
-    """The newest of a folder's checkpoints, oldest first, that `check` does not refuse; None where there are none.
+    """The newest of a folder's checkpoints, oldest first, as `check` gives it; None where there are none.
 
-    `damaged` is called with each one skipped. Raises `NoneValid` where all are.
+    check: refuses one that is damaged.  say: called with which was skipped, and why.  note: adds that to a history.
+    Raises `NoneValid` where all are.
     """
     for saved in reversed(there):
         try:
-            check(saved)
-            return saved
+            return check(saved)
         except CkptoolError as error:
-            damaged(saved, error)
+            say(f"skipped {printable(saved.path)}: {error.what}")
+            note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
     if there:
         raise NoneValid(
             f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
@@ -232,7 +224,10 @@ class Retention:
 
         Damaged ones stay and do not count: they are for a person to look at.
         """
-        whole = [saved for saved in there if is_whole(saved)]
+        whole = []
+        for saved in there:
+            with suppress(CkptoolError):
+                whole.append(check(saved, "size"))
         kept = self.reasons(whole)
         return kept, [saved for saved in whole if saved.step not in kept]
 
@@ -459,25 +454,15 @@ class RunFolder:
 
         verify: see `check`. Raises `NoneValid` where all are damaged, `Conflict` where all are another run's.
         """
-
-        def damaged(saved: SavedState, error: CkptoolError) -> None:
-            say(f"skipped {printable(saved.path)}: {error.what}")
-            if note:
-                self.note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
-
-        records: dict[str, dict[str, Any]] = {}
-
-        def whole(saved: SavedState) -> None:
-            records[saved.path] = check(saved, verify)
-
-        newest = newest_whole(self.checkpoints, self.all(), whole, damaged)
+        noted = {"note": self.note} if note else {}
+        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, **noted)
         if newest is None and checkpoints_in(self.folder):
             raise Conflict(
                 f"{self.folder} holds checkpoints, and none of them belongs to this run",
                 "They belong to the run whose run.yaml was here before. They were left as they are.",
                 f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
             )
-        return newest and replace(newest, sidecar={**(newest.sidecar or {}), **records[newest.path]})
+        return newest
 
     def newest_counted(self, last: int) -> int | None:
         """The newest step up to `last` with a checkpoint that was not saved only to stop."""

@@ -28,8 +28,8 @@ from ckptool.training.optim import (
     shares,
 )
 from ckptool.training.parallel import World, placed, wrapped
+from ckptool.training.rng import seed_all
 from ckptool.training.saving import refuse_not_plain
-from ckptool.training.seeds import seed_all
 from ckptool.training.state import SUFFIX, Objects
 from ckptool.training.tasks import Task, load_task
 

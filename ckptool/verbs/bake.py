@@ -1,19 +1,45 @@
-"""`bake`: parametrisations folded into plain weights."""
+"""`bake`: parametrisations folded into plain weights: weight norm (old and new) and pruning.
+
+    weight norm    weight_g, weight_v                 v * g / ‖v‖, over the axes where g has one element
+                   parametrizations.weight.original0, original1           the same (torch.nn.utils.parametrizations)
+    pruning        weight_orig, weight_mask           weight_orig * weight_mask, exact
+
+Spectral norm is recognised and left alone (weight_orig, weight_u, weight_v; parametrizations.weight.original, 0._u,
+0._v): the weight depends on vectors that change with every step in training.
+Sources: torch/nn/utils/{weight_norm,spectral_norm,prune,parametrizations}.py. Norms are summed in f64 and the result is
+rounded once, so it may differ from what torch computes in f32 in the last bit. The old names of weight norm and the new
+ones turn into each other exactly.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from math import prod
+from typing import Annotated, Any, Literal, get_args
 
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.checkpoint.tree import rebuild
-from ckptool.commands import option, verb
+from ckptool.commands import arg, option, verb
 from ckptool.conventions.state_dicts import model_state_dicts
-from ckptool.errors import NoMatch, counted, listed
-from ckptool.transforms import bake as folding
+from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.transforms.views import normed, refuse_wide
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
 
 Form = Literal["plain", "old", "new"]
+_WEIGHT_NORM, _PRUNING, _SPECTRAL = "weight norm", "pruning", "spectral norm"
+_ROLES = {_WEIGHT_NORM: {"g", "v"}, _PRUNING: {"orig", "mask"}, _SPECTRAL: {"orig", "u", "v"}}
+_NEW = {"original0": "g", "original1": "v", "original": "orig", "0._u": "u", "0._v": "v"}
+_PART = re.compile(
+    rf"(?P<module>(?:.*\.)?)parametrizations\.(?P<name>[^.]+)\.(?P<new>{'|'.join(map(re.escape, _NEW))})"
+    r"|(?P<weight>.+)_(?P<old>g|v|orig|mask|u)",
+    re.DOTALL,
+)
 
 
 @verb(("ckptool bake normed.pt -o plain.pt", "weight_g and weight_v become weight"))
@@ -31,15 +57,17 @@ def bake(
     Spectral norm is named and left alone.
     Raises `NoMatch` where there is nothing of the kind.
     """
+    if form not in get_args(Form):
+        raise UsageError(f"unknown {arg('form')} {form!r}", f"Available: {', '.join(get_args(Form))}.")
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
     replaced: dict[int, Any] = {}
     folded, left, lines = list[str](), dict[str, str](), list[str]()
     for root in roots:
-        replaced[id(root.node)], kinds, alone = folding.bake(root.node, form)
+        replaced[id(root.node)], kinds, alone = _baked(root.node, form)
         folded, left = folded + list(kinds), left | alone
-        for kind in (folding.WEIGHT_NORM, folding.PRUNING):
+        for kind in (_WEIGHT_NORM, _PRUNING):
             names = [name for name, of in kinds.items() if of == kind]
             lines += [f"{kind}: {listed(names, 4)}"] if names else []
         lines += [f"left alone: {name} ({why})" for name, why in alone.items()]
@@ -53,3 +81,89 @@ def bake(
     saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
     return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=left)
+
+
+def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
+    """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names. The
+    weights that were folded, with their kinds; and those that were recognised and left alone, with why.
+
+    Raises `Conflict` where the plain weight is there already or its parts do not fit each other, `Unsupported` for
+    types that have no product, `LimitExceeded` for rows that are too wide.
+    """
+    groups: dict[tuple[str, bool], dict[str, str]] = {}  # the keys of a weight's parts, by role
+    for key, value in node.items():
+        if type(key) is str and isinstance(value, TensorEntry) and (match := _PART.fullmatch(key)):
+            weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
+            groups.setdefault((weight, match["new"] is not None), {})[role] = key
+    folded, left = dict[str, str](), dict[str, str]()
+    made: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    for (weight, new), keys in groups.items():
+        kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
+        if kind == _SPECTRAL:
+            vectors = f"{printable(keys['u'])} and {printable(keys['v'])}"
+            left[weight] = f"spectral norm: {vectors} change with every step in training"
+        elif kind is None:
+            left |= {weight: "an unknown parametrization"} if new else {}
+        elif form != "plain" and kind != _WEIGHT_NORM:
+            left[weight] = f"{kind} has one form only"
+        else:
+            folded[weight] = kind
+            if form == "plain":
+                parts = {role: node[key] for role, key in keys.items()}
+                fold = _weight_normed if kind == _WEIGHT_NORM else _pruned
+                first, *others = keys.values()
+                made |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
+            else:
+                made |= {key: (_renamed(weight, role, form), node[key]) for role, key in keys.items()}
+    tree = same_kind(node, {})
+    for key, value in node.items():
+        if (item := made.get(key, (key, value)) if type(key) is str else (key, value)) is None:
+            continue
+        if item[0] in tree:
+            what = f"{item[0]!s} exists already, next to the parts that it is made from"
+            raise Conflict(what, "One of the two would be lost.")
+        tree[item[0]] = item[1]
+    return tree, folded, left
+
+
+def _renamed(weight: str, role: str, form: str) -> str:
+    """The key of a part of weight norm by the old or the new names."""
+    if form == "old":
+        return f"{weight}_{role}"
+    module, dot, name = weight.rpartition(".")
+    return f"{module}{dot}parametrizations.{name}.{'original0' if role == 'g' else 'original1'}"
+
+
+def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
+    """v · g / ‖v‖, the norm over the axes where g has one element. weight: its name, for errors."""
+    shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
+    if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
+        raise Conflict(
+            f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
+            "They are not the two halves of one weight.",
+        )
+    _refuse_types(g, v)
+    refuse_wide(v.shape, prod(v.shape[1:]))
+    matrix = v.reshape(v.shape or (1,))
+    values = TensorValues(matrix)
+    rows = normed(lambda *place: values.rows(*place).astype("d"), matrix.shape[0], g.reshape(shape or (1,)))
+    made = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
+    return made.with_flags(v.flags._replace(conj=False, neg=False))
+
+
+def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
+    """orig · mask, exact. weight: its name, for errors."""
+    if orig.shape != mask.shape:
+        raise Conflict(f"{weight}: the mask is of another shape, {list(mask.shape)}", "")
+    _refuse_types(mask, orig)
+
+    def product(_: int, mask_block: Array, block: Array) -> Array:
+        made: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
+        return made
+
+    return each(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
+
+
+def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
+    if not entry.dtype.is_float or not (factor.dtype.is_float or factor.dtype.kind == "bool"):
+        raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")

@@ -31,13 +31,11 @@ from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size
 from ckptool.formats.opening import Opened, open_file
-from ckptool.render.lines import error_text
-from ckptool.render.lines import lines as lines_told
+from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
 SIBLINGS = 1_000  # that are shown: textual draws more of them too slowly
-Piece = str | tuple[str, ...]  # a line of what is said, or its parts
 
 
 @verb(("ckptool browse model.pt", "arrows and Enter to move, / to filter, d to compare, Esc to go back, q to quit"))
@@ -122,7 +120,7 @@ def facts_of(branch: Branch) -> tuple[str, str, str]:
     return what, size(branch.size) if tensors else "", ""
 
 
-def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
+def about(branch: Branch, width: int, most: int) -> Iterator[str | tuple[str, ...]]:
     """The facts, statistics and values of a branch, which are read here.  most: bytes that statistics may take."""
     line, tied = line_of(branch), branch.part.tied
     yield (bold(branch.address or WHOLE),)
@@ -134,13 +132,11 @@ def about(branch: Branch, width: int, most: int) -> Iterator[Piece]:
     entry = array_entry(value) or value
     is_tensor = isinstance(entry, (TensorEntry, Composite))
     yield f"{tensor_text(entry)}, {size(entry.nbytes)}" if is_tensor else value_text(value, 100_000)
-    if not isinstance(entry, TensorEntry):
-        return
-    yield "" if entry.is_contiguous else f"strides {list(entry.stride)}"
+    yield f"strides {list(entry.stride)}" if isinstance(entry, TensorEntry) and not entry.is_contiguous else ""
     first = tied.get(branch.leaf or 0, branch.leaf or 0)
     names = [branch.part.rows[row].address for row in (first, *tied) if tied.get(row, row) == first]
     yield (dim("tied: "), ", ".join(names[:20])) if len(names) > 1 else ""
-    if not entry.numel or entry.dtype.numpy is None:
+    if not isinstance(entry, TensorEntry) or not entry.numel or entry.dtype.numpy is None:
         return
     if entry.nbytes > most:
         yield (dim(f"press s to read all {size(entry.nbytes)}: statistics and a histogram"),)
@@ -213,8 +209,7 @@ def browser(opened: Opened) -> Any:
         Names { height: 1fr; background: $background; scrollbar-gutter: stable; }
         #about { height: 11; border-top: solid $primary; padding: 0 1; }
         Input { display: none; dock: bottom; }
-        .-wide { layout: horizontal; }
-        .-wide Names { width: 1fr; }
+        .-wide { layout: horizontal; } .-wide Names { width: 1fr; }
         .-wide #about { width: 56; height: 1fr; border-top: none; border-left: solid $primary; }
         """
         BINDINGS: ClassVar[list[Any]] = [
@@ -281,7 +276,7 @@ def browser(opened: Opened) -> Any:
         def look(self, data: Any) -> None:
             self.here = data
             if not isinstance(data, Branch) or not data.depth:
-                self.tell(lines_told(self.found.told(depth=0)))
+                self.tell(lines(self.found.told(depth=0)))
             else:
                 self.action_statistics(AT_ONCE[is_url(opened.path)])
 
@@ -336,7 +331,6 @@ def browser(opened: Opened) -> Any:
             self.call_from_thread(self.show)
 
         def action_leave(self) -> None:
-            """Closes what was asked for, or shows everything again."""
             if not self.field.display and (self.pattern or self.verdict):
                 self.pattern = self.verdict = ""
                 self.show()

@@ -19,7 +19,7 @@ _ONLY = "Only tensors and entries whose address or key matches; * also matches d
 def _of_run(file: str) -> Any:
     if not is_run(file):
         return None
-    from ckptool.training.inspect_run import inspect_run  # with the store of runs, which no file needs
+    from ckptool.training.run_folder import inspect_run  # with the store of runs, which no file needs
 
     return inspect_run(file)
 

@@ -175,7 +175,7 @@ def report(
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
-    from ckptool.training.inspect_run import inspect_run
+    from ckptool.training.run_folder import inspect_run
     from ckptool.verbs._diagnosis import of_opened  # what only the work needs, and not the help
     from ckptool.verbs._target import find_target
 

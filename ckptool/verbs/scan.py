@@ -16,7 +16,7 @@ from ckptool.verbs._options import Jobs
 def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: bool = False) -> RunReport | None:
     if latest_only or quiet or not is_run(path):
         return None
-    from ckptool.training.inspect_run import inspect_run
+    from ckptool.training.run_folder import inspect_run
 
     return inspect_run(path, full=full)
 

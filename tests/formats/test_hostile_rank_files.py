@@ -77,7 +77,7 @@ def plain(*names: str) -> Callable[[int, DeviceMesh], Any]:
     return lambda rank, mesh: model(rank, mesh) | {name: torch.full((3,), float(rank)) for name in names}
 
 
-def sharded(*rows: int, table: bool = True, add: float = 0) -> Callable[[int, DeviceMesh], Any]:
+def sharded(*rows: int, table: bool = True, add: float = 0, whose: int = 0) -> Callable[[int, DeviceMesh], Any]:
     """A ShardedTensor of 6 rows, of which each rank says that its 3 begin at one of `rows`; with table, the metadata of
     all says so, too."""
 
@@ -86,7 +86,7 @@ def sharded(*rows: int, table: bool = True, add: float = 0) -> Callable[[int, De
         whole = ShardedTensorMetadata(list(true), torch.Size((6, 4)), TensorProperties(torch.float32))
         shard = LocalShard(torch.ones(3, 4) + rank * add, true[rank])
         tensor = ShardedTensor._init_from_local_shards_and_global_metadata([shard], whole)
-        said = [ShardMetadata([begin, 0], [3, 4], f"rank:{each}/cpu") for each, begin in enumerate(rows)]
+        said = [ShardMetadata([begin, 0], [3, 4], f"rank:{each ^ whose}/cpu") for each, begin in enumerate(rows)]
         tensor.local_shards()[0].metadata = said[rank]
         if table:
             tensor._metadata.shards_metadata[:] = said
@@ -153,6 +153,7 @@ HOSTILE: dict[str, tuple[Callable[[int, DeviceMesh], Any], Change, str, str]] = 
     "a billion pieces": (strided, nothing, "limit-exceeded", "split factor"),
     "shards of one place that agree": (sharded(0, 0), nothing, "corrupt", "12 of its 24 elements are in no file"),
     "shards of one place that differ": (sharded(0, 0, add=1), nothing, "corrupt", "12 of its 24 elements"),
+    "shards of another rank": (sharded(0, 3, whose=1), nothing, "conflict", "was saved by rank 1"),
     "shards that overlap": (sharded(0, 2), nothing, "corrupt", "overlap at [2, 0]"),
     "a shard outside": (sharded(0, 5), nothing, "corrupt", "outside"),
     "a shard that its metadata has not": (

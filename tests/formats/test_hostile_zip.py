@@ -111,7 +111,14 @@ def several() -> Iterator[Row]:
         yield name, data, Ambiguous, ""
     for comment in (b"hello", B.build(), b"PK\x05\x06" + bytes(18), bytes(0xFFFF)):
         yield f"a comment, {comment[:9]!r}", replace(A, comment=comment), Ambiguous, ""
-    for prefix in (bytes(16), b"#!/bin/sh 123456", b"PK\x03\x04" + bytes(26), b"\x89PNG\r\n\x1a\n", b"X"):
+    for prefix in (
+        bytes(16),
+        b"#!/bin/sh 123456",
+        b"PK\x03\x04",
+        b"PK\x03\x04" + bytes(26),
+        b"\x89PNG\r\n\x1a\n",
+        b"X",
+    ):
         for data in (prefix + FILE, *(replace(A, prefix=prefix, shift=by).build() for by in (0, -len(prefix)))):
             assert python_sees(data, "archive/data/0") == W  # zipfile does not mind
             yield f"before it, {prefix[:9]!r}", data, Ambiguous, ""

@@ -30,6 +30,7 @@ from fixtures.make import make
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
 from tests.support.processes import soon
+from tests.support.zip_layouts import Entry, with_more
 
 Values = dict[str, bytes]
 
@@ -264,6 +265,14 @@ def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: P
     assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == originals("by torch", tmp_path / "o.pt")
 
 
+def test_names_that_two_headers_have_swapped_prove_nothing(tmp_path: Path) -> None:
+    data = bytearray(PLAIN)
+    for name, other in (("5", "7"), ("7", "5")):
+        data[header_of(f"archive/data/{name}") + LOCAL.size + 13] = ord(other)
+    found, expected = came_back(salvaged(bytes(data), tmp_path / "h.pt")), originals("by torch", tmp_path / "o.pt")
+    assert expected.keys() - found.keys() == {"model/l5.w", "model/l7.w"}
+
+
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
     """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of
     another."""
@@ -328,6 +337,12 @@ def test_the_byte_order(tmp_path: Path) -> None:
     assert data[at : at + 3] == b"big"
     with pytest.raises(Corrupt, match="byteorder"):
         salvaged(data[:at] + b"bug" + data[at + 3 : -30], tmp_path / "cut.pt")
+
+
+def test_of_two_records_of_one_name_neither_is_believed(tmp_path: Path) -> None:
+    data = with_more(Entry(b"archive/byteorder", b"big")).build()
+    with pytest.raises(Corrupt, match="byteorder"):
+        salvaged(data[: data.index(b"PK\x01\x02")], tmp_path / "two.pt")
 
 
 def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
-"""A small model of a loop of one's own, whose training draws from every global generator."""
+"""A small model of a loop of one's own, whose training draws from every global generator; and a script of it."""
 
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+
+from ckptool import Run
 
 
 def seeded() -> None:
@@ -31,3 +35,49 @@ def train(batch: torch.Tensor, model: nn.Module, optimizer: Any, scheduler: Any 
     if scheduler is not None:
         scheduler.step()
     return loss
+
+
+class Holder:
+    """An object with a state of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def kill_at(run: Run, step: int | None) -> None:
+    if run.step == step:
+        run.close()
+        raise Killed
+
+
+def trained(folder: Path, steps: int, upto: int | None = None, loader: Any = None, **options: Any) -> Run:
+    """A script that saves each step, and is killed after `upto`. loader: gives the batches, if they are not its own."""
+    seeded()
+    own = parts()
+    run = Run(folder, **{"say": str, **own, **options})
+    with suppress(Killed), run:
+        pairs = ((step, torch.rand(4, 4)) for step in run.steps(steps))
+        for step, batch in run.batches(loader, steps=steps) if loader is not None else pairs:
+            run.log(step, loss=train(batch, **own))
+            run.save(acc=1 / step)
+            if step == upto:
+                raise Killed
+    return run
+
+
+def end(folder: Path, steps: int) -> Any:
+    return torch.load(folder / "checkpoints" / f"step-{steps:08d}.pt", weights_only=True)
+
+
+def bytes_at(folder: Path, steps: int) -> bytes:
+    return (folder / "checkpoints" / f"step-{steps:08d}.pt").read_bytes()

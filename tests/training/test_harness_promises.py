@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,15 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Conflict, NoneValid
+from ckptool.errors import Conflict
 from ckptool.training.store import SavedState, check, name_of, read_json
-from tests.support.own_loops import parts, train
-from tests.support.programs import python
-from tests.support.small_runs import cut_short, flip_a_bit, forget_record
+from tests.support.own_loops import parts, train, trained
+from tests.support.small_runs import cut_short
 
 TESTS = Path(__file__).parents[1]
 STORE, RETENTION, HERE = "training/test_store.py", "training/test_retention.py", "training/test_harness_promises.py"
+SHAPES = "training/test_run_shapes.py"
+ENDS = "training/test_run_ends.py"
 RUN, RESUME, TRAIN = "training/test_run.py", "verbs/test_resume.py", "verbs/test_train.py"
 
 PROMISES = {
@@ -48,7 +47,7 @@ PROMISES = {
     ),
     "opens with torch.load(weights_only=True) on any machine; CPU tensors; no clock inside": (
         f"{RESUME}::test_the_file_opens_everywhere",
-        f"{STORE}::test_the_same_state_gives_the_same_bytes",
+        f"{STORE}::test_a_checkpoint_and_its_sidecar",
     ),
     "sidecar: sha256, bytes, step, epoch, metrics, run id, environment, parent step": (
         f"{STORE}::test_a_checkpoint_and_its_sidecar",
@@ -57,8 +56,8 @@ PROMISES = {
     "run.yaml: written once": (f"{HERE}::test_the_record_of_a_run_is_written_once",),
     "metrics.jsonl: one line per logged step; cut back to the resumed step": (
         f"{RESUME}::test_metrics_are_cut_back_to_where_it_goes_on",
-        f"{STORE}::test_lines_grow_and_are_cut_back",
-        f"{STORE}::test_a_torn_line_is_ended_and_left_out",
+        f"{STORE}::test_lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step",
+        f"{STORE}::test_a_torn_line_is_cut_off_and_left_out",
     ),
     "lock: pid and host; two writers refuse each other": (f"{STORE}::test_two_writers_refuse_each_other",),
     # resuming
@@ -67,25 +66,23 @@ PROMISES = {
     ),
     "verify size and sha256": (
         f"{STORE}::test_only_the_size_is_looked_at_where_that_is_wanted",
-        f"{STORE}::test_a_check_says_what_is_wrong",
+        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
     ),
     "a damaged one is named, kept, and the next older one used": (
-        f"{STORE}::test_a_damaged_one_is_passed_over_and_kept",
+        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
         f"{RESUME}::test_a_damaged_checkpoint_is_named_and_the_older_one_used",
         f"{RUN}::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used",
         f"{HERE}::test_a_folder_in_the_place_of_a_checkpoint_is_passed_over",
     ),
     "if some exist and none is valid, exit 3, never restart from 0": (
-        f"{STORE}::test_none_is_whole",
+        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
         f"{RESUME}::test_all_are_damaged",
         f"{TRAIN}::test_all_are_damaged",
-        f"{HERE}::test_a_script_whose_checkpoints_are_all_damaged_does_not_begin_again",
+        f"{RUN}::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used",
     ),
     # retention
     "Retention is a union of pure functions `last(n)`, `best(n, metric, mode)`, `every(n)`": (
-        f"{RETENTION}::test_the_last",
-        f"{RETENTION}::test_the_best_by_the_least_and_by_the_most",
-        f"{RETENTION}::test_every_so_many_steps",
+        f"{RETENTION}::test_each_rule_wants_its_own",
         f"{RETENTION}::test_a_union_with_the_reasons",
         f"{RUN}::test_retention_keeps_the_best_and_the_last",
         "verbs/test_prune.py::test_prune",
@@ -94,18 +91,16 @@ PROMISES = {
         f"{RETENTION}::test_the_newest_and_the_best_always_stay",
         f"{HERE}::test_the_newest_whole_one_is_never_deleted",
     ),
-    "a metric of 0.0 counts and NaN never ranks": (
-        f"{RETENTION}::test_zero_counts_and_nan_and_missing_ones_never_rank",
-    ),
+    "a metric of 0.0 counts and NaN never ranks": (f"{RETENTION}::test_each_rule_wants_its_own",),
     "a run that was stopped ends with the checkpoints of one that was not": (
         f"{RETENTION}::test_a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not",
-        f"{HERE}::test_a_stop_leaves_no_checkpoint_behind",
+        f"{SHAPES}::test_a_loop_stopped_at_any_line_ends_with_the_same_files",
         "verbs/test_prune.py::test_a_save_that_only_a_signal_asked_for",
     ),
     # signals and exit codes
     "a step is atomic: signals, saves and evaluation happen only between steps": (
         "training/test_kills.py::test_a_signal_saves_at_the_boundary",
-        f"{RUN}::test_a_stop_waits_for_the_update_of_a_window_of_steps",
+        f"{SHAPES}::test_a_loop_stopped_at_any_line_ends_with_the_same_files",
     ),
     "a handler only sets a flag": (
         "training/test_signals.py::test_the_first_signal_is_the_one_that_is_answered",
@@ -114,15 +109,15 @@ PROMISES = {
     "SIGTERM to the process group kills loader workers first: they must ignore it": (
         "training/test_kills.py::test_a_signal_saves_at_the_boundary",
     ),
-    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{RUN}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
+    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{ENDS}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
     "exit 2 could not do it (usage, a changed fixed key, an error)": (
         f"{TRAIN}::test_a_changed_fixed_key",
         f"{TRAIN}::test_an_unknown_key",
         f"{TRAIN}::test_a_disk_that_is_full",
     ),
     "130 and 143 stopped by INT and TERM after saving": (
-        f"{RUN}::test_a_signal_saves_and_leaves_the_program",
-        f"{HERE}::test_the_exit_code_of_a_script_that_is_stopped",
+        f"{ENDS}::test_a_signal_saves_and_leaves_the_program",
+        f"{SHAPES}::test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped",
         "training/test_kills.py::test_a_signal_saves_at_the_boundary",
     ),
 }
@@ -138,17 +133,6 @@ def test_every_promise_has_its_tests() -> None:
 
 
 # Those that no other file has ----------------------------------------------------------------------------------------
-
-
-def trained(folder: Path, steps: int, every: int = 1, say: Any = str, **options: Any) -> ckptool.Run:
-    """A run of a small model to a step."""
-    own = parts()
-    run = ckptool.Run(folder, say=say, **options, **own)
-    for step in run.steps(steps):
-        run.log(loss=train(torch.rand(4, 4), **own))
-        run.save(every=every, acc=1 / step)
-    run.close()
-    return run
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -235,18 +219,6 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_passed_over(tmp_path: Path, si
     assert len(list(place.iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
-def test_a_script_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path: Path, damage: Any) -> None:
-    trained(tmp_path, 2, keep_last=9)
-    for step in (1, 2):
-        damage(tmp_path / "checkpoints" / name_of(step))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("step-*")}
-    with pytest.raises(NoneValid) as raised:
-        ckptool.Run(tmp_path, say=str, **parts())
-    assert raised.value.exit_code == 3
-    assert {path: path.read_bytes() for path in tmp_path.rglob("step-*")} == before
-
-
 def test_the_newest_whole_one_is_never_deleted(tmp_path: Path) -> None:
     """Where newer ones are damaged, which stay and take no place."""
     trained(tmp_path, 4, keep_last=9)
@@ -254,38 +226,3 @@ def test_the_newest_whole_one_is_never_deleted(tmp_path: Path) -> None:
         cut_short(tmp_path / "checkpoints" / name_of(step))
     ckptool.prune(tmp_path, ["save.keep_last=1", "save.keep_best=0"])
     assert steps_of(tmp_path) == [2, 3, 4]
-
-
-def test_a_stop_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
-    """The names of the files of a run that is stopped in three of its steps, and of one that never is."""
-    options: dict[str, Any] = {"keep_last": 2, "keep_best": ("acc", "min"), "keep_every": 4}
-    trained(tmp_path / "whole", 12, every=2, **options)
-    for stops in itertools.count():
-        own = parts()
-        run = ckptool.Run(tmp_path / "stopped", say=str, **options, **own)
-        try:
-            for step in run.steps(12):
-                run.log(loss=train(torch.rand(4, 4), **own))
-                run.save(every=2, acc=1 / step)
-                if step in (3, 6, 11) and stops == (3, 6, 11).index(step):
-                    os.kill(os.getpid(), signal.SIGTERM)
-            break
-        except SystemExit:
-            assert steps_of(tmp_path / "stopped")[-1] == (3, 6, 11)[stops]
-    assert stops == 3
-    assert steps_of(tmp_path / "stopped") == steps_of(tmp_path / "whole")
-
-
-LOOP = """
-import os, torch, ckptool
-run = ckptool.Run({folder!r}, model=torch.nn.Linear(1, 1), say=str)
-for step in run.steps(9):
-    if step == 4:
-        os.kill(os.getpid(), {number})
-"""
-
-
-def test_the_exit_code_of_a_script_that_is_stopped(tmp_path: Path) -> None:
-    """Of a process of its own, after saving."""
-    ended = python("-c", LOOP.format(folder=str(tmp_path), number=int(signal.SIGTERM)))
-    assert (ended.returncode, steps_of(tmp_path)) == (143, [4]), ended.stderr

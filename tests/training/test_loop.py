@@ -19,7 +19,7 @@ from ckptool.errors import Corrupt, DiskFull, NotFinite
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
-from ckptool.training.seeds import seed_all
+from ckptool.training.rng import seed_all
 from ckptool.training.start import rehearse
 from ckptool.training.store import RunFolder
 from ckptool.training.tasks import classify, gan, lm, regress

@@ -17,7 +17,8 @@ from ckptool import cli
 from ckptool.errors import CkptoolError, Conflict
 from ckptool.training.configfile import create
 from ckptool.training.start import resume, start
-from ckptool.training.store import Lines, name_of
+from ckptool.training.store import name_of
+from tests.support.files import contents
 from tests.support.looped import looped
 from tests.support.small_runs import MLP, config, events, last
 
@@ -43,10 +44,6 @@ CONTENTS = {
 PROFILE: dict[str, Any] = {"profile": {"wait": 1, "active": 1}}
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def attempt(*ways: Any) -> list[CkptoolError]:
     """Does several things, of which each may be refused."""
     found = []
@@ -67,10 +64,10 @@ def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, cont
     path.write_bytes(CONTENTS[content])
     (path.parent / "other").write_bytes(b"mine too")
     errors = attempt(lambda: start(made), lambda: start(made, resume="auto"), lambda: resume(str(tmp_path / "run")))
-    assert everything(tmp_path / "run")[name] == CONTENTS[content]
+    assert contents(tmp_path / "run")[name] == CONTENTS[content]
     assert (path.parent / "other").read_bytes() == b"mine too"
     if len(errors) == 3:  # nothing else was made
-        left = everything(tmp_path / "run")
+        left = contents(tmp_path / "run")
         assert left.keys() <= {
             name,
             str((path.parent / "other").relative_to(tmp_path / "run")),
@@ -112,10 +109,10 @@ def test_what_a_run_left_that_never_saved_is_its_own(tmp_path: Path, name: str) 
         shutil.rmtree(tmp_path / "again")
     path = tmp_path / "run" / name
     path.write_bytes(b"# mine\n" + path.read_bytes() if name == "run.yaml" else b'{"mine": 1}\n')
-    before = everything(tmp_path / "run")
+    before = contents(tmp_path / "run")
     with pytest.raises(Conflict, match=name):
         start(config(run=tmp_path / "run"))
-    assert everything(tmp_path / "run") == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_the_folder_that_one_is_in(
@@ -126,11 +123,11 @@ def test_the_folder_that_one_is_in(
     for run in (".", str(tmp_path), "../" + tmp_path.name):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(MLP | {"run": run}))
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-        before = everything(tmp_path)
+        before = contents(tmp_path)
         for how in ("never", "auto", "must"):
             assert cli.main(["train", "run.yaml", "--resume", how]) == 2
             assert "run.yaml" in capsys.readouterr().err
-            assert everything(tmp_path) == before
+            assert contents(tmp_path) == before
     (tmp_path / "mine.yaml").write_text((tmp_path / "run.yaml").read_text())
     for name in ("run.yaml", "metrics.jsonl"):
         (tmp_path / name).unlink()
@@ -167,12 +164,12 @@ def test_checkpoints_are_never_begun_over(tmp_path: Path, taken: Any, steps: int
     made = config("save.every=2", f"train.steps={steps}", run=tmp_path / "run")
     start(config("save.every=5", run=tmp_path / "run"))
     taken(tmp_path / "run")
-    before = everything(tmp_path / "run" / "checkpoints")
+    before = contents(tmp_path / "run" / "checkpoints")
     ways = [lambda: start(made), lambda: start(made, resume="auto"), lambda: start(made, resume="must")]
     errors = attempt(*ways, lambda: resume(str(tmp_path / "run")))
     assert len(errors) == 4
     assert taken is empty or all("checkpoints" in error.what for error in errors)
-    assert everything(tmp_path / "run" / "checkpoints") == before
+    assert contents(tmp_path / "run" / "checkpoints") == before
 
 
 def test_a_checkpoint_of_another_run_that_would_be_written_over(tmp_path: Path) -> None:
@@ -184,10 +181,10 @@ def test_a_checkpoint_of_another_run_that_would_be_written_over(tmp_path: Path) 
             tmp_path / "other/checkpoints" / f"step-00000005{suffix}",
             tmp_path / "run/checkpoints" / f"step-00000010{suffix}",
         )
-    before = everything(tmp_path / "run" / "checkpoints")
+    before = contents(tmp_path / "run" / "checkpoints")
     with pytest.raises(Conflict, match=r"step-00000010\.json, step-00000010\.pt, which this run did not write"):
         resume(str(tmp_path / "run"), ["train.steps=20"])
-    assert everything(tmp_path / "run" / "checkpoints") == before
+    assert contents(tmp_path / "run" / "checkpoints") == before
     resume(str(tmp_path / "run"), ["train.steps=9"])
     start(config("train.steps=9", run=tmp_path / "whole"))
     assert (tmp_path / "run/checkpoints" / name_of(9)).read_bytes() == (
@@ -259,13 +256,6 @@ def test_a_torn_line_is_cut(tmp_path: Path, torn: str) -> None:
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, 10))
     whole = [line for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines() if line]
     assert all("event" in json.loads(line) for line in whole)
-
-
-def test_the_history_has_the_time_of_day(tmp_path: Path) -> None:
-    start(config("train.steps=5", run=tmp_path / "run"))
-    times = [fact["time"] for fact in Lines(str(tmp_path / "run" / "history.jsonl")).read()]
-    assert times == sorted(times)
-    assert all(time.endswith("+00:00") for time in times)
 
 
 def test_pipes_among_the_files_of_a_run_are_not_waited_for(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""`ckptool.Run`: what it saves and restores, what it refuses by name, and what it says."""
+"""`ckptool.Run`: what it saves and restores, what it refuses by name, what it says, and how it ends.
+
+That a loop of any shape, killed at any line, ends with the same files is in `test_run_shapes.py`.
+"""
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import random
-import signal
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,14 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 import ckptool
-from ckptool.errors import Conflict, DiskFull, NoneValid, UsageError
-from ckptool.training.store import RunFolder
-from tests.support.looped import sliced
-from tests.support.own_loops import parts, seeded, train
-from tests.support.programs import python
-from tests.support.ranks import torchrun
+from ckptool import Run
+from ckptool.errors import Conflict, NoneValid, UsageError
+from tests.support.own_loops import Holder, Killed, bytes_at, end, kill_at, parts, seeded, train, trained
 from tests.support.same import first_difference
 from tests.support.small_runs import flip_a_bit
-
-
-class Killed(Exception):
-    """Stands for the end of a process."""
 
 
 class Noisy(Dataset[Any]):
@@ -41,85 +32,173 @@ class Noisy(Dataset[Any]):
         return 20
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        noise = torch.rand(4) + random.random() + float(numpy.random.rand())
-        return noise + index
+        return torch.rand(4) + random.random() + float(numpy.random.rand()) + index
 
 
-Make = Callable[[], Any]
-LOADERS: dict[str, Make] = {
-    "shuffled, drawing": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
-    "with a generator": lambda: DataLoader(
-        Noisy(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
-    ),
-    "with replacement": lambda: DataLoader(Noisy(), batch_size=2, sampler=RandomSampler(Noisy(), True, 10)),
-    "workers": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2, multiprocessing_context="fork"),
-    "a function": lambda: lambda: (torch.rand(4, 4) + number for number in range(5)),
-    "a list": lambda: [torch.full((4, 4), float(number)) for number in range(3)],
+def noisy() -> Any:
+    return DataLoader(Noisy(), batch_size=4, shuffle=True)
+
+
+def ended_alike(script: Callable[[Path, int | None], Any], tmp_path: Path, kill: int, steps: int) -> bool:
+    """Whether a script that is killed and started again leaves the checkpoint of one that ran through."""
+    script(tmp_path / "whole", None)
+    with pytest.raises(Killed):
+        script(tmp_path / "killed", kill)
+    script(tmp_path / "killed", None)
+    return bytes_at(tmp_path / "whole", steps) == bytes_at(tmp_path / "killed", steps)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def of_no_module() -> dict[str, Any]:
+    model, scale = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+    return {"model": model, "optimizer": torch.optim.SGD([*model.parameters(), scale], lr=0.1)}
+
+
+MEANINGLESS: dict[str, dict[str, Any]] = {
+    "vocabulary is a dict, which has no state_dict": {"vocabulary": {}},
+    "keep_lst is an int, which has no state_dict": {"keep_lst": 2},
+    "optimizer trains 1 parameter of no module that was given": of_no_module(),
+    "verify is 'sha256'": {"verify": "sha256"},
+    "signals is": {"signals": ("BOGUS",)},
+    "seed is 'x'": {"seed": "x"},
+    "stop_after is 0": {"stop_after": 0},
+    "keep_every at least 0": {"keep_every": -3},
+    "keep_last must be at least 1": {"keep_last": 0},
+    "folder is 's3://bucket/run'": {"folder": "s3://bucket/run"},
 }
 
 
-def run_to(folder: Path, steps: int, loader: Make, upto: int | None = None, **options: Any) -> ckptool.Run:
-    """A script of its own, that is killed in the step after `upto`."""
-    seeded()
+@pytest.mark.parametrize("words", MEANINGLESS)
+def test_what_means_nothing_or_cannot_be_saved_is_refused_by_name(tmp_path: Path, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Run(**{"folder": tmp_path / "run", **MEANINGLESS[words]})
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def other_groups(model: nn.Sequential) -> Any:
+    return torch.optim.AdamW([{"params": model[at].parameters()} for at in (3, 1, 0)], lr=0.01)
+
+
+OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "holds the state of scheduler, which this script does not give": lambda own: own.pop("scheduler"),
+    "holds no state of ema": lambda own: own.update(ema=nn.Linear(1, 1)),
+    "the state of model does not fit": lambda own: own.update(model=nn.Linear(4, 9)),
+    "seed=None, the script has seed=3": lambda own: own.update(seed=3),
+    "AdamW; the script gives Adam": lambda own: own.update(optimizer=torch.optim.Adam(own["model"].parameters())),
+    "gives StepLR": lambda own: own.update(scheduler=torch.optim.lr_scheduler.StepLR(own["optimizer"], 3)),
+    "saved with 0.weight as torch.float32; the script's is torch.float64": lambda own: own["model"].double(),
+    "the optimizer has the groups": lambda own: own.update(optimizer=other_groups(own["model"])),
+}
+
+
+def test_what_is_not_what_was_saved_is_refused_by_name(tmp_path: Path) -> None:
+    """Also groups of an optimizer in another order, which torch takes in silence."""
+    trained(tmp_path, 1)
+    for words, change in OTHERS.items():
+        own = {"say": str, **parts()}
+        change(own)
+        with pytest.raises(Conflict, match=words):
+            Run(tmp_path, **own)
+
+
+@pytest.mark.parametrize("value", [numpy.float64(1), numpy.ones(2), deque([1]), {"a": b""}, frozenset([1])])
+def test_a_state_that_could_not_be_read_again_is_refused_before_it_is_written(tmp_path: Path, value: Any) -> None:
+    run = Run(tmp_path, say=str, model=nn.Linear(2, 1), early=Holder(value))
+    with pytest.raises(UsageError, match="the state of early holds"):
+        run.save()
+    run["found"] = []
+    with pytest.raises(UsageError, match=r"run\['best'\] holds"):
+        run["best"] = value
+    run["found"].append(value)
+    run.objects.named["early"].value = None
+    with pytest.raises(UsageError, match=r"run\['found'\] holds"):
+        run.save()
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+WRONG: dict[str, Callable[[Run], Any]] = {
+    "run.epochs was called inside run.steps": lambda run: [next(iter(run.epochs(2))) for _ in run.steps(2)],
+    "run.steps counts the steps of the whole run": lambda run: [list(run.steps(2)) for _ in run.epochs(2)],
+    "takes neither steps nor epochs": lambda run: [list(run.batches([1], steps=2)) for _ in run.epochs(2)],
+    "run.batches was called twice": lambda run: [
+        list(run.batches([1])) + list(run.batches([1])) for _ in run.epochs(2)
+    ],
+    "the loader yielded no batch at all": lambda run: [list(run.batches([])) for _ in run.epochs(2)],
+    "run.steps was called inside run.steps": lambda run: [next(iter(run.steps(2))) for _ in run.steps(2)],
+    "ends with its first epoch": lambda run: run.batches(iter([1]), steps=3),
+    "exactly one of steps and epochs": lambda run: run.batches([1]),
+    r"run\.log was given dict as the step": lambda run: run.log({"loss": 1.0}),  # type: ignore[arg-type]
+    "loss is str, which is not a number": lambda run: run.log(loss="x"),
+    r"run\.save has no option evry\n(?s:.*)Did you mean every\?": lambda run: run.save(evry=True),
+    r"run\.save\(every=500": lambda run: run.due(every=3),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_calls_that_cannot_be_meant_are_refused(tmp_path: Path, words: str) -> None:
+    with pytest.raises((UsageError, AttributeError), match=words):
+        WRONG[words](Run(tmp_path, say=str, model=nn.Linear(1, 1)))
+
+
+def test_a_schedule_free_optimizer_in_evaluation_mode_is_refused(tmp_path: Path) -> None:
     own = parts()
-    run = ckptool.Run(folder, say=str, **own, **options)
-    with suppress(Killed):
-        for step, batch in run.batches(loader(), steps=steps):
-            if upto is not None and step > upto:
-                raise Killed
-            run.log(step, loss=train(batch, **own))
-            run["last"] = float(step)
-            if step == upto:
-                run.save()
-    return run
+    own["optimizer"].param_groups[0]["train_mode"] = False
+    with pytest.raises(UsageError, match="optimizer is in evaluation mode"):
+        Run(tmp_path, say=str, **own).save()
 
 
-def end(folder: Path, steps: int) -> Any:
-    return torch.load(folder / "checkpoints" / f"step-{steps:08d}.pt", weights_only=True)
+def test_data_that_became_shorter_is_named(tmp_path: Path) -> None:
+    trained(tmp_path, 9, upto=5, loader=lambda: iter(torch.ones(5, 4, 4)))
+    with pytest.raises(Conflict, match="gave 3 batches of an epoch in which 4 were trained on"):
+        trained(tmp_path, 9, loader=lambda: iter(torch.ones(3, 4, 4)))
 
 
-@pytest.mark.parametrize(("seed", "name", "at"), sliced(product([None, 11], LOADERS, [1, 4, 5, 7]), 16))
-def test_a_run_that_goes_on_in_the_middle_of_an_epoch_ends_the_same(
-    tmp_path: Path, name: str, at: int, seed: int | None
-) -> None:
-    if name == "workers" and at != 7:
-        pytest.skip("one place is enough for workers")
-    run_to(tmp_path / "whole", 12, LOADERS[name], seed=seed)
-    run_to(tmp_path / "two", 12, LOADERS[name], upto=at, seed=seed)
-    run = run_to(tmp_path / "two", 12, LOADERS[name], seed=seed)
-    assert run.resumed
-    assert first_difference(end(tmp_path / "whole", 12), end(tmp_path / "two", 12)) == ""
-    names = [tmp_path / each / "checkpoints/step-00000012.pt" for each in ("whole", "two")]
-    assert names[0].read_bytes() == names[1].read_bytes()
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(Conflict, match="which this run did not write") as caught:
+        Run(tmp_path, **parts())
+    assert "ckptool.Run('OTHER', …)" in str(caught.value)
+    trained(tmp_path / "other", 1)
+    with pytest.raises(UsageError, match=r"is a run of ckptool\.Run in"):
+        ckptool.resume(tmp_path / "other")
+
+
+# What is saved and restored -------------------------------------------------------------------------------------------
 
 
 def test_epochs_end_where_they_end_and_a_finished_run_trains_no_more(tmp_path: Path) -> None:
-    seeded()
-    own = parts()
-    run = ckptool.Run(tmp_path / "run", say=str, **own)
-    seen = []
-    for step, batch in run.batches(LOADERS["shuffled, drawing"](), epochs=2):
-        train(batch, **own)
-        seen.append((step, run.epoch))
-    assert seen == [(step, (step - 1) // 5) for step in range(1, 11)]
+    """Also where a loader gives more than its length says."""
+
+    class Longer:
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Any:
+            return (torch.full((4, 4), float(number)) for number in range(4))
+
     said: list[str] = []
-    run = ckptool.Run(tmp_path / "run", say=said.append, **parts())
-    assert list(run.batches(LOADERS["shuffled, drawing"](), epochs=2)) == []
-    assert run.step == 10
-    assert said[1:] == ["finished: 2 epochs of 2 are done; the loop goes on only if you ask for more"]
+    for expected in ([(step, (step - 1) // 4, (step - 1) % 4) for step in range(1, 9)], []):
+        own = parts()
+        run = Run(tmp_path, say=said.append, **own)
+        seen = []
+        for step, batch in run.batches(Longer(), epochs=2):
+            train(batch, **own)
+            seen.append((step, run.epoch, int(batch[0, 0])))
+        assert (seen, run.step) == (expected, 8)
+    assert said[-1] == "finished: 2 epochs of 2 are done; the loop goes on only if you ask for more"
 
 
 def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: Path) -> None:
     def loop(given: bool, upto: int) -> tuple[list[float], list[str]]:
         seeded()
-        model, own = nn.Linear(4, 1), torch.Generator().manual_seed(5)
-        model.noise = own
+        model, own, said = nn.Linear(4, 1), torch.Generator().manual_seed(5), list[str]()
+        model.noise, model.calls = own, 0
         model.register_buffer("passing", torch.zeros(1), persistent=False)
-        model.calls = 0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        said: list[str] = []
         given_too = {"noise": own, "pcg": numpy.random.default_rng(3), "plain": random.Random(4)} if given else {}
-        run = ckptool.Run(tmp_path / str(given), model=model, optimizer=optimizer, say=said.append, **given_too)
+        run = Run(tmp_path / str(given), model=model, optimizer=optimizer, say=said.append, **given_too)
         drawn = []
         for _ in run.steps(upto):
             train(torch.rand(2, 4, generator=own), model, optimizer)
@@ -138,330 +217,139 @@ def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: P
     assert len(said) == len(set(said))
 
 
-def test_a_schedule_that_was_not_given_is_named(tmp_path: Path) -> None:
-    own, said = parts(), list[str]()
-    scheduler = own["scheduler"]  # of which one note says enough
-    run = ckptool.Run(tmp_path / "run", model=own["model"], optimizer=own["optimizer"], say=said.append)
-    for _ in run.steps(1):
-        train(torch.rand(4, 4), **own)
-    noted = [line for line in said if "schedule" in line.lower()]
-    assert scheduler and len(noted) == 1 and "has a learning rate schedule, which was not given" in noted[0]
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),
+    "named": lambda model: torch.optim.AdamW(model.named_parameters()),
+}
 
 
-def test_an_object_that_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="vocabulary is a dict, which has no state_dict"):
-        ckptool.Run(tmp_path / "run", vocabulary={})
-    run = ckptool.Run(tmp_path / "run", model=nn.Linear(1, 1), say=str)
-    with pytest.raises(UsageError, match=r"holds numpy\.float64"):
-        run["best"] = numpy.float64(1)
-    run["best"] = {"a": [1, 2.5, None, ("x", torch.ones(2))]}
-    assert run.get("other", 3) == 3 and "best" in run
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_with_states_of_other_shapes_and_with_names_end_with_the_same_bytes(
+    tmp_path: Path, name: str
+) -> None:
+    """And a scaler that is disabled, which has no state."""
+
+    def script(folder: Path, kill: int | None) -> None:
+        seeded()
+        model, scaler = nn.Linear(4, 2), torch.amp.GradScaler("cpu", enabled=False)
+        optimizer = OPTIMIZERS[name](model)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(3, 4)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        with Run(folder, say=str, model=model, optimizer=optimizer, scaler=scaler) as run:
+            for step in run.steps(6):
+                optimizer.step(closure)
+                if step == 3:
+                    run.save()
+                kill_at(run, kill)
+
+    assert ended_alike(script, tmp_path, 4, 6)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"verify": "sha"},
-        {"signals": ("BOGUS",)},
-        {"seed": "x"},
-        {"stop_after": 0},
-        {"keep_every": -3},
-        {"keep_last": 0},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_a_setting_that_means_nothing_is_refused_before_anything_is_made(tmp_path: Path, given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(given))):
-        ckptool.Run(tmp_path / "run", **given)
-    assert not (tmp_path / "run").exists()
+LOOPS: dict[str, Callable[[Run, Any], Any]] = {
+    "steps": lambda run, loader: run.steps(5),
+    "batches by steps": lambda run, loader: run.batches(loader, steps=5),
+    "batches by epochs": lambda run, loader: run.batches(loader, epochs=2),
+    "epochs": lambda run, loader: (step for _ in run.epochs(2) for step in run.batches(loader)),
+    "epochs alone": lambda run, loader: run.epochs(3),
+}
 
 
-def test_what_was_saved_and_is_not_given_is_an_error_and_the_reverse(tmp_path: Path) -> None:
-    run_to(tmp_path / "run", 2, LOADERS["a list"])
-    own = parts()
-    with pytest.raises(Conflict, match="holds the state of scheduler, which this script does not give"):
-        ckptool.Run(tmp_path / "run", model=own["model"], optimizer=own["optimizer"], say=str)
-    with pytest.raises(Conflict, match="holds no state of ema"):
-        ckptool.Run(tmp_path / "run", **parts(), ema=nn.Linear(1, 1), say=str)
-    other = nn.Linear(4, 9)
-    with pytest.raises(Conflict, match="the state of model does not fit"):
-        ckptool.Run(tmp_path / "run", **{**parts(), "model": other}, say=str)
-    with pytest.raises(Conflict, match="seed=None, the script has seed=3"):
-        ckptool.Run(tmp_path / "run", **parts(), seed=3, say=str)
-
-
-def test_swapped_groups_of_an_optimizer_are_refused(tmp_path: Path) -> None:
-    def optimizer(model: Any, order: tuple[int, int]) -> Any:
-        return torch.optim.AdamW([{"params": model[number].parameters()} for number in order], lr=0.1)
-
-    for order in ((0, 1), (1, 0)):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        own = {"model": model, "optimizer": optimizer(model, order)}
-        if order == (1, 0):
-            with pytest.raises(Conflict, match="the optimizer has the groups"):
-                ckptool.Run(tmp_path / "run", say=str, **own)
-            return
-        run = ckptool.Run(tmp_path / "run", say=str, **own)
-        for _ in run.steps(1):
-            train(torch.rand(4, 4), **own)
-
-
-def test_an_option_that_the_script_changed_is_named(tmp_path: Path) -> None:
-    for fused in (False, True):
-        model, said = nn.Linear(4, 1), list[str]()
-        own = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1 + fused, fused=fused)}
-        run = ckptool.Run(tmp_path / "run", say=said.append, **own)
-        for _ in run.steps(1 + fused):
-            train(torch.rand(4, 4), **own)
-    assert [line for line in said if "fused of group 0 is True in the script, but was False when the run began" in line]
-    assert [line for line in said if "lr of group 0 is 1.1 in the script, but was 0.1" in line]
-
-
-def test_a_stop_waits_for_the_update_of_a_window_of_steps(tmp_path: Path) -> None:
-    """Gradients that were accumulated over several steps of the loop would be lost."""
-    own = parts()
-    run = ckptool.Run(tmp_path / "run", say=str, **own)
-    with pytest.raises(SystemExit):
-        for step in run.steps(12):
-            own["model"](torch.rand(4, 4)).sum().backward()
-            if step == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if step % 4 == 0:
-                own["optimizer"].step()
-                own["optimizer"].zero_grad()
-    assert end(tmp_path / "run", 8)["step"] == 8
-
-
-def test_a_schedule_free_optimizer_in_evaluation_mode_is_refused(tmp_path: Path) -> None:
-    own = parts()
-    own["optimizer"].param_groups[0]["train_mode"] = False
-    run = ckptool.Run(tmp_path / "run", say=str, **own)
-    with pytest.raises(UsageError, match="optimizer is in evaluation mode"):
-        for _ in run.steps(1):
-            train(torch.rand(4, 4), **own)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, None)])
-def test_a_signal_saves_and_leaves_the_program(tmp_path: Path, number: int, code: int | None) -> None:
-    own, before = parts(), signal.getsignal(number)
-    run = ckptool.Run(tmp_path / "run", say=str, **own)
-    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
-        for step in run.steps(9):
-            train(torch.rand(4, 4), **own)
-            if step == 3:
-                os.kill(os.getpid(), number)
-            assert run.stopping == (step == 3)
-    assert getattr(caught.value, "code", None) == code
-    assert signal.getsignal(number) is before
-    assert end(tmp_path / "run", 3)["step"] == 3
-    events = [json.loads(line)["event"] for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
-    assert events == ["start", "save", "stop"]
-
-
-def test_a_run_that_is_started_again_to_end_where_it_was_stopped_is_saved_as_finished(tmp_path: Path) -> None:
-    def sidecar(steps: int) -> dict[str, Any]:
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_finished_run_that_is_started_again_leaves_the_random_states_of_its_end(tmp_path: Path, name: str) -> None:
+    drawn = []
+    for _ in range(2):
+        seeded()
         own = parts()
-        run = ckptool.Run(tmp_path / "run", say=str, **own)
-        with suppress(SystemExit):
-            for step in run.steps(steps):
+        loader = DataLoader(torch.rand(12, 4), batch_size=4, shuffle=True)
+        with Run(tmp_path, say=str, **own) as run:
+            for _ in LOOPS[name](run, loader):
                 train(torch.rand(4, 4), **own)
-                run.save(every=3)
-                if step == 5:
-                    os.kill(os.getpid(), signal.SIGTERM)
-        run.close()
-        found: dict[str, Any] = json.loads((tmp_path / "run/checkpoints/step-00000005.json").read_text())
-        return found
+        drawn.append([float(torch.rand(1)), float(numpy.random.rand()), random.random()])
+    assert drawn[0] == drawn[1]
 
-    stopped, finished = sidecar(9), sidecar(5)
-    assert (stopped["stop"], stopped["parent"]) == (True, 3)
-    assert (finished.get("stop"), finished["parent"], finished["sha256"]) == (None, 3, stopped["sha256"])
+
+def test_tied_weights_are_written_once_also_from_a_copy(tmp_path: Path) -> None:
+    for background in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model[1].weight = model[0].weight
+        with Run(tmp_path / str(background), say=str, save_async=background, model=model) as run:
+            run.save()
+    assert bytes_at(tmp_path / "True", 0) == bytes_at(tmp_path / "False", 0)
+    assert len(bytes_at(tmp_path / "True", 0)) < 2 * 8 * 8 * 4 + 20_000
 
 
 def test_what_is_logged_of_a_run_without_its_loop_is_kept(tmp_path: Path) -> None:
-    def test(times: int) -> int:
-        run = ckptool.Run(tmp_path / "run", say=str, **parts())
-        if not run.resumed:
-            run.save()
-        for _ in range(times):
-            run.log(acc=0.5)
-        run.close()
-        return len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
-
-    assert [test(1), test(2)] == [1, 2]
-
-
-def test_time_that_is_over_stops_a_run_with_exit_code_0(tmp_path: Path) -> None:
-    own = parts()
-    run = ckptool.Run(tmp_path / "run", say=str, stop_after=1e-9, **own)
-    with pytest.raises(SystemExit) as caught:
-        for _ in run.steps(9):
-            train(torch.rand(4, 4), **own)
-    assert caught.value.code == 0
-    assert run.step == 1
+    for times in (1, 2):
+        with Run(tmp_path, say=str, **parts()) as run:
+            if not run.resumed:
+                run.save()
+            for _ in range(times):
+                run.log(acc=0.5)
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == times
 
 
 def test_an_evaluation_changes_nothing_however_often_it_is_done(tmp_path: Path) -> None:
     for every in (1, 3):
         seeded()
         own = parts()
-        run = ckptool.Run(tmp_path / str(every), say=str, **own)
-        for step, batch in run.batches(LOADERS["shuffled, drawing"](), steps=9):
+        run = Run(tmp_path / str(every), say=str, **own)
+        for step, batch in run.batches(noisy(), steps=9):
             train(batch, **own)
             if step % every == 0:
                 with run.evaluating():
                     assert not own["model"][1].training and not torch.is_grad_enabled()
-                    next(iter(LOADERS["shuffled, drawing"]()))
+                    next(iter(noisy()))
                     torch.rand(3)
                 assert own["model"][1].training
     assert first_difference(end(tmp_path / "1", 9), end(tmp_path / "3", 9)) == ""
 
 
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    said: list[str] = []
+    trained(tmp_path, 4, keep_last=9)
+    (tmp_path / "checkpoints/step-00000004.json").write_text("{}")
+    flip_a_bit(tmp_path / "checkpoints/step-00000003.pt")
+    with Run(tmp_path, say=said.append, **parts()) as run:
+        assert run.step == 2
+    assert "step-00000004.pt" in said[0] and "step-00000003.pt does not match its sha256" in said[1]
+    for step in (1, 2):
+        flip_a_bit(tmp_path / f"checkpoints/step-{step:08d}.pt")
+    with pytest.raises(NoneValid):
+        Run(tmp_path, say=str, **parts())
+
+
 def test_retention_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     own = parts()
-    run = ckptool.Run(tmp_path / "run", say=str, keep_last=1, keep_best=("acc", "max"), **own)
+    run = Run(tmp_path, say=str, keep_last=1, keep_best=("acc", "max"), **own)
     for step in run.steps(6):
         train(torch.rand(4, 4), **own)
         run.save(acc={2: 0.9}.get(step, 0.1 * (step == 4)))
-    left = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("*.pt"))
-    assert left == ["step-00000002.pt", "step-00000006.pt"]
     run.close()
-    report = ckptool.inspect_run(tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.rglob("*.pt")) == ["step-00000002.pt", "step-00000006.pt"]
+    report = ckptool.inspect_run(tmp_path)
     assert (report.metric, report.mode, report.resumes) == ("acc", "max", 6)
-    assert ckptool.prune(tmp_path / "run", ["save.keep_best=0"]).deleted[0][0] == 2
+    assert ckptool.prune(tmp_path, ["save.keep_best=0"]).deleted[0][0] == 2
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
-    said: list[str] = []
-    run_to(tmp_path / "run", 2, LOADERS["a list"])
-    run_to(tmp_path / "run", 4, LOADERS["a list"])
-    newest = tmp_path / "run/checkpoints/step-00000004.pt"
-    flip_a_bit(newest)
-    run = ckptool.Run(tmp_path / "run", say=said.append, **parts())
-    assert run.step == 2
-    assert "does not match its sha256" in said[0]
-    flip_a_bit(tmp_path / "run/checkpoints/step-00000002.pt")
-    run.close()
-    with pytest.raises(NoneValid):
-        ckptool.Run(tmp_path / "run", say=str, **parts())
+def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
+    tmp_path: Path,
+) -> None:
+    model, called = nn.Linear(1, 1), []
 
+    def measure() -> float:
+        assert not torch.is_grad_enabled() and not model.training
+        torch.rand(3)
+        called.append(run.step)
+        return 1.0 / run.step
 
-def test_a_cell_that_is_run_again_takes_its_run_over_and_another_process_cannot(tmp_path: Path) -> None:
-    run = ckptool.Run(tmp_path / "run", say=str, **parts())
-    again = ckptool.Run(tmp_path / "run", say=str, **parts())
-    with pytest.raises(UsageError, match="the run is closed"):
-        run.save()
-    script = f"import ckptool, torch; ckptool.Run({str(tmp_path / 'run')!r}, model=torch.nn.Linear(1, 1))"
-    other = python(script)
-    assert "is being written by another process" in other.stderr
-    again.close()
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text("mine\n")
-    with pytest.raises(Conflict, match="which this run did not write") as caught:
-        ckptool.Run(tmp_path / "run", **parts())
-    assert "ckptool.Run('OTHER', …)" in str(caught.value)
-    with pytest.raises(UsageError, match=r"is a run of ckptool\.Run in"):
-        run_to(tmp_path / "other", 1, LOADERS["a list"])
-        ckptool.resume(tmp_path / "other")
-
-
-def test_two_loops_at_once_and_an_iterator_are_refused(tmp_path: Path) -> None:
-    run = ckptool.Run(tmp_path / "run", say=str, model=nn.Linear(1, 1))
-    for _ in run.steps(1):
-        with pytest.raises(UsageError, match=r"run\.steps was called inside run\.steps"):
-            next(iter(run.steps(1)))
-    with pytest.raises(UsageError, match="ends with its first epoch"):
-        run.batches(iter([1]), steps=3)
-    with pytest.raises(UsageError, match="exactly one of steps and epochs"):
-        run.batches([1])
-
-
-def test_data_that_became_shorter_is_named(tmp_path: Path) -> None:
-    run_to(tmp_path / "run", 9, lambda: lambda: iter(torch.ones(5, 4, 4)), upto=4)
-    with pytest.raises(Conflict, match="gave 3 batches of an epoch in which 4 were trained on"):
-        run_to(tmp_path / "run", 9, lambda: lambda: iter(torch.ones(3, 4, 4)))
-
-
-def test_the_failure_of_an_async_save_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = parts()
-    run = ckptool.Run(tmp_path / "run", say=str, save_async=True, **own)
-
-    def full(*args: Any) -> None:
-        raise DiskFull("no space", "", "")
-
-    with pytest.raises(DiskFull, match="no space") as caught:
-        for step in run.steps(9):
-            train(torch.rand(4, 4), **own)
-            if step == 3:
-                monkeypatch.setattr(RunFolder, "commit", full)
-            run.save()
-    assert run.step == 4
-    assert "run the script again" in str(caught.value)
-
-
-def held() -> int:
-    """The bytes of all storages that tensors are alive of."""
-    gc.collect()
-    plain = (torch.Tensor, torch.nn.Parameter)
-    tensors = [each for each in gc.get_objects() if type(each) in plain and each.layout is torch.strided]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_saving_holds_at_most_one_copy_of_the_state(tmp_path: Path, background: bool) -> None:
-    """After a few and after many saves: the model's own tensors, and in the background one copy of them more."""
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.Adam(model.parameters())
-    run = ckptool.Run(tmp_path / "run", model=model, optimizer=optimizer, say=str, save_async=background, keep_last=1)
-    sizes = []
-    for step in run.steps(50):
-        optimizer.zero_grad()
-        model(torch.rand(4, 64)).sum().backward()
-        optimizer.step()
-        run.save()
-        if step in (6, 7, 30, 50):
-            sizes.append(held())
-    state = 3 * 65 * 64 * 4
-    assert max(sizes) - min(sizes) <= state * background + 30_000  # random states, too
-
-
-RANKS = """
-import os, sys, torch
-import ckptool
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-torch.manual_seed(100)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-ddp = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
-torch.manual_seed(rank)
-data = torch.utils.data.TensorDataset(torch.arange(96.0).reshape(24, 4))
-sampler = torch.utils.data.DistributedSampler(data)
-loader = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler)
-seed = None if sys.argv[3] == "None" else int(sys.argv[3])
-run = ckptool.Run(sys.argv[1], model=ddp, optimizer=optimizer, seed=seed)
-for step, (batch,) in run.batches(loader, steps=9):
-    optimizer.zero_grad()
-    ddp(batch).pow(2).mean().backward()
-    optimizer.step()
-    run.log(step, loss=step)
-    if step in (4, 9):
-        run.save()
-    if step > int(sys.argv[2]):
-        os._exit(0)
-torch.distributed.destroy_process_group()
-os._exit(0)  # gloo's threads abort the process at times while the interpreter is taken down
-"""
-
-
-@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.soak)])
-def test_every_rank_goes_on_with_its_own_random_state(tmp_path: Path, seed: int | None) -> None:
-    torchrun(2, RANKS, str(tmp_path / "whole"), "9", str(seed), scratch=tmp_path)
-    torchrun(2, RANKS, str(tmp_path / "two"), "6", str(seed), scratch=tmp_path)
-    torchrun(2, RANKS, str(tmp_path / "two"), "9", str(seed), scratch=tmp_path)
-    whole = end(tmp_path / "whole", 9)
-    assert first_difference(whole, end(tmp_path / "two", 9)) == ""
-    assert list(whole["model_state_dict"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert len(whole["rng_state"]["ranks"]) == 2
+    run = Run(tmp_path, model=model, say=str, keep_last=1, keep_best=("val", "max"))
+    for _ in run.steps(8):
+        run.save(every=3, val=measure)
+    assert called == [3, 6, 8]
+    assert {saved.step: saved.metrics for saved in run.folder.all()} == {3: {"val": 1 / 3}, 8: {"val": 1 / 8}}

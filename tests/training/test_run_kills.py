@@ -94,15 +94,12 @@ def trial(server: ForkServer, tmp_path: Path, script: Path, size: int, kills: in
     agree(tmp_path / f"killed-{run}", whole)
 
 
+@pytest.mark.parametrize("often", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SIZES)
-def test_a_loop_that_is_killed_ends_with_the_same_files(server: ForkServer, tmp_path: Path, name: str) -> None:
-    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][0], kills=2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", SIZES)
-def test_a_loop_that_is_killed_twenty_times(server: ForkServer, tmp_path: Path, name: str) -> None:
-    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][1], kills=20)
+def test_a_loop_that_is_killed_ends_with_the_same_files(
+    server: ForkServer, tmp_path: Path, name: str, often: int
+) -> None:
+    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][often], kills=(2, 20)[often])
 
 
 def test_every_script_is_killed() -> None:

@@ -321,117 +321,38 @@ def test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_t
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("others", ["other.zero_grad()", "other.zero_grad(set_to_none=False)"])
-def test_gradients_that_one_loss_leaves_in_the_other_optimizer_are_no_window(tmp_path: Path, others: str) -> None:
-    model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
-    run = ckptool.Run(tmp_path, model=model, critic=critic, optimizer=optimizer, other=other, say=str, keep_last=9)
-    for _ in run.steps(4):
-        exec(others)
-        critic(torch.ones(2)).mean().backward()
-        other.step()
-        optimizer.zero_grad()
-        critic(model(torch.ones(2))).mean().backward()
-        optimizer.step()
-        run.save()
-    assert [saved.step for saved in run.folder.all()] == [1, 2, 3, 4]
+# What a body does with its two optimizers, and in which steps it saves.
+TWO = {
+    "one loss leaves gradients in the other optimizer": (
+        (
+            "other.zero_grad(to_none); critic(ones).mean().backward(); other.step()\n"
+            "one.zero_grad(); critic(model(ones)).mean().backward(); one.step()\n"
+        ),
+        [1, 2, 3, 4, 5, 6],
+    ),
+    "in turn, each of which begins anew": (
+        "each = (one, other)[step % 2]; each.zero_grad(to_none)\ncritic(model(ones)).mean().backward(); each.step()\n",
+        [2, 3, 4, 5, 6],
+    ),
+    "in turn, where both begin anew": (
+        (
+            "one.zero_grad(to_none); other.zero_grad(to_none)\ncritic(model(ones)).mean().backward()\n"
+            "(one, other)[step % 2].step()\n"
+        ),
+        [2, 3, 4, 5, 6],
+    ),
+}
 
 
-@pytest.mark.parametrize("zeroed", [1, 2])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_of_two_optimizers_that_step_in_turn_what_the_other_one_left_is_no_window(
-    tmp_path: Path, zeroed: int, to_none: bool
-) -> None:
+@pytest.mark.parametrize("name", TWO)
+def test_what_one_of_two_optimizers_leaves_in_the_other_is_no_window(tmp_path: Path, name: str, to_none: bool) -> None:
+    body, steps = TWO[name]
     model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    both = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic)]
-    run = ckptool.Run(tmp_path, model=model, critic=critic, one=both[0], other=both[1], say=str, keep_last=9)
+    one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
+    names = {"model": model, "critic": critic, "one": one, "other": other}
+    run = ckptool.Run(tmp_path, say=str, keep_last=9, **names)
     for step in run.steps(6):
-        for optimizer in (both[step % 2], both[step % 2 - 1])[:zeroed]:
-            optimizer.zero_grad(set_to_none=to_none)
-        critic(model(torch.ones(2))).mean().backward()
-        both[step % 2].step()
+        exec(body, {**names, "ones": torch.ones(2), "to_none": to_none, "step": step})
         run.save()
-    assert [saved.step for saved in run.folder.all()] == [2, 3, 4, 5, 6]
-
-
-def test_a_save_that_would_wait_for_ever_is_named(tmp_path: Path) -> None:
-    model, said = torch.nn.Linear(2, 1), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = ckptool.Run(tmp_path, model=model, optimizer=optimizer, say=said.append)
-    for _ in run.steps(9):
-        optimizer.step()  # with the gradients of the step before
-        optimizer.zero_grad()
-        model(torch.ones(2)).sum().backward()
-        run.save(every=2)
-    assert [text for text in said if text.startswith("a save has waited since step 2: gradients are added after")]
-
-
-def test_what_fails_in_the_save_at_break_is_raised_on_closing(tmp_path: Path) -> None:
-    def metric() -> float:
-        raise ValueError("no metric")
-
-    said: list[str] = []
-    run = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=said.append)
-    for step in run.steps(9):
-        run.save(val=metric)
-        if step == 1:
-            break
-    assert "step 1, where `break` left the loop, was not saved: no metric" in said
-    with pytest.raises(ValueError, match="no metric"):
-        run.close()
-
-
-def test_a_batch_that_was_fetched_before_a_save_that_failed_is_trained_on_in_the_next_loop(tmp_path: Path) -> None:
-    failing = [True]
-
-    def metric() -> float:
-        assert not failing or not failing.pop()
-        return 1.0
-
-    run, seen = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=str), []
-    with pytest.raises(AssertionError):
-        for _, batch in run.batches(list("abcdef"), epochs=1):
-            seen.append(batch)
-            run.save(every=3, val=metric)
-    seen += [batch for _, batch in run.batches(list("abcdef"), epochs=1)]
-    assert "".join(seen) == "abcdef"
-
-
-def test_a_loop_whose_iterator_is_held_gives_signals_back_and_is_named_on_closing(tmp_path: Path) -> None:
-    said: list[str] = []
-    run = ckptool.Run(tmp_path, model=torch.nn.Linear(1, 1), say=said.append)
-    before, held = signal.getsignal(signal.SIGTERM), run.steps(9)
-    for _ in held:
-        break
-    run.close()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert said[-1].startswith("step 1 was not saved: run.close() came before the loop had ended, or a variable still")
-
-
-def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where_the_save_is_due_alone(
-    tmp_path: Path,
-) -> None:
-    model = torch.nn.Linear(1, 1)
-    called = []
-
-    def measure() -> float:
-        assert not torch.is_grad_enabled() and not model.training
-        torch.rand(3)
-        called.append(run.step)
-        return 1.0 / run.step
-
-    run = ckptool.Run(tmp_path, model=model, say=str, keep_last=1, keep_best=("val", "max"))
-    for _ in run.steps(8):
-        run.save(every=3, val=measure)
-    assert called == [3, 6, 8]
-    assert {step: saved.metrics for step, saved in ((each.step, each) for each in run.folder.all())} == {
-        3: {"val": 1 / 3},
-        8: {"val": 1 / 8},
-    }
-    with pytest.raises(AttributeError, match=r"run\.save\(every=500"):
-        run.due(every=3)
-    for name, words in {"force": "each call marks", "evry": r"Did you mean every\?", "second": "seconds"}.items():
-        with pytest.raises(ckptool.errors.UsageError, match=f"(?s)run.save has no option {name}.*{words}"):
-            run.save(**{name: True})
-    with pytest.raises(ckptool.errors.UsageError, match=r"(?s)no option keep_lst.*Did you mean keep_last\?"):
-        ckptool.Run(tmp_path / "other", model=model, keep_lst=2)
+    assert [saved.step for saved in run.folder.all()] == steps

@@ -30,17 +30,12 @@ def test_a_person_who_asks_twice_is_obeyed_at_once(first: signal.Signals) -> Non
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_only_the_signals_that_are_named_are_caught() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with stopping(["TERM"]):
-        assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_a_hang_up_that_is_ignored_stays_so() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_only_the_signals_that_are_named_are_caught_and_no_hang_up_that_is_ignored() -> None:
+    before, ignored = signal.getsignal(signal.SIGUSR1), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stopping(["HUP"]) as stop:
+        with stopping(["TERM", "HUP"]) as stop:
+            assert signal.getsignal(signal.SIGUSR1) is before
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop.asked
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, ignored)

@@ -225,7 +225,9 @@ def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monke
     start(config("train.steps=7", run=tmp_path / "run"))
     (tmp_path / "run/checkpoints/step-00000007.pt").unlink()
     resume(str(tmp_path / "run"), ["train.steps=10"])
-    times = [(fact["event"], fact.get("seconds"), fact.get("total_seconds")) for fact in events(tmp_path / "run")]
+    found = events(tmp_path / "run")
+    assert all(fact["time"].endswith("+00:00") for fact in found)
+    times = [(fact["event"], fact.get("seconds"), fact.get("total_seconds")) for fact in found]
     assert times == [
         ("start", 0, 0),
         ("save", 5, 5),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import stat
 import subprocess
@@ -15,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.errors import Conflict, Corrupt, DiskFull, FileProblem, NoneValid
+from ckptool.errors import Conflict, DiskFull, FileProblem, NoneValid
 from ckptool.output import durable
 from ckptool.output import sink as running_module
 from ckptool.output.sink import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.lock import Lock
-from ckptool.training.store import Lines, RunFolder, SavedState, check, name_of, read_json, sidecar_of
+from ckptool.training.store import Lines, RunFolder, name_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
@@ -46,19 +45,15 @@ def newest(store: RunFolder, verify: str = "full") -> tuple[int | None, list[int
 
 
 def test_a_checkpoint_and_its_sidecar(tmp_path: Path) -> None:
-    (saved,) = made(tmp_path, 3).all()
+    """The same state gives the same bytes."""
+    (saved,), (other,) = (made(tmp_path / name, 3).all() for name in ("one", "other"))
     data = Path(saved.path).read_bytes()
+    assert data == Path(other.path).read_bytes()
     assert saved.sidecar is not None
     assert saved.sidecar["sha256"] == hashlib.sha256(data).hexdigest()
     assert (saved.sidecar["bytes"], saved.sidecar["step"], saved.sidecar["run"]) == (len(data), 3, "a" * 32)
     assert saved.metrics == {"val_acc": 0.3}
-    loaded = torch.load(saved.path, weights_only=True)
-    assert torch.equal(loaded["model_state_dict"]["w"], torch.arange(6.0))
-
-
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    one, other = (made(tmp_path / name, 3).all()[0].path for name in ("one", "other"))
-    assert Path(one).read_bytes() == Path(other).read_bytes()
+    assert torch.equal(torch.load(saved.path, weights_only=True)["model_state_dict"]["w"], torch.arange(6.0))
 
 
 @pytest.mark.parametrize("size", [1000, 3 << 20])
@@ -145,7 +140,7 @@ def garble(path: Path) -> None:
 
 def rename(path: Path) -> None:
     """A sidecar of another step."""
-    path.with_suffix(".json").write_text(path.with_suffix(".json").read_text().replace('"step": 3', '"step": 2'))
+    path.with_suffix(".json").write_text(path.with_suffix(".json").read_text().replace('"step": ', '"step": 7'))
 
 
 def gone(path: Path) -> None:
@@ -153,15 +148,29 @@ def gone(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize(
-    "damage", [flip_a_bit, cut_short, forget_record, garble, rename, gone], ids=lambda made: made.__name__
-)
-def test_a_damaged_one_is_passed_over_and_kept(tmp_path: Path, damage: Any) -> None:
-    store = made(tmp_path, 1, 2, 3)
+DAMAGES = {
+    "does not match its sha256": flip_a_bit,
+    "bytes; its sidecar says": cut_short,
+    "has no sidecar": forget_record,
+    "belongs to another step": rename,
+    "is a folder": gone,
+}
+
+
+@pytest.mark.parametrize(("words", "damage"), [*DAMAGES.items(), ("has no sidecar", garble)])
+def test_a_damaged_one_is_named_and_kept_and_the_older_one_used(tmp_path: Path, words: str, damage: Any) -> None:
+    """And if none is whole, it is an error."""
+    store, said = made(tmp_path, 2, 3), list[str]()
     damage(tmp_path / "checkpoints" / name_of(3))
     left = sorted(os.listdir(tmp_path / "checkpoints"))
-    assert newest(store) == (2, [3])
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == left
+    found = store.newest_valid("full", said.append)
+    assert found and found.step == 2 and len(said) == 1
+    assert said[0].startswith(f"skipped {tmp_path}/checkpoints/{name_of(3)}: ") and words in said[0]
+    damage(tmp_path / "checkpoints" / name_of(2))
+    with pytest.raises(NoneValid, match="2 checkpoints, and none of them is whole") as raised:
+        newest(store)
+    assert raised.value.exit_code == 3
+    assert {*left} - {*os.listdir(tmp_path / "checkpoints")} <= {"step-00000002.json"}
 
 
 def test_only_the_size_is_looked_at_where_that_is_wanted(tmp_path: Path) -> None:
@@ -169,16 +178,6 @@ def test_only_the_size_is_looked_at_where_that_is_wanted(tmp_path: Path) -> None
     flip_a_bit(tmp_path / "checkpoints" / name_of(2))
     assert newest(store, "size") == (2, [])
     assert newest(store, "full") == (1, [2])
-
-
-def test_none_is_whole(tmp_path: Path) -> None:
-    store = made(tmp_path, 1, 2)
-    for step in (1, 2):
-        flip_a_bit(tmp_path / "checkpoints" / name_of(step))
-    with pytest.raises(NoneValid, match="2 checkpoints, and none of them is whole") as raised:
-        newest(store)
-    assert raised.value.exit_code == 3
-    assert len(os.listdir(tmp_path / "checkpoints")) == 4
 
 
 def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> None:
@@ -191,28 +190,14 @@ def test_steps_are_what_counts_and_not_times_or_other_runs(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"")
     assert newest(store) == (100_000_000, [])
     assert [saved.step for saved in store.all()] == [1, 2, 100_000_000]
-
-
-def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
     assert newest(RunFolder(str(tmp_path / "nowhere"), "a")) == (None, [])
 
 
 def test_a_file_is_deleted_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = made(tmp_path, 1)
-    order: list[str] = []
+    store, order = made(tmp_path, 1, 2), list[str]()
     monkeypatch.setattr(os, "unlink", order.append)
-    store.remove(store.all()[0])
-    assert [os.path.splitext(path)[1] for path in order] == [".pt", ".json"]
-    store.remove(SavedState(9, str(tmp_path / "none.pt"), None))  # what is gone already is fine
-
-
-def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
-    made(tmp_path, 3)
-    path = tmp_path / "checkpoints" / name_of(3)
-    size = path.stat().st_size
-    cut_short(path)
-    with pytest.raises(Corrupt, match=f"has {size - 1:,} bytes; its sidecar says {size}"):
-        check(SavedState(3, str(path), read_json(sidecar_of(str(path)))), "size")
+    assert [saved.step for saved in store.prune()] == [1]
+    assert [os.path.basename(path) for path in order] == ["step-00000001.pt", "step-00000001.json"]
 
 
 def test_leftovers_of_a_killed_save_are_swept(tmp_path: Path) -> None:
@@ -238,15 +223,6 @@ def test_a_checkpoint_is_whole_while_it_is_replaced(tmp_path: Path) -> None:
 # Lines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_lines_grow_and_are_cut_back(tmp_path: Path) -> None:
-    lines = Lines(str(tmp_path / "metrics.jsonl"))
-    for step in range(1, 6):
-        lines.add({"step": step, "loss": float("nan") if step == 2 else step / 2})
-    lines.cut_back(3)
-    assert [fact["step"] for fact in lines.read()] == [1, 2, 3]
-    assert [fact["loss"] for fact in lines.read()] == [0.5, "nan", 1.5]
-
-
 @pytest.mark.parametrize(
     ("size", "left"),
     [(24, [1, 1]), (36, [1, 1, 2]), (0, []), (None, [1, 1]), (-1, [1, 1]), ("24", [1, 1]), (99, [1, 1])],
@@ -259,26 +235,28 @@ def test_lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step(
         lines.add({"step": step})
     lines.cut_back(1, size)
     assert [fact["step"] for fact in lines.read()] == left
+    lines.add({"loss": float("nan")})
+    assert [*lines.read()][-1] == {"loss": "nan"}
 
 
-def test_a_torn_line_is_ended_and_left_out(tmp_path: Path) -> None:
+# What a file holds, and which of it is read; the next line comes behind that.
+TORN: list[tuple[bytes, list[dict[str, Any]]]] = [
+    (b'{"step": 1}\n{"st', [{"step": 1}]),
+    (b'{"step": 1}\n{"step": 2}', [{"step": 1}]),
+    (b'\xff\xfe\n[1]\n{"step": 2}\n', [{"step": 2}]),
+    (b'{"step": 1}\n' + b"x" * 200_000, [{"step": 1}]),
+]
+
+
+@pytest.mark.parametrize(("text", "whole"), TORN, ids=range(4))
+def test_a_torn_line_is_cut_off_and_left_out(tmp_path: Path, text: bytes, whole: list[dict[str, Any]]) -> None:
     path = tmp_path / "history.jsonl"
-    path.write_text('{"event": "start"}\n{"event": "sa')
-    lines = Lines(str(path))
-    assert list(lines.read()) == [{"event": "start"}]
-    lines.add({"event": "resume"})
-    assert list(lines.read()) == [{"event": "start"}, {"event": "resume"}]
-    path.write_bytes(b'\xff\xfe\n[1]\n{"event": "done"}\n')
-    assert list(lines.read()) == [{"event": "done"}]
-
-
-def test_a_line_that_was_cut_within_a_step_is_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    lines = Lines(str(path))
-    lines.cut_back(2)
-    lines.add({"step": 3})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 2, 3]
+    path.write_bytes(text)
+    Lines(str(path)).add({"step": 3})
+    assert [*Lines(str(path)).read()] == [*whole, {"step": 3}]
+    Lines(str(path)).cut_back(2)
+    assert [*Lines(str(path)).read()] == whole
+    assert path.read_bytes().endswith(b"}\n")
 
 
 TO_THE_LIMIT = """
@@ -361,26 +339,6 @@ def test_two_writers_refuse_each_other(tmp_path: Path, monkeypatch: pytest.Monke
     process.wait()
     process.stdout.close()
     Lock(str(tmp_path)).release()
-
-
-def test_a_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """A worker that a killed trainer leaves behind lives on for seconds."""
-    lock = Lock(str(tmp_path))
-    ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(ready[1], b"x")
-        os.read(done[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    lock.release()
-    try:
-        Lock(str(tmp_path)).release()
-    finally:
-        os.write(done[1], b"x")
-        os.waitpid(child, 0)
-        for fd in (*ready, *done):
-            os.close(fd)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

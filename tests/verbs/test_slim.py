@@ -65,6 +65,15 @@ def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
     assert after["b"][10] == -1 and after["tied"][60] == -1
 
 
+def test_views_of_two_widths_stay_aligned(tmp_path: Path) -> None:
+    codes = torch.arange(64).to(torch.uint16)
+    tree = {"narrow": codes.view(torch.float8_e5m2)[3:6], "wide": codes[40:43], "more": codes[50:]}
+    file, out = saved(tree, tmp_path / "in.pt"), tmp_path / "out.pt"
+    assert ckptool.slim(file, out).facts["waste_bytes"] == 128 - 4 - 6 - 28
+    after = load(out)
+    assert all(bytes(after[name].view(torch.uint8)) == bytes(tree[name].view(torch.uint8)) for name in tree)
+
+
 def test_a_file_of_an_optimizer_is_refused(tmp_path: Path) -> None:
     file = saved(load(training(tmp_path))["optimizer"], tmp_path / "in.pt")
     with pytest.raises(UsageError, match="whole file is the state of an optimizer"):

@@ -19,10 +19,9 @@ BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
 _ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
-_HIDDEN = "{average}`{name}` ({kind}) has another value"
-_VALUE = "`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
+_VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
-    BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run{shift}",
+    BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run",
     SCHEDULER: "scheduler: `{name}` ({of}) is not in the state of the unbroken run",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
     STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
@@ -100,8 +99,8 @@ class Life:
         """The step of the reference that it came to."""
         return (self.start or 0) + len(self.steps)
 
-    def read(self) -> None:
-        """Reads what is new. A line that was cut off by a kill does not count."""
+    def read(self, reference: Reference) -> None:
+        """Reads what is new, and finds where in the reference it began. A line that a kill cut off does not count."""
         if self._file is None:
             names = sorted(name for name in os.listdir(self.traces) if name.startswith("0-"))
             if not names:
@@ -114,6 +113,8 @@ class Life:
             before = self.steps[-1].found if self.steps else {}
             values["found"] = {key: entry for key, entry in before.items() if key not in gone} | values["found"]
             self.steps.append(TracedStep(**values))
+            if len(self.steps) == 1:
+                self.start = reference.place_of(self.steps[0])
 
     def close(self) -> None:
         """No more is read."""
@@ -190,31 +191,23 @@ class Reference:
             groups.setdefault(_group(key, ranked), []).append(key)
         mine, theirs = self.facts[place], other.facts()
         return [
-            Cause([self.sentence(key, mine[key], theirs[key], place, other) for key in group[:MOST]], group)
+            Cause([self.sentence(key, mine[key], theirs[key], place) for key in group[:MOST]], group)
             for group in groups.values()
         ]
 
-    def sentence(self, key: Key, one: str, other: str, place: int, step: TracedStep) -> str:
+    def sentence(self, key: Key, one: str, other: str, place: int) -> str:
         """What differs, in words."""
         kind, name = key[0], printable(key[1])
         here, there = (printable(text.partition(": ")[2]) for text in (one, other))
         if kind == RATE:
             here, there = one.strip("[]"), other.strip("[]")
         average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
-        hidden = any("…" in value or value.startswith("[") for value in (here, there))
-        words = _WORDS.get(kind, _HIDDEN if hidden else _VALUE)
         values = {"here": here, "there": there, "of": here.partition(" ")[0], "average": average}
-        return words.format(kind=kind, name=name, step=place + 1, shift=self.shift(place, step), **values)
+        return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=place + 1, **values)
 
-    def shift(self, place: int, step: TracedStep) -> str:
-        """Which other step of the unbroken run had this batch, and what that says."""
-        places = [at for at, one in enumerate(self.steps) if step.inputs and step.inputs[0] in one.inputs]
-        nearest = min(places, key=lambda at: abs(at - place), default=None)
-        if nearest is None or step.inputs[0] in self.steps[place].inputs[:1]:
-            return ""
-        later = "a batch that was fetched ahead was not saved"
-        why = later if nearest >= place else "the place in the data was not restored"
-        return f", but {'a later one' if nearest == place else f'that of its step {nearest + 1}'}: {why}"
+
+def sentences(causes: list[Cause]) -> list[str]:
+    return [text for each in causes for text in each.sentences]
 
 
 def _rank(key: Key) -> tuple[int, int, str]:

@@ -23,7 +23,6 @@ from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 VARIABLE = "CKPTOOL_PROVE_TRACE"  # the folder that the lines go to
-OPTIMIZER, LOADER = "torch.optim.optimizer", "torch.utils.data.dataloader"
 PATIENCE = 60.0  # seconds that it waits for `prove`
 MOST = 8  # calls of models between two steps that are looked at
 
@@ -51,45 +50,42 @@ class Tracer:
         with open(os.path.join(self.folder, "plan.json"), encoding="utf-8") as file:
             return dict(json.load(file))
 
-    # Imports -----------------------------------------------------------------------------------------------------
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Lets the import system find a module of torch, and hooks into it once it was run."""
-        if name not in (OPTIMIZER, LOADER):
+        """Lets the import system find torch, and hooks into it once it was run."""
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         try:
             spec: Any = importlib.util.find_spec(name)
         finally:
             sys.meta_path.insert(0, self)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
 
-        def exec_module(module: Any) -> None:
-            run(module)
-            with suppress(Exception):
-                self.hook(name, module)
+            def exec_module(module: Any) -> None:
+                run(module)
+                with suppress(Exception):
+                    self.hook()
 
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
 
-    def hook(self, name: str, module: Any) -> None:
-        if name == OPTIMIZER:
-            self.moving, self.rng = beside("moving"), beside("rng")
-            module.register_optimizer_step_pre_hook(self.before_step)
-            modules = importlib.import_module("torch.nn.modules.module")
-            modules.register_module_forward_pre_hook(self.before_call)
-            modules.register_module_forward_hook(self.after_call, always_call=True)
-            return
-        begin = module.DataLoader.__iter__
+    def hook(self) -> None:
+        """Is called from now on at steps of optimizers, at calls of modules, and where a loader begins."""
+        self.moving, self.rng = beside("moving"), beside("rng")
+        names = ("torch.optim.optimizer", "torch.nn.modules.module", "torch.utils.data.dataloader")
+        optimizers, modules, loaders = map(importlib.import_module, names)
+        optimizers.register_optimizer_step_pre_hook(self.before_step)
+        modules.register_module_forward_pre_hook(self.before_call)
+        modules.register_module_forward_hook(self.after_call, always_call=True)
+        begin = loaders.DataLoader.__iter__
 
         def traced(loader: Any) -> Any:
             with suppress(Exception):
                 self.before_epoch()
             return begin(loader)
 
-        module.DataLoader.__iter__ = traced
+        loaders.DataLoader.__iter__ = traced
 
     # What happens -------------------------------------------------------------------------------------------------
 
@@ -112,9 +108,9 @@ class Tracer:
             tensors = [one for one in given if type(one) is torch.Tensor]
             if not self.inputs:
                 if self.count in self.plan["keep"]:
-                    values = {"values": self.values(), "begun": self.begun, "given": tensors}
-                    torch.save(values, os.path.join(self.folder, f"values-{self.count}.tmp"))
-                    os.rename(*(os.path.join(self.folder, f"values-{self.count}{end}") for end in (".tmp", "")))
+                    path = os.path.join(self.folder, f"values-{self.count}")
+                    torch.save({"values": self.values(), "begun": self.begun, "given": tensors}, f"{path}.tmp")
+                    os.rename(f"{path}.tmp", path)
                 if not self.count and self.plan["put"]:
                     kept = self.kept()
                     self.put_back(kept["values"])

@@ -51,8 +51,8 @@ def main(out, steps=40, limit=1, draws=False, seedable=False, stateful=False, wo
     loader = torch.utils.data.DataLoader(Rows(draws), batch_size=8, shuffle=True, num_workers=workers)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    counter = Counter()
-    checkpoints = AcceleratorCheckpoints(accelerator, counter=counter, **({"other": Counter()} if more else {}))
+    counter, others = Counter(), {"other": Counter()} if more else {}
+    checkpoints = AcceleratorCheckpoints(accelerator, out + "/checkpoints", counter=counter, **others)
     for step, (inputs, labels) in checkpoints.batches(loader, steps=steps):
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))

@@ -1,4 +1,4 @@
-"""A loop of examples/loops with gymnasium's CartPole in the place of its own environment: `python … OUT STEPS NAME`.
+"""A loop of examples/loops with gymnasium's CartPole in the place of its own environment.
 
 The wrapper that saves it is the one that docs/own-loop.md shows.
 """
@@ -12,7 +12,7 @@ import gymnasium
 import numpy
 import torch
 
-HOME, (folder, steps, name) = Path(__file__).parents[3], sys.argv[1:4]
+HOME = Path(__file__).parents[3]
 names: dict[str, Any] = {"gymnasium": gymnasium, "numpy": numpy}
 exec(re.findall(r"```py\n(class Saved.*?)```", (HOME / "docs" / "own-loop.md").read_text(), re.DOTALL)[0], names)
 
@@ -56,8 +56,9 @@ class Walks:
             pole.load_state_dict(state[str(number)])
 
 
-script = HOME / "examples" / "loops" / f"{name}.py"
-source, replaced = re.subn(r"class (Pole|Walks):.*?(?=\n\n\n)", "", script.read_text(), flags=re.DOTALL)
-assert replaced == 1
-sys.argv = [str(script), folder, steps]
-exec(compile(source, script, "exec"), {"__name__": "__main__", "Pole": Pole, "Walks": Walks})
+def main(folder: str, steps: int = 40, name: str = "reinforce") -> None:
+    script = HOME / "examples" / "loops" / f"{name}.py"
+    source, replaced = re.subn(r"class (Pole|Walks):.*?(?=\n\n\n)", "", script.read_text(), flags=re.DOTALL)
+    assert replaced == 1
+    sys.argv = [str(script), folder, str(steps)]
+    exec(compile(source, script, "exec"), {"__name__": "__main__", "Pole": Pole, "Walks": Walks})

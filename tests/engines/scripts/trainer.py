@@ -5,7 +5,7 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from ckptool.integrations.transformers import CommitMark, DurableCheckpoints, newest_checkpoint
+from ckptool.integrations.transformers import DurableCheckpoints
 
 
 class DurableTrainer(DurableCheckpoints, Trainer):
@@ -48,12 +48,9 @@ def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=Tru
         disable_tqdm=True,
         use_cpu=True,
     )
-    if mixin:
-        trainer = DurableTrainer(model, arguments, train_dataset=Text(draws), eval_dataset=Text())
-        trainer.train(resume_from_checkpoint=resume)
-    else:
-        trainer = Trainer(model, arguments, train_dataset=Text(draws), callbacks=[CommitMark()])
-        trainer.train(resume_from_checkpoint=newest_checkpoint(out))
+    kind = DurableTrainer if mixin else Trainer
+    trainer = kind(model, arguments, train_dataset=Text(draws), eval_dataset=Text())
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(out + "/final")
 
 
