@@ -52,14 +52,15 @@ def test_ties_are_the_targets(tmp_path: Path) -> None:
 
 
 def test_views_do_not_drag_their_storage_along(tmp_path: Path) -> None:
-    big = torch.arange(1_000_000.0)
-    file = saved({"a.weight": big[10:16].view(2, 3), "b.weight": big[100:106].view(3, 2).t()}, tmp_path / "views.pt")
-    target = saved({"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2, 3)}, tmp_path / "target.pt")
-    _, done = warm_started(file, target, tmp_path / "out.pt", verify=True)
-    assert torch.equal(done["a.weight"], big[10:16].view(2, 3)) and torch.equal(
-        done["b.weight"], big[100:106].view(3, 2).t()
-    )
-    assert (tmp_path / "out.pt").stat().st_size < 10_000
+    """Whether those of the target lie apart, or in one storage in another way."""
+    big, base = torch.arange(1_000_000.0), torch.zeros(12)
+    state = {"a.weight": big[10:16].view(2, 3), "b.weight": big[100:106].view(3, 2).t()}
+    file = saved(state, tmp_path / "views.pt")
+    for n, other in enumerate((torch.zeros(2, 3), base[6:].view(2, 3))):
+        target = saved({"a.weight": base[:6].view(2, 3), "b.weight": other}, tmp_path / f"target{n}.pt")
+        _, done = warm_started(file, target, tmp_path / f"out{n}.pt", verify=True)
+        assert all(torch.equal(done[key], value) for key, value in state.items())
+        assert (tmp_path / f"out{n}.pt").stat().st_size < 10_000
 
 
 def test_an_expanded_tensor_of_4_tb_is_planned_and_not_written_out(tmp_path: Path) -> None:
