@@ -344,7 +344,7 @@ def _cosine(x: Array, y: Array) -> float:
 
 class ValueSearch:
     """The links between two sides. free: keys of each side that have none yet.  alike: old keys whose values others
-    have as well, so that only their names tell which is which."""
+    have as well, so that only their names, which are not the same, tell which is which."""
 
     def __init__(self, *sides: Entries) -> None:
         self.sides = sides
@@ -381,7 +381,8 @@ class ValueSearch:
                 names = {f"{side}{name}" for side, some in enumerate(_ends(link)) for name in some}
                 if (link.certain or link.chain or by_value) and taken.isdisjoint(names):
                     taken |= names
-                    self.alike |= link.goals.keys() if by_value else set()
+                    if by_value:
+                        self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
                     self._accept(link)
 
     def _accept(self, link: Link) -> None:

@@ -430,7 +430,7 @@ def _first_rule(report: LoadReport) -> str:
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
     if any(suggestion.rules for suggestion in report.suggestions):
-        return f"Write rules that would make more fit: {arg(suggest='rules.yaml')}"
+        return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
     return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
 
 

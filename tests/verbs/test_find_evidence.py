@@ -56,3 +56,12 @@ def test_only_a_fine_tune_may_differ(kind: str) -> None:
         assert not wrong or bool(found.reordered) == (kind not in ("unrelated", "other tensor"))
         differ = [line for line in str(found).splitlines() if "values differ: " in line]
         assert not any(name in line for name in named for line in differ), str(found)
+
+
+def test_equal_values_under_names_that_stay_are_not_doubtful() -> None:
+    base = model(numpy.random.default_rng(0), 16)
+    moved = {f"net.{key}": value for key, value in base.items()}
+    turned = {key: value.T.copy() if "up" in key else value for key, value in base.items()}
+    for other, doubtful in ((base, 0), (turned, 0), (moved, 4)):  # four norms, two of ones and two of zeros
+        found = ckptool.find_rules(base, other)
+        assert found.complete and sum(rule.alike for rule in found.rules) == doubtful, str(found)
