@@ -387,7 +387,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     found = []
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
-        found.append(Refusal("nothing-loaded", what, _first_rule(report)))
+        found.append(Refusal("nothing-loaded", what, _advice(report)))
     cut, pad, compute = (arg(on_mismatch=way) for way in ("slice", "pad", "resize"))
     any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
@@ -408,7 +408,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if found and not report.loaded:
         return found
     if not found and options.min_loaded is None:
-        found = little(report, wanted, _first_rule(report))
+        found = little(report, wanted, _advice(report))
     return found + unmet(report, options.min_loaded, options.missing)
 
 
@@ -424,8 +424,8 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
     return ""
 
 
-def _first_rule(report: LoadReport) -> str:
-    """The suggestions that bring most, as options to type."""
+def _advice(report: LoadReport) -> str:
+    """The unambiguous suggestions as options to type, where they are few; else where to look."""
     sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
