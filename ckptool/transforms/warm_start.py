@@ -460,7 +460,10 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
             f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
-    made = {first: _loaded(chosen[name], target.tensors[name], values.get(name)) for name, first in firsts.items()}
+    made: dict[str, Tensor] = {}
+    for name, first in firsts.items():
+        if first not in made:
+            made[first] = _loaded(chosen[name], target.tensors[name], values.get(name))
     holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
         if isinstance(tensor, TensorEntry):
@@ -479,6 +482,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
                 storage = replace(own.storage) if own.storage is tensor.storage else own.storage
                 made[first] = replace(own, storage=storage)
     items: dict[str, Any] = {}
+    same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
         if name not in firsts:
             items[name] = values[name]
@@ -487,7 +491,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         if isinstance(tensor, TensorEntry):
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
-        items[name] = tensor
+        items[name] = same.setdefault((firsts[name], id(base)), tensor)
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
 
     def on_cpu(storage: Storage) -> Storage:
