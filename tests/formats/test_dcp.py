@@ -225,8 +225,8 @@ def test_no_more_inflated_chunks_are_kept_than_may_be(tmp_path: Path, monkeypatc
     state = {f"w{number}": torch.randn(1024) for number in range(5)}
     found = read(written(state, tmp_path / "saved", _extensions=zstd())).tree
     begun: list[Any] = []
-    made = payloads.inflated
-    monkeypatch.setattr(payloads, "inflated", lambda part, most: begun.append(part) or made(part, most))
+    made = payloads.inflate
+    monkeypatch.setattr(payloads, "inflate", lambda part, most: begun.append(part) or made(part, most))
     for most, times in ((10_000, 5), (10_000, 10), (1 << 20, 15), (1 << 20, 15)):
         monkeypatch.setattr(payloads, "MOST_KEPT", most)
         for name, value in state.items():
