@@ -226,7 +226,7 @@ def read_digests(file: PathLike) -> Digests:
         record = json.loads(source.read(0, source.size))
         schema = str(record["schema"])[:60]
     if schema != SCHEMA:
-        what = f"{source} is not a file of digests, or one of another version"
+        what = f"{source} is not a file of digests, or is one of another version"
         why = f"Its schema is {schema}, and not {SCHEMA}." if schema else "It is not a JSON object with a schema."
         raise Unsupported(what, why, f"Create one: {command('verify', FILE, write_digest=Slot('DIGESTS'))}")
     with suppress(ValueError, KeyError, TypeError):

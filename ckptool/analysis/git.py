@@ -1,4 +1,5 @@
-"""Git as both of its verbs ask it; what git-lfs puts in the place of a large file; the text that git compares."""
+"""Git as both of its verbs ask it; what git-lfs puts in the place of a large file; the text that git compares in the
+place of a checkpoint."""
 
 from __future__ import annotations
 

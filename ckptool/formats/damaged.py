@@ -317,7 +317,7 @@ class _HeaderWalk:
                 end = next(self._find(before + name, at), None)
                 if end is not None and not (is_directory and self._peek(end, 4) == b"PK\x05\x06"):
                     what = f"{source} was edited in place, and the directory of its state before that is damaged"
-                    raise Corrupt(what, "What of it is old cannot be told.")
+                    raise Corrupt(what, "Which of its records are of the old state cannot be told.")
                 at = end + END.size if end is not None else None
                 self.ends += [at] if at is not None else []
                 continue

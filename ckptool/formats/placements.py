@@ -261,7 +261,8 @@ class RankFile:
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
-            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are the files of {self.world:,}"
+            there = counted(self.world, "rank")
+            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {there}"
             why = "Files of ranks are missing, or this one is of another run."
             raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:

@@ -87,7 +87,7 @@ def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:
 
 
 def check_folder(saved: SavedState) -> SavedState:
-    """A checkpoint. Raises `Corrupt` unless every file of a checkpoint is what its sidecar says."""
+    """The same checkpoint. Raises `Corrupt` unless every file of it is what its sidecar says."""
     sidecar = saved.sidecar or {}
     if not isinstance(files := sidecar.get("files"), dict):
         raise Corrupt(f"{saved.path} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")

@@ -2,7 +2,8 @@
 
 At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is
 a temporary file in the same folder; it was locked by its writer, so the next run that writes into the folder can tell
-that nobody owns it and removes it.
+that nobody owns it and removes it. The new file gets the owner, permissions and attributes of the old one, as far as
+the system allows it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by
 threads that read the same pages while the kernel copies them; what is only known at the end (`Deferred`) is written at
-the end.
+the end. Below it is what it does this with: bytes moved from file to file, and digests of what is written.
 """
 
 from __future__ import annotations

@@ -190,9 +190,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
             loss = call_user_code(phase.loss, "task", task, runners, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            found = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
-                f"task: the loss of {task} is of {shape}, not a tensor of one number",
+                f"task: the loss of {task} is {found}, not a tensor of one number",
                 "Gradients are computed from it.",
                 "Return the mean over the samples of the batch.",
             )

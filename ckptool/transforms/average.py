@@ -448,8 +448,6 @@ def average(
             kept[str(key)] = f"of type {value.dtype.name}"
         else:  # names that are one tensor in every file stay one
             entries = [node[key] for node in nodes]
-            if value.dtype.numpy is None and value.dtype.name != "c32":
-                raise Unsupported(f"tensors of dtype {value.dtype} cannot be averaged", "Their values are packed.")
             view, weights = tuple(entry.view for entry in entries), by_key.get(str(key), how.weights)
             if view not in made:
                 merged = _Merged(entries, how, weights, first[value.view])

@@ -213,11 +213,20 @@ def is_plain(value: Any) -> bool:
 
 
 def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
-    """The addresses of tensors on one storage, for each storage of several members."""
+    """The addresses of tensors on one storage, for each storage of several members.
+
+    Raises `Ambiguous` where such an address leads to two tensors (keys 0 and "0").
+    """
     users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
+    meant: dict[str, set[int]] = defaultdict(set)
     for path, place, storage in _places(tree):
         users[id(storage)].append((path[:1], place))
-    return tuple(tuple(place for _, place in each) for each in users.values() if len({of for of, _ in each}) > 1)
+        meant[place].add(id(storage))
+    ties = tuple(tuple(place for _, place in each) for each in users.values() if len({of for of, _ in each}) > 1)
+    if twice := [place for group in ties for place in group if len(meant[place]) > 1]:
+        what = f"{twice[0]} leads to two tensors, one of which is shared with another member"
+        raise Ambiguous(what, "What is shared could not be recorded.")
+    return ties
 
 
 def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any, Any]:

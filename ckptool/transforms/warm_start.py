@@ -387,7 +387,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     found = []
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
-        found.append(Refusal("nothing-loaded", what, _first_rule(report)))
+        found.append(Refusal("nothing-loaded", what, _advice(report)))
     cut, pad, compute = (arg(on_mismatch=way) for way in ("slice", "pad", "resize"))
     any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
@@ -408,7 +408,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if found and not report.loaded:
         return found
     if not found and options.min_loaded is None:
-        found = little(report, wanted, _first_rule(report))
+        found = little(report, wanted, _advice(report))
     return found + unmet(report, options.min_loaded, options.missing)
 
 
@@ -424,8 +424,8 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
     return ""
 
 
-def _first_rule(report: LoadReport) -> str:
-    """The suggestions that bring most, as options to type."""
+def _advice(report: LoadReport) -> str:
+    """The unambiguous suggestions as options to type, where they are few; else where to look."""
     sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
@@ -460,7 +460,10 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
             f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
-    made = {first: _loaded(chosen[name], target.tensors[name], values.get(name)) for name, first in firsts.items()}
+    made: dict[str, Tensor] = {}
+    for name, first in firsts.items():
+        if first not in made:
+            made[first] = _loaded(chosen[name], target.tensors[name], values.get(name))
     holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
         if isinstance(tensor, TensorEntry):
@@ -479,6 +482,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
                 storage = replace(own.storage) if own.storage is tensor.storage else own.storage
                 made[first] = replace(own, storage=storage)
     items: dict[str, Any] = {}
+    same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
         if name not in firsts:
             items[name] = values[name]
@@ -487,7 +491,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         if isinstance(tensor, TensorEntry):
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
-        items[name] = tensor
+        items[name] = same.setdefault((firsts[name], id(base)), tensor)
     attributes = {"_metadata": target.metadata} if target.metadata is not None else None
 
     def on_cpu(storage: Storage) -> Storage:

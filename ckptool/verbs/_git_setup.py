@@ -1,4 +1,4 @@
-"""git with checkpoints: its configuration, and the text that it compares in their place."""
+"""`git-setup`: the configuration with which git compares checkpoints by their tensors."""
 
 from __future__ import annotations
 

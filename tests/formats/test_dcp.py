@@ -26,6 +26,7 @@ from ckptool.formats.dcp import payloads, templates
 from tests.support.cli import Run
 from tests.support.dcp_folders import edit, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
+from tests.support.files import torch_bytes
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
 from tests.support.same import assert_same_objects
@@ -224,8 +225,8 @@ def test_no_more_inflated_chunks_are_kept_than_may_be(tmp_path: Path, monkeypatc
     state = {f"w{number}": torch.randn(1024) for number in range(5)}
     found = read(written(state, tmp_path / "saved", _extensions=zstd())).tree
     begun: list[Any] = []
-    made = payloads.inflated
-    monkeypatch.setattr(payloads, "inflated", lambda part, most: begun.append(part) or made(part, most))
+    made = payloads.inflate
+    monkeypatch.setattr(payloads, "inflate", lambda part, most: begun.append(part) or made(part, most))
     for most, times in ((10_000, 5), (10_000, 10), (1 << 20, 15), (1 << 20, 15)):
         monkeypatch.setattr(payloads, "MOST_KEPT", most)
         for name, value in state.items():
@@ -276,6 +277,7 @@ OTHERS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "an object cut early": ("object", lambda plain: plain[:100], "truncated"),
     "an object cut late": ("object", lambda plain: plain[:450], "truncated"),
     "another value": ("w", lambda plain: plain.replace(torch.ones(5).numpy().tobytes(), bytes(20)), "corrupt"),
+    "another shape": ("w", lambda plain: torch_bytes(torch.ones(5, 1)), "corrupt"),
 }
 
 

@@ -155,7 +155,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Any, row: tuple[str | dict[
         start(config("save.every=100", *changes, run=tmp_path / "run", **sections))
     assert re.search(f"(?s){words}", str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 2
-    assert {path.stem for path in tmp_path.glob("run/checkpoints/*.pt")} <= {"step-00000001"}  # the last whole step
+    saved = [path.stem for path in tmp_path.glob("run/checkpoints/*.pt")]  # the last whole step, if there is one
+    assert saved in ([], ["step-00000001"], ["step-00000005"])
 
 
 def test_what_is_frozen_needs_no_optimizer() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, NoMatch, OnlyAPart, Truncated, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, OnlyAPart, Truncated, Unsupported, UsageError
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.looped import looped
@@ -249,6 +249,8 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     refused(folder, "join: {w: column}", Conflict, "mp_rank_00 and mp_rank_01", "iteration 1, the other of 2")
     folder = ranks(tmp_path / "iter_0000003", W, W, iteration=1)
     refused(folder, "join: {w: column}", Conflict, "its files are of iteration 1, the folder of 3")
+    torch.save([W], folder / "mp_rank_01" / "model_optim_rng.pt")
+    refused(folder, "join: {w: column}", Corrupt, "mp_rank_01", "is not a dictionary")
     (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()

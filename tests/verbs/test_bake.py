@@ -82,6 +82,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     wrong = {"a.weight_g": torch.ones(5, 1), "a.weight_v": torch.ones(3, 2)}
     with pytest.raises(Conflict, match="not a norm"):
         ckptool.bake(saved(wrong, tmp_path / "wrong.pt"), tmp_path / "out.pt")
+    cut = {"a.weight_orig": torch.ones(3, 2), "a.weight_mask": torch.ones(2, 3)}
+    with pytest.raises(Conflict, match="the mask is of another shape"):
+        ckptool.bake(saved(cut, tmp_path / "cut.pt"), tmp_path / "out.pt")
     plain = saved({"a.weight": torch.ones(2)}, tmp_path / "plain.pt")
     with pytest.raises(NoMatch, match="no parametrized weights"):
         ckptool.bake(plain, tmp_path / "out.pt")

@@ -97,6 +97,14 @@ def test_ties_between_members_come_back_unless_they_differ_now(tmp_path: Path) -
     assert not (tmp_path / "no.pt").exists()
 
 
+def test_a_tie_whose_address_leads_to_two_tensors_is_refused(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    torch.save({"a": {0: shared, "0": shared.clone()}, "b": {"w": shared}}, tmp_path / "in.pt")
+    with pytest.raises(Ambiguous, match="a/0 leads to two tensors"):
+        ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
+
+
 # Back again, byte for byte -------------------------------------------------------------------------------------------
 
 # What one storage can be seen as only by torch itself is refused on writing, as everywhere.

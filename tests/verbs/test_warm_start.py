@@ -51,6 +51,13 @@ def test_ties_are_the_targets(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_one_parameter_in_the_target_stays_one(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    one = saved({"a": weight, "b": weight, "data": weight.data}, tmp_path / "one.pt")
+    _, done = warm_started(one, one, tmp_path / "out.pt")
+    assert done["a"] is done["b"] and done["a"].data_ptr() == done["data"].data_ptr()
+
+
 def test_views_do_not_drag_their_storage_along(tmp_path: Path) -> None:
     """Whether those of the target lie apart, or in one storage in another way."""
     big, base = torch.arange(1_000_000.0), torch.zeros(12)

@@ -63,7 +63,7 @@ class Payloads:
             made = Computed(data.length, data.read) if isinstance(data, FileRange) else data
             return Storage(made, storage.location, storage.crc)
 
-        checkpoint = inflated(part, torch_zip.inflated_limit(part.size))
+        checkpoint = inflate(part, torch_zip.inflated_limit(part.size))
         self.discarded += checkpoint.discarded
         return map_storages(checkpoint.tree, computed)
 
@@ -220,7 +220,7 @@ class _Later:
             if place in kept:
                 kept.move_to_end(place)
             else:
-                entry = self._checked(inflated(self.payloads.part(place), self.storage.nbytes + MOST_BESIDE).tree)
+                entry = self._checked(inflate(self.payloads.part(place), self.storage.nbytes + MOST_BESIDE).tree)
                 verify(entry)
                 kept[place] = entry
                 while len(kept) > 1 and sum(each.storage.nbytes for each in kept.values()) > MOST_KEPT:
@@ -237,7 +237,7 @@ class _Later:
         return found
 
 
-def inflated(part: Part, most: int) -> Checkpoint:
+def inflate(part: Part, most: int) -> Checkpoint:
     """The torch zip that a part of a file inflates to, in a file without a name. Raises as `torch_zip.read`, and
     `LimitExceeded` for more than `most` bytes."""
     import tempfile

@@ -287,7 +287,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any
         try:
             compiled = re.compile(rf"(.*\.)?({pattern})")
         except (re.error, OverflowError, RecursionError) as error:
-            raise Conflict(f"{field}: {pattern[:100]} is no regular expression: {error}", "") from None
+            raise Conflict(f"{field}: {pattern[:100]} is not a regular expression: {error}", "") from None
         if match_within_limit(compiled, module):
             return value
     return default
