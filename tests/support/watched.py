@@ -304,6 +304,7 @@ def _warm_up() -> None:
 
     # Chosen by us, not by a file: a format is imported when the first file of its kind is opened.
     importlib.import_module("ml_dtypes")
+    importlib.import_module("fractions")
     for package in ("checkpoint", "formats", "pickles", "transforms", "analysis", "render", "output"):
         path = importlib.import_module(f"ckptool.{package}").__path__
         for module in pkgutil.walk_packages(path, f"ckptool.{package}."):
