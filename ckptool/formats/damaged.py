@@ -1,13 +1,13 @@
 """The checkpoint in a damaged file: the tree, with the tensors that are whole and stand-ins for the others.
 
-Of a safetensors file, which has no checksums, what its header says. Of a zip, what checksums prove. Where the directory
-can be read, it says where the records are, whatever became of their own headers. Of a file that lost it, the records
-are walked one after the other from the first: each has its header before its data and, in what torch writes, its size
-and checksum behind it. The pickle says which storages there are and how large each is, so that the walk jumps from
-header to header and reads no data; where no header follows, it ends. Nothing is believed but what is proven: the data
-by its checksum, the name (which no checksum covers) by header and directory together, or by the order in which torch
-writes records. Where the pickle is lost, nobody can tell which bytes are which tensor: records are given as bytes, by
-name.
+Of a safetensors file, which has no checksums, what its header says. Of a zip, what checksums prove. A record's own
+header stands before its data and, in what torch writes, its size and checksum behind it; so the records of a file that
+lost its directory can be walked one after the other. The pickle is the first of them: it says which storages there are
+and how large each is, and with that the walk jumps from header to header and reads no data. Where no header follows it
+goes on at the next place that the directory names, if its lines are still there, and else ends. Nothing is believed but
+what is proven: the data by its checksum, the name by the directory or by the place in the order in which torch writes
+records (no checksum covers a name). A zip inside of a tensor is never mistaken for the file itself. Where the pickle is
+lost, nobody can tell which bytes are which tensor: records are given as bytes, by name.
 
 Work is bounded: every byte is summed once, and searching ends after `BUDGET` times the size of the file.
 """
@@ -17,15 +17,15 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections import Counter
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, command
@@ -36,15 +36,29 @@ from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, END, FULL, LOCAL, Record, extra_fields, zip64_values
+from ckptool.formats.zip.record import (
+    CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    END,
+    END64,
+    FULL,
+    LOCAL,
+    LOCATOR,
+    Record,
+    extra_fields,
+    zip64_values,
+)
 from ckptool.pickles.decode import decode
 
 BUDGET = 4
 FREE = 1 << 20
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are read, or searched, at once
-_OVERLAP = 1 << 9  # of what is searched: a signature is shorter
 _STEP = 256  # what one step of a search costs, in bytes of reading
 _MAX_NAME = 4_096
+_PADDING = 0x4246  # "FB"
+# Extra fields: padding, 64-bit sizes, and the times, owners and names that Info-ZIP writes.
+_EXTRAS = frozenset((_PADDING, 0x0001, 0x000A, 0x5455, 0x5855, 0x7075, 0x7855, 0x7875))
 _SMALL = ("data.pkl", ".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id")
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
@@ -147,12 +161,14 @@ def with_whole_count(error: Truncated) -> Truncated:
     them; the same where that cannot be known."""
     if (source := error.cut_archive) is None:
         return error
+    walk = _HeaderWalk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED)
     with suppress(CkptoolError), no_collection():
-        found = _HeaderWalk(source, min(QUICK, BUDGET * source.size + FREE), COUNTED)
-        if found.sizes:
-            whole = len({record.name for record in found.records if record not in found.why} & found.sizes.keys())
-            count = f"{whole:,} of its {counted(len(found.sizes), 'storage')} {form(whole, 'looks', 'look')} whole."
-            why = f"{error.why} {count} Copy or download it again if you can."
+        walk.run()
+        whole = {piece.name for piece in walk.pieces if piece.name in walk.sizes and not piece.why and piece.named}
+        if walk.sizes:
+            storages = counted(len(walk.sizes), "storage")
+            found = f"{len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
+            why = f"{error.why} {found} Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
             return Truncated(error.what, why, f"Save what is whole: {save}")
     return error
@@ -172,174 +188,233 @@ def _salvaged_safetensors(source: Source) -> Salvaged:
 # The records of a zip ------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class _Remnant:
+    """A record, or the rest of one. Places and sizes in bytes.
+
+    claims: what its header, descriptor or directory say is its CRC-32.  named: its name is proven.
+    why: what is wrong with it, if anything.
+    """
+
+    name: str
+    header: int
+    data_at: int
+    stored: int
+    size: int
+    method: int
+    end: int = 0
+    claims: tuple[int, ...] = ()
+    named: bool = False
+    why: str = ""
+    crc: int = 0
+
+    @property
+    def is_pickle(self) -> bool:
+        return self.name.endswith("/data.pkl") and self.name.count("/") == 1
+
+    def record(self, archive: Archive) -> Record:
+        """Itself, taken as it is: its header and the directory are not compared any more."""
+        return Record(
+            archive, self.name, b"", 0, self.method, self.crc, self.stored, self.size, self.header,
+            data_at=self.data_at, end=self.end, is_confirmed=True,
+        )  # fmt: skip
+
+    def sizes(self, source: Readable) -> dict[str, int] | None:
+        """The records that it names as a pickle, with their sizes in bytes; None where its bytes are damaged, and none
+        where they cannot be read."""
+        lossy, data = _Lossy(Archive(source, 0, 0, b"", has_checksums=False), ()), b""
+        with suppress(CkptoolError):
+            data = self.record(lossy.archive).contents(torch_zip.inflated_limit(self.stored))
+        if any(self.claims) and zlib.crc32(data) not in self.claims:
+            return None
+        prefix = f"{self.name.removesuffix('data.pkl')}data/"
+        try:
+            load = torch_zip.RecordStorages(lossy.archive, prefix, False, lossy.find).load
+            decode(data, load, BUILDERS, file_bytes=source.size)
+        except CkptoolError:
+            return {}
+        return {name: record.size for name, record in lossy.archive.records.items()}
+
+
 def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
-    """By the directory if it can be read, or by that of the state before an edit, else by the records' own headers."""
-    state, how, root, why = None, "", "", dict[Record, str]()
+    """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
+    state, how, mentions = None, "", dict[int, tuple[str, int, int]]()
     try:
-        state = directory.read_archive(source, confirm=False)
+        state = directory.read_archive(source)
         how = UNDONE if any(note.code == "interrupted-edit" for note in state.notes) else ""
     except FileProblem:
         raise
     except CkptoolError as problem:
-        found = _HeaderWalk(source, BUDGET * source.size + FREE)
-        if (state := found.complete()) is None:
-            archive, records, root, why, how = found.archive, found.records, found.root, found.why, BY_HEADERS
-        elif any(
-            record.header >= state.end and (record.name not in state.records) == _is_pickle(record.name)
-            for record in found.records
-        ):
-            raise error or problem from None  # another archive was added
-        else:
-            how = UNDONE
-    is_consistent = state is not None
+        walk = _HeaderWalk(source, BUDGET * source.size + FREE).run()
+        if walk.states:
+            how, end = UNDONE, walk.states[-1]
+            state = directory.read_archive(source.part(0, end))
+            for piece in walk.pieces:
+                if piece.header >= end and (piece.name not in state.records) == piece.name.endswith("/data.pkl"):
+                    raise error or problem from None  # another archive was added
     if state is not None:
-        archive, records = state, state.by_offset()
-        try:
-            for record in records:
-                record.confirm()
-        except CkptoolError:
-            is_consistent = False
-            _settle_names(state, why)
-        pickle = next((record for record in records if _is_pickle(record.name)), None)
-        root = pickle.name.removesuffix("data.pkl") if pickle is not None else root
-        for record in records:
-            record.is_confirmed = True  # its header is not compared any more
-    # What the checksums say.
-    times = Counter(record.name for record in records if record not in why)
-    why |= {record: TWICE for record in records if times[record.name] > 1}
-    proven = archive.has_checksums = any(record.crc for record in records)
-    whole = [record for record in records if record not in why]
-    for record, total in zip(whole, checksums([record.data for record in whole]), strict=True):
-        if isinstance(total, CkptoolError):
-            why[record] = total.what
-        elif proven and total != record.crc and not _is_in_descriptor(record, total):
-            why[record] = DAMAGED
-        else:
-            record.crc = total
-    archive.records = {r.name: r for r in records if r not in why and r.name.startswith(root)}
+        pieces, root = _listed(state)
+    else:
+        how = BY_HEADERS
+        named = [piece for piece in walk.pieces if walk.mentions.get(piece.header, ("",))[0] == piece.name]
+        pickles = [piece for piece in named if piece.is_pickle and not piece.why]
+        if not walk.root and len(pickles) == 1:  # behind the storages: only the directory proves it
+            walk = _HeaderWalk(source, BUDGET * source.size + FREE).run(pickles[0])
+        pieces, root, mentions = walk.pieces, walk.root, walk.mentions
+        _compare(pieces, mentions)
+    proven = _prove(source, pieces)
+    _drop_copies(pieces, mentions)
+    archive = Archive(source, 0, 0, b"", has_checksums=proven)
+    for piece in pieces:
+        if not piece.why and piece.name.startswith(root):
+            archive.records[piece.name] = piece.record(archive)
+    lost = [LostRecord(p.name, p.header, p.size, p.why) for p in pieces if p.why and p.name not in archive.records]
+    known = archive.records.keys() | {record.name for record in lost}
+    placed = {record.header: record.crc for record in archive.records.values()}
+    for header, (name, crc, size) in mentions.items():
+        is_there = placed.get(header) == crc  # whatever the line calls it
+        if not is_there and name not in known and name.startswith(root):
+            lost.append(LostRecord(name, None, size, MISSING))
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
-    lost = [LostRecord(r.name, r.header, r.size, why[r]) for r in records if r in why and r.name not in archive.records]
-    opened = _opened(archive, root, lost)
-    names = {record.name for record in records} | {record.name for record in opened.lost_records}
-    is_npz = not opened.raw and opened.checkpoint.container == "npz"
-    # Where headers, directory and checksums all say the same, the bytes are good as they are.
-    prefix = state.end if state is not None and is_consistent and not opened.lost_records else None
-    return replace(
-        opened, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix,
-        unlisted=is_npz and state is None,
-    )  # fmt: skip
+    found = _opened(archive, root, lost)
+    names = {piece.name for piece in pieces} | {record.name for record in found.lost_records}
+    prefix = None
+    if state is not None and not found.lost_records:
+        # Where its headers and checksums all say the same, its bytes are good as they are.
+        with suppress(CkptoolError):
+            for record in state.records.values():
+                record.confirm()
+            if not state.has_checksums or all(state.records[piece.name].crc == piece.crc for piece in pieces):
+                prefix = state.end
+    is_npz = not found.raw and found.checkpoint.container == "npz"
+    found.unlisted = is_npz and state is None and (not mentions or walk.is_broken)
+    return replace(found, records=len(names), whole=len(archive.records), proven=proven, how=how, prefix=prefix)
 
 
-def _is_in_descriptor(record: Record, total: int) -> bool:
-    """True for a sum that stands behind the data, where a byte of that in the directory was damaged. Where more of it
-    differs, data and descriptor may be those of an older file, whole."""
-    layout = {DESCRIPTOR.size: DESCRIPTOR, DESCRIPTOR64.size: DESCRIPTOR64}.get(record.descriptor_size)
-    pairs = zip(total.to_bytes(4, "big"), record.crc.to_bytes(4, "big"), strict=True)
-    if layout is None or sum(a != b for a, b in pairs) > 1:
-        return False
-    found = layout.unpack(record.archive.source.read(record.data_at + record.stored, layout.size))
-    return found == (b"PK\x07\x08", total, record.stored, record.size)
+def _is_close(one: int, other: int) -> bool:
+    """True for checksums of which one may be the other, damaged: at most one byte differs.
+
+    Where they have nothing in common, what stands there may be another record, or one of an older file, whole.
+    """
+    return sum(a != b for a, b in zip(one.to_bytes(4, "big"), other.to_bytes(4, "big"), strict=True)) <= 1
 
 
-def _is_pickle(name: str) -> bool:
-    return name.endswith("/data.pkl") and name.count("/") == 1
+def _compare(pieces: list[_Remnant], mentions: dict[int, tuple[str, int, int]]) -> None:
+    """Takes names and checksums from the lines of the directory, by the place of each record."""
+    are_arrays = _are_arrays(piece.name for piece in pieces)
+    for piece in pieces:
+        name, crc, size = mentions.get(piece.header, ("", 0, -1))
+        if size != piece.size or not piece.end or (piece.method and not piece.claims):
+            continue  # the checksum is of other data that was here: bytes are missing
+        if name == piece.name:
+            piece.named = piece.named or crc in piece.claims or not piece.claims
+        elif are_arrays:
+            piece.named = False  # no pickle proves the one or the other
+        is_other = name == piece.name and piece.claims and not any(_is_close(crc, each) for each in piece.claims)
+        piece.claims = (crc,) if is_other else (*piece.claims, crc)
+        piece.why = "" if piece.why == NO_SUM else piece.why
 
 
-def _settle_names(archive: Archive, why: dict[Record, str]) -> None:
-    """Gives each record the one of two names that the pickle knows, where its own header has another than the
-    directory; `why` gets those of which that cannot be told."""
-    owns: dict[Record, str] = {}
+def _are_arrays(names: Iterable[str]) -> bool:
+    return all(name.endswith(".npy") or name == marks.RECOVERED_RECORD for name in names)
+
+
+def _listed(archive: Archive) -> tuple[list[_Remnant], str]:
+    """The records of a directory, and their root; with the names that their own headers confirm, or the pickle.
+
+    Where the header and the directory differ, it is the name that alone makes sense.
+    """
+    pieces, owns, source = [], [], archive.source
     for record in archive.by_offset():
-        head = archive.source.read(record.header, LOCAL.size + len(record.name.encode()))
-        owns[record] = head[LOCAL.size :].decode("utf-8", "replace")
+        piece = _Remnant(
+            record.name, record.header, record.data_at, record.stored, record.size, record.method, record.end
+        )
+        layout = {DESCRIPTOR.size: DESCRIPTOR, DESCRIPTOR64.size: DESCRIPTOR64}.get(record.descriptor_size)
+        piece.claims = (record.crc,) if archive.has_checksums else ()
+        if archive.has_checksums and layout is not None:  # the directory's own may be what is damaged
+            signature, crc, *sizes = layout.unpack(source.read(record.data_at + record.stored, layout.size))
+            is_whole = (signature, *sizes) == (b"PK\x07\x08", record.stored, record.size)
+            piece.claims += (crc,) if is_whole and _is_close(crc, record.crc) else ()
+        head, own = source.read(record.header, LOCAL.size), ""
+        name_size, extra_size = LOCAL.unpack(head)[-2:]
+        if head[:4] == b"PK\x03\x04" and record.header + LOCAL.size + name_size + extra_size == record.data_at:
+            own = source.read(record.header + LOCAL.size, name_size).decode("utf-8", "replace")
+        piece.named = own == piece.name
+        if not piece.named and (other := replace(piece, name=own, named=True)).is_pickle:
+            piece = other
+        pieces.append(piece)
+        owns.append(own)
+    pickle = next((piece for piece in pieces if piece.is_pickle), None)
     root, known = "", dict[str, int]()
-    pickle = next((record for record, own in owns.items() if _is_pickle(record.name) or _is_pickle(own)), None)
     if pickle is not None:
-        names = [name for name in (pickle.name, owns[pickle]) if _is_pickle(name)]
-        roots = Counter(name.partition("/")[0] for name in archive.records)
-        pickle.name = owns[pickle] = max(names, key=lambda name: roots[name.partition("/")[0]])
-        root, known = pickle.name.removesuffix("data.pkl"), _sizes(pickle) or {}
-    free = {*known, *(root + name for name in _SMALL)} - {own for record, own in owns.items() if own == record.name}
-    for record, own in owns.items():
-        if own != record.name:
-            fitting = [name for name in {own, record.name} & free if known.get(name, record.size) == record.size]
-            if len(fitting) == 1:
-                record.name = fitting[0]
-            else:
-                why[record] = NO_NAME
-
-
-def _sizes(pickle: Record) -> dict[str, int] | None:
-    """The records that a pickle names, with their sizes in bytes; None where its bytes are damaged, and none where they
-    cannot be read."""
-    source, data = pickle.archive.source, b""
-    lossy = _Lossy(Archive(source, 0, 0, b"", has_checksums=False), ())
-    pickle.is_confirmed = True
-    with suppress(CkptoolError):
-        data = pickle.data.read(0, pickle.size) if pickle.size <= torch_zip.inflated_limit(pickle.stored) else b""
-    if pickle.crc and zlib.crc32(data) != pickle.crc:
-        return None
-    load = torch_zip.RecordStorages(lossy.archive, f"{pickle.name.removesuffix('data.pkl')}data/", False, lossy.find)
-    try:
-        decode(data, load.load, BUILDERS, file_bytes=source.size)
-    except CkptoolError:
-        return {}
-    return {name: record.size for name, record in lossy.archive.records.items()}
+        root, known = pickle.name.removesuffix("data.pkl"), pickle.sizes(source) or {}
+        pickle.named = pickle.named or bool(known)
+    free = {*known, *(root + name for name in _SMALL)} - {piece.name for piece in pieces if piece.named}
+    for piece, own in zip(pieces, owns, strict=True):
+        fitting = [name for name in {piece.name, own} & free if known.get(name, piece.size) == piece.size]
+        if not piece.named and len(fitting) == 1:
+            piece.name, piece.named = fitting[0], True
+    return pieces, root
 
 
 class _HeaderWalk:
-    """Goes through a file from header to header, as far as they lead.
+    """Goes through a file from header to header, as far as they or the directory lead. pieces: the records.
 
-    records: in the order of the file.  why: what is wrong with some of them.  ends: of the archives in it, complete or
-    not.  root, sizes: the folder of the pickle, and the storages that it names.  budget: bytes that may be searched.
-    most: records.
+    states: the ends of complete archives inside it.  mentions: what directories say, by the place of a record's header.
+    root, sizes: the folder of the pickle, and the storages that it names.  is_broken: neither headers one after the
+    other nor a whole directory lead to all records.  budget: bytes that may be searched.  most: records.
     """
 
     def __init__(self, source: Source, budget: int, most: int = directory.MAX_ENTRIES) -> None:
-        self.source, self.budget, self.archive = source, budget, Archive(source, 0, 0, b"")
-        self.records: list[Record] = []
-        self.why: dict[Record, str] = {}
-        self.ends: list[int] = []
+        self.source, self.budget, self.most = source, budget, most
+        self.pieces: list[_Remnant] = []
+        self.states: list[int] = []
+        self.mentions: dict[int, tuple[str, int, int]] = {}
         self.root = ""
         self.sizes: dict[str, int] = {}
+        self.begin = 0  # the first of the pieces that stand behind the pickle
+        self.is_broken = False
+        self.tries = 0  # to read an archive inside the file
+        self.listed: list[int] = []  # where the directory at the end of the file has records
         self.window_at, self.window = 0, b""  # what was read last
-        pickles: list[Record] = []
+
+    def run(self, pickle: _Remnant | None = None) -> _HeaderWalk:
+        """Goes to every record. pickle: that of the file, where it is known from the start."""
+        if pickle is not None:
+            self._learn(pickle)
+        _, begin, found = directory.last_end_record(self.source, 1 << 16)
+        size, place = directory.directory_by(self.source, begin + found) if found >= 0 else (0, 0)
+        if size and place + size in (begin + found, begin + found - LOCATOR.size - END64.size):  # else of another file
+            is_whole = self._lines(place) == place + size
+            self.listed = sorted(self.mentions)
+        else:
+            is_whole = False
         at: int | None = 0
         begun = False
-        while at is not None and at + LOCAL.size <= source.size and len(self.records) < most:
-            record = self._header(at)
-            if record is None:
-                # Past a directory and its end records, if there is one; else no header leads on. Where an edit's pickle
-                # stands further on, what leads to it was damaged.
-                is_directory, name = self._peek(at, 4) == b"PK\x01\x02", re.escape(f"{self.root}data.pkl".encode())
-                before = rb"PK\x05\x06|PK\x03\x04.{26}" if is_directory else rb"PK\x05\x06.{18}PK\x03\x04.{26}"
-                end = next(self._find(before + name, at), None)
-                if end is not None and not (is_directory and self._peek(end, 4) == b"PK\x05\x06"):
-                    what = f"{source} was edited in place, and the directory of its state before that is damaged"
-                    raise Corrupt(what, "Which of its records are of the old state cannot be told.")
-                at = end + END.size if end is not None else None
-                self.ends += [at] if at is not None else []
+        while at is not None and at + LOCAL.size <= self.source.size and len(self.pieces) < self.most:
+            piece = self._header(at)
+            if piece is None:
+                past = self._past_directory(at)
+                at, is_whole = past or self._next_listed(at), is_whole or past is not None
+                self.is_broken = self.is_broken or not is_whole
                 continue
-            at = self._measure(record)
-            self.records.append(record)
-            is_first = _is_pickle(record.name) and record not in self.why and not (self.root or begun)
-            is_later = self.ends and record.name == f"{self.root}data.pkl"  # any other is one of a zip inside
-            if (is_first or is_later) and (sizes := _sizes(record)) is not None:
-                self.root, self.sizes = record.name.removesuffix("data.pkl"), self.sizes | sizes
-                pickles.append(record)
-            begun = begun or _is_pickle(record.name) or "/data/" in record.name
-        ended = (pickle for pickle in reversed(pickles) if not self.ends or pickle.header < self.ends[-1])
-        current = next(ended, None)  # the last of which the edit was finished
-        self.records = [record for record in self.records if record is current or record not in pickles]
+            after = self._measure(piece)
+            self.is_broken = self.is_broken or (after is None and not is_whole)
+            at = after or self._next_listed(at)
+            self.pieces.append(piece)
+            # An in-place edit puts a new one behind the directory; any other is of a zip in one of the records.
+            if piece.is_pickle and not piece.why and (self.tries if self.root else not begun):
+                self._learn(piece)
+            begun = begun or piece.is_pickle or "/data/" in piece.name
         self._believe_names()
+        return self
 
-    def complete(self) -> Archive | None:
-        """The last archive inside the file that is one by itself."""
-        for end in self.ends[: -directory.MAX_EDITS - 2 : -1]:
-            with suppress(CkptoolError):
-                return directory.read_archive(self.source.part(0, end), confirm=False)
-        return None
+    def _learn(self, pickle: _Remnant) -> None:
+        root, sizes = pickle.name.removesuffix("data.pkl"), pickle.sizes(self.source)
+        if sizes is not None and (not self.sizes or root == self.root):
+            self.begin = self.begin if self.root else len(self.pieces)
+            self.root, self.sizes = root, self.sizes | sizes
 
     def _peek(self, at: int, length: int) -> bytes:
         """Up to `length` bytes, fewer at the end of the file."""
@@ -350,21 +425,8 @@ class _HeaderWalk:
             self.window = self.source.read(at, most) if most > 0 else b""
         return self.window[begin : begin + length]
 
-    def _find(self, pattern: bytes, at: int) -> Iterator[int]:
-        """The places of a pattern from byte `at` on, as long as the budget lasts."""
-        size = _FEW  # most of what is searched is short
-        while self.budget > 0:
-            chunk = self._peek(at, size)
-            for match in re.finditer(pattern, chunk, re.DOTALL):
-                self.budget -= _STEP
-                yield at + match.start()
-            if len(chunk) < size:
-                return
-            self.budget -= len(chunk)
-            at, size = at + len(chunk) - _OVERLAP, _CHUNK
-
-    def _header(self, at: int) -> Record | None:
-        """The record with its header at `at`, not measured yet; None where none is that can be read."""
+    def _header(self, at: int) -> _Remnant | None:
+        """The record with its header at `at`, not measured yet; None for a header that no usual writer makes."""
         raw = self._peek(at, LOCAL.size)
         if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
             return None
@@ -372,75 +434,180 @@ class _HeaderWalk:
         if flags & 0x2061 or method not in (0, 8) or not 0 < name_size <= _MAX_NAME:
             return None
         tail = self._peek(at + LOCAL.size, name_size + extra_size)
-        extra = tail[name_size:]
+        fields = extra_fields(tail[name_size:])
+        # A wrong length of the extra field would lead to another record's data.
+        is_whole = len(tail) - name_size == extra_size == sum(4 + len(content) for _, content in fields)
+        is_usual = all(kind in _EXTRAS and (kind != _PADDING or not each.strip(b"Z\0")) for kind, each in fields)
         try:
             name = tail[:name_size].decode()
         except UnicodeDecodeError:
             return None
-        # A wrong length of the extra field would lead to another record's data.
-        if "\0" in name or not len(extra) == extra_size == sum(4 + len(content) for _, content in extra_fields(extra)):
+        if "\0" in name or not is_whole or not is_usual:
             return None
         if FULL in (stored, size):
-            size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
-        data_at = at + LOCAL.size + name_size + extra_size
-        return Record(self.archive, name, b"", flags, method, crc, stored, size, at, data_at=data_at, is_confirmed=True)
+            size, stored, _ = zip64_values(tail[name_size:], size, stored, 0) or (size, stored, 0)
+        claims = () if flags & 8 and not crc and not stored else (crc,)
+        return _Remnant(name, at, at + LOCAL.size + name_size + extra_size, stored, size, method, claims=claims)
 
-    def _measure(self, record: Record) -> int | None:
+    def _measure(self, piece: _Remnant) -> int | None:
         """Finds out how long a record is, and takes its checksum from its descriptor; returns where the next one
         begins, None where that cannot be told."""
-        streamed = record.flags & 8 and not (record.crc or record.stored)
-        known = self.sizes.get(record.name)
-        if streamed:
-            places = self._find(rb"PK\x07\x08", record.data_at)  # of a descriptor that fits where it stands
-            if known is None or record.method:
-                known = next((end - record.data_at for end in places if self._descriptors(record, end)), -1)
-            record.stored = record.size = known
-        elif known not in (None, record.size) or (not record.method and record.stored != record.size):
-            self.why[record] = HEADER
+        known = self.sizes.get(piece.name)
+        if piece.claims and (known not in (None, piece.size) or (not piece.method and piece.stored != piece.size)):
+            piece.why = HEADER
             return None
-        record.end = end = record.data_at + record.stored
-        if record.stored < 0 or end > self.source.size:
-            record.size, self.why[record] = max(0, record.size), CUT
+        if not piece.claims:
+            stored = known if known is not None and not piece.method else self._searched(piece)
+            if stored is None:
+                piece.why = CUT
+                return None
+            piece.stored = piece.size = stored
+        end = piece.end = piece.data_at + piece.stored
+        if end > self.source.size:
+            piece.why = CUT
             return None
-        if layouts := self._descriptors(record, end):
+        if piece.claims and self._peek(end, 4) != b"PK\x07\x08":
+            if piece.stored or self._peek(end, 2) in (b"PK", b""):
+                return end
+            piece.why = HEADER  # nothing proves that there is nothing
+            return None
+        found = self._descriptors(piece, end)
+        if found:
             # The descriptor of an empty record may fit both layouts.
-            layout = next((each for each in layouts if self._peek(end + each.size, 2) == b"PK"), layouts[0])
-            _, record.crc, _, record.size = layout.unpack(self._peek(end, layout.size))
-            record.end = end + layout.size
-        elif streamed or not (record.stored or self._peek(end, 2) in (b"PK", b"")):
-            self.why[record] = NO_SUM
-            return None
-        return record.end
+            layout = next((each for each in found if self._peek(end + each.size, 2) == b"PK"), found[0])
+            _, crc, _, size = layout.unpack(self._peek(end, layout.size))
+            piece.claims, piece.size, piece.end = (crc,), size, end + layout.size
+        elif not piece.claims:
+            piece.why = NO_SUM
+            return end + (DESCRIPTOR64 if max(piece.stored, piece.header) >= FULL else DESCRIPTOR).size
+        return piece.end
 
-    def _descriptors(self, record: Record, at: int) -> list[struct.Struct]:
+    def _searched(self, piece: _Remnant) -> int | None:
+        """The length of data whose length nothing states: up to a descriptor that fits where it stands."""
+        at = piece.data_at
+        while at + DESCRIPTOR.size <= self.source.size and self.budget > 0:
+            chunk = self._peek(at, _CHUNK if at > piece.data_at else _FEW)  # most such records are short
+            for match in re.finditer(b"PK\x07\x08", chunk):
+                if self._descriptors(piece, at + match.start()):
+                    return at + match.start() - piece.data_at
+                self.budget -= _STEP
+                if self.budget <= 0:
+                    return None
+            self.budget -= len(chunk)
+            at += len(chunk) - 3
+        return None
+
+    def _descriptors(self, piece: _Remnant, at: int) -> list[struct.Struct]:
         """The layouts in which there is, at `at`, a descriptor of the data up to there."""
         found, raw = [], self._peek(at, DESCRIPTOR64.size)
         for layout in (DESCRIPTOR, DESCRIPTOR64):
             if len(raw) >= layout.size:
                 signature, _, stored, size = layout.unpack_from(raw)
-                if signature == b"PK\x07\x08" and stored == at - record.data_at and (record.method or size == stored):
+                if signature == b"PK\x07\x08" and stored == at - piece.data_at and (piece.method or size == stored):
                     found.append(layout)
         return found
 
+    def _next_listed(self, at: int) -> int | None:
+        """Where the directory has the next record, where no header leads there."""
+        place = bisect_right(self.listed, at)
+        return self.listed[place] if place < len(self.listed) else None
+
+    def _lines(self, at: int) -> int:
+        """Reads the lines of the directory at `at`; where they end."""
+        while (raw := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(raw) == CENTRAL.size:
+            *_, crc, _, size, n, m, k, _, _, _, header = CENTRAL.unpack(raw)
+            extra = self._peek(at + CENTRAL.size, n + m)
+            if len(extra) < n + m:
+                break  # the file ends in it
+            if FULL in (size, header):
+                size, _, header = zip64_values(extra[n:], size, 0, header) or (size, 0, header)
+            self.mentions[header] = (extra[:n].decode("utf-8", "replace"), crc, size)
+            at += CENTRAL.size + n + m + k
+        return at
+
+    def _past_directory(self, at: int) -> int | None:
+        """Reads the directory at `at` and the end records behind it, as far as they are good; None if there is none."""
+        begin, at = at, self._lines(at)
+        for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
+            if self._peek(at, 4) == signature:
+                at += layout.size
+                if layout is END and at <= self.source.size:
+                    self.tries += 1
+                    with suppress(CkptoolError):
+                        if self.tries <= directory.MAX_EDITS:
+                            directory.read_archive(self.source.part(0, at))
+                            self.states.append(at)
+        return min(at, self.source.size) if at > begin else None
+
     def _believe_names(self) -> None:
-        """Believes the names of storages as long as they come in an order in which torch writes them.
+        """Believes the names of storages that come in an order in which torch writes them; no checksum covers a name.
 
         The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts; without a pickle
-        that of the numbers alone. Where another comes, the one before is in doubt as well: bytes that are missing from
-        the middle put the data of one record behind the header of another.
+        that of the numbers alone. Where another comes, the one before is in doubt as well, unless the order goes on
+        behind it: bytes that are missing from the middle put the data of one record behind the header of another.
         """
         sizes, root = [*self.sizes], self.root
-        orders = [sizes, sorted(sizes, key=lambda name: (len(name), name)), sorted(sizes)]
+        orders = [sizes, sorted(sizes, key=lambda name: (len(name), name))]
+        if not any(piece.name == f"{root}.storage_alignment" for piece in self.pieces):
+            orders.append(sorted(sizes))
         if not root:
-            root = next((record.name.partition("data/")[0] for record in self.records if "/data/" in record.name), "")
-            orders = [[f"{root}data/{number}" for number in range(len(self.records))]]
-        ours = [record for record in self.records if root and record.name.startswith(f"{root}data/")]
-        names = [record.name for record in ours]
-        good = max(
-            next((n for n, name in enumerate(names) if order[n : n + 1] != [name]), len(names)) for order in orders
-        )
-        for record in ours[max(0, good - 1) :] if good < len(names) else ():
-            self.why.setdefault(record, NO_NAME)
+            root = next((piece.name.partition("data/")[0] for piece in self.pieces if "/data/" in piece.name), "")
+            orders = [[f"{root}data/{number}" for number in range(len(self.pieces))]]
+        seen, begun, is_other_file = 0, False, False
+        last: _Remnant | None = None  # the storage before
+        doubted: _Remnant | None = None
+        for number, piece in enumerate(self.pieces):
+            inner = piece.name.removeprefix(root)
+            if self.root:
+                # No tensor is behind the other names, unless one that should come now is damaged.
+                is_known = number < self.begin or inner[:1] == "." or inner in _SMALL or seen == len(sizes)
+                is_storage = piece.name in self.sizes or not is_known
+            else:
+                is_other_file = is_other_file or (begun and piece.is_pickle and not piece.why)
+                begun = begun or piece.is_pickle or "/data/" in piece.name
+                is_storage = inner.startswith("data/")
+            piece.named = not is_other_file
+            if is_storage and piece.named:
+                fitting = [order for order in orders if order[seen : seen + 1] == [piece.name]]
+                if not fitting and doubted is not None:
+                    doubted.named = False
+                orders, doubted = (fitting, None) if fitting else (orders, last)
+                seen, last, piece.named = seen + 1, piece if fitting else None, bool(fitting)
+        if doubted is not None:
+            doubted.named = False
+
+
+def _prove(source: Source, pieces: list[_Remnant]) -> bool:
+    """Checks the checksum of every piece not known to be lost; `why` says which are. False if none is stored."""
+    checked = any(claim for piece in pieces for claim in piece.claims)
+    archive, whole = Archive(source, 0, 0, b""), [piece for piece in pieces if not piece.why]
+    stretches = [piece.record(archive).data for piece in whole]
+    for piece, total in zip(whole, checksums(stretches), strict=True):
+        if isinstance(total, CkptoolError):
+            piece.why = total.what
+        elif checked and total not in piece.claims:
+            piece.why = DAMAGED if piece.claims else NO_SUM
+        elif not piece.named:
+            piece.why = NO_NAME
+        else:
+            piece.crc = total
+    return checked
+
+
+def _drop_copies(pieces: list[_Remnant], mentions: Collection[int]) -> None:
+    """Two whole records of one name: the same bytes are one record; of others nobody can tell which is meant.
+
+    Of several pickles, which in-place edits leave, the last counts that a directory names. mentions: the headers named.
+    """
+    pickles = [piece for piece in pieces if not piece.why and piece.is_pickle]
+    chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
+    pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
+    first: dict[str, _Remnant] = {}
+    for piece in pieces:
+        if not piece.why:
+            other = first.setdefault(piece.name, piece)
+            if other is not piece and (other.crc, other.size) != (piece.crc, piece.size):
+                other.why = piece.why = TWICE
 
 
 # The tree ------------------------------------------------------------------------------------------------------------
@@ -475,7 +642,7 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     """
     whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
     pickle = whole.get(f"{root}data.pkl") if root else None
-    if pickle is None and all(name.endswith(".npy") or name == marks.RECOVERED_RECORD for name in whole):
+    if pickle is None and whole and _are_arrays(whole):
         return _arrays(archive, lost)
     if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
         tree = {}
@@ -491,12 +658,12 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         said = whole[root + name].contents(limit) if root + name in whole else b""
         if said.strip():
             metadata[key] = said.decode("utf-8", "replace").strip()
-    order, sizes = metadata.get("byteorder"), {record.name: record.nbytes for record in lost}
-    if order is None and sizes.get(f"{root}byteorder") == len("little"):
-        order = "little"
+    order = metadata.get("byteorder")
+    gone = next((record.nbytes for record in lost if record.name == f"{root}byteorder"), None)
     # torch wrote no byte order before 2.1, and neither of these.
-    newer = any(f"{root}{name}" in (whole | sizes) for name in ("byteorder", ".format_version", ".storage_alignment"))
-    if order not in ("little", "big") and newer and any(name.startswith(f"{root}data/") for name in whole):
+    newer = any(f"{root}{name}" in whole for name in (".format_version", ".storage_alignment"))
+    is_known = order in ("little", "big") or gone == len("little") or (not order and gone is None and not newer)
+    if not is_known and any(name.startswith(f"{root}data/") for name in whole):
         why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
         raise Corrupt(f"{archive.source}: its byteorder record is damaged", why)
     lossy = _Lossy(archive, lost)

@@ -209,7 +209,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], most: int)
             break
         cell = heapq.heappop(todo)
         _, below = _divided(cell[3], len(cell[2]) + 1)
-        is_whole = all([place for place, _ in each] == [name] for name, each in below.items())  # tensors alone
+        is_whole = all(place == name for name, each in below.items() for place, _ in each)  # tensors alone
         if is_whole or len(below) + len(todo) + len(cells) > most:
             cells, below = [*cells, cell], {}
     cells = sorted(cells + todo)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
@@ -17,27 +17,29 @@ from ckptool.formats import marks
 from ckptool.formats.damaged import LostTensor, Salvaged
 
 
-class Restored(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored:
     """A checkpoint that can be written.
 
-    lost: tensors that no checkpoint gave.  dropped: addresses of what had to go along with them.
-    filled: (address, address there).  refused: (address, why).
+    lost: all tensors that the file does not give.  still_lost: those that no other checkpoint gave.
+    dropped: addresses of what had to go along with them.  filled: (address, address there).  refused: (address, why).
     """
 
     checkpoint: Checkpoint
     lost: list[LostTensor]
+    still_lost: list[LostTensor]
     dropped: list[str]
     filled: list[tuple[str, str]]
     refused: list[tuple[str, str]]
 
 
-def restored(done: Salvaged, lost: Sequence[LostTensor], other: Checkpoint | None) -> Restored:
+def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
     """The checkpoint with lost tensors taken from the other one or left out; marked if there are any.
 
     Taken is the same key, dtype and shape, tied where it was tied. A key is looked for under its whole address; where
     that leads nowhere, in the one set of model weights of the other.
     """
-    checkpoint = done.checkpoint
+    checkpoint, lost = done.checkpoint, done.lost_tensors()
     new: dict[int, Any] = {}  # by the id of the node that it replaces
     filled: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
@@ -70,16 +72,16 @@ def restored(done: Salvaged, lost: Sequence[LostTensor], other: Checkpoint | Non
                 flags = item.node.flags._replace(conj=node.flags.conj, neg=node.flags.neg)
                 new[id(item.node)] = replace(node, storage=storage, flags=flags)
     still = [item for item in lost if id(item.node) not in new]
-    tree, dropped = _without_lost(checkpoint.tree, lost, new) if lost else (checkpoint.tree, [])
+    tree, dropped = without_lost(checkpoint.tree, lost, new) if lost else (checkpoint.tree, [])
     metadata = dict(checkpoint.metadata)
     if lost or done.raw or done.unlisted:
         before, taken = str(metadata.get(marks.RECOVERED, "")), [place for place, _ in filled]
         metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in still], taken, before)
     marked = replace(checkpoint, tree=tree, metadata=metadata, origin=None)
-    return Restored(marked, still, dropped, filled, refused)
+    return Restored(marked, lost, still, dropped, filled, refused)
 
 
-def _without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
+def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
     """The tree without what is lost and not in `new` (by the id of the node it replaces), and what had to go along.
 
     An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.

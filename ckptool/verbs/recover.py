@@ -168,8 +168,7 @@ def recover(
     other = opened.checkpoint if opened is not None else None
     if opened is not None and opened.at is not None:
         other = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
-    gone = done.lost_tensors()
-    found = restored(done, gone, other)
+    found = restored(done, other)
     original = done.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
@@ -187,15 +186,16 @@ def recover(
         inputs = [source] if there is None else [source, there]
         notes = replace_file(plan, target, overwrite=overwrite, inputs=inputs, progress=progress)
     lost = []
-    for each in found.lost:
+    for each in found.still_lost:
         values = each.storage if isinstance(each.node, StorageRef) else each.node
         lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
     count = sum(1 for _ in tensors(done.checkpoint.tree))
+    gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
     return Recovery(
         damage=damage.what if damage is not None else "",
         how=done.how,
         tensors=None if done.raw or done.unlisted else count,
-        back=0 if done.raw else count - sum(1 for item in gone if not isinstance(item.node, StorageRef)),
+        back=0 if done.raw else count - gone,
         records=done.records,
         whole=done.whole,
         lost=tuple(lost),
@@ -230,5 +230,6 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 def all_of(file: CheckpointLike) -> Checkpoint | None:
     """The checkpoint in a damaged file; None where a part of it is lost, or nothing says what was in it."""
     done, _ = _salvaged(open_source(file)[0])
-    is_whole = not (done.lost_tensors() or done.raw or done.unlisted)
-    return replace(restored(done, (), None).checkpoint, source=None) if is_whole else None
+    found = restored(done, None)
+    is_whole = not (found.lost or done.raw or done.unlisted)
+    return replace(found.checkpoint, source=None) if is_whole else None

@@ -267,6 +267,7 @@ def at(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield files
 
 
+@pytest.mark.long("every verb that reads, in two forms")
 @pytest.mark.parametrize("name", ["model.pt", "none.pt", "hub/"])
 def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run) -> None:
     with RangeServer(at) as server:

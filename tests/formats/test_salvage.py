@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import random
 import struct
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import ckptool
 from ckptool.checkpoint import TensorEntry
@@ -22,24 +22,20 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, form
 from ckptool.formats import damaged, read
 from ckptool.formats.damaged import Salvaged
-from ckptool.formats.zip.record import CENTRAL, LOCAL
-from ckptool.formats.zip.writer import local_header
+from ckptool.formats.zip.record import LOCAL
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
+from tests.support.damaged import PLAIN
 from tests.support.files import torch_bytes, written
-from tests.support.looped import looped
-from tests.support.processes import soon
-from tests.support.zip_layouts import Entry, with_more
+from tests.support.looped import examples
 
 Values = dict[str, bytes]
 
 
-torch.manual_seed(0)
-# Tensors of one size, as a transformer's blocks have: where one record can pass for another.
-BLOCKS = {f"l{i}.w": torch.randn(4, 3) for i in range(12)} | {"big": torch.randn(40)}
-PLAIN = torch_bytes({"model": BLOCKS, "epoch": 3})
 INNER = torch.frombuffer(bytearray(PLAIN), dtype=torch.uint8)
+
+
 NESTED = torch_bytes({"a": torch.randn(5), "nest": INNER.clone(), "b": torch.randn(5), "c": torch.randn(7)})
 
 
@@ -181,23 +177,37 @@ def nothing_wrong(name: str, data: bytes, path: Path) -> int:
     return len(back)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(5_000, marks=pytest.mark.soak)])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), name=st.sampled_from(sorted(FILES)))
+def test_nothing_that_comes_back_differs(data: st.DataObject, name: str, tmp_path: Path) -> None:
+    original = FILES[name]
+    damaged = bytearray(original[: data.draw(st.integers(100, len(original)), "cut")])
+    for _ in range(data.draw(st.integers(0, 3), "changes")):
+        at = data.draw(st.integers(0, len(damaged) - 1), "at")
+        kind = data.draw(st.sampled_from(["flip", "byte", "zeros", "missing"]), "kind")
+        size = data.draw(st.integers(1, 600), "size")
+        if kind == "flip":
+            damaged[at] ^= 1 << size % 8
+        elif kind == "byte":
+            damaged[at] = size % 256
+        elif kind == "zeros":
+            damaged[at : at + size] = bytes(len(damaged[at : at + size]))
+        elif len(damaged) > size + 100:
+            del damaged[at : at + (size | 1)]  # whole records that are missing at the very end leave no trace
+    nothing_wrong(name, bytes(damaged), tmp_path / "damaged.pt")
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_that_comes_back_differs(name: str, count: int, tmp_path: Path) -> None:
+def test_nothing_that_comes_back_differs_at_length(name: str, tmp_path: Path) -> None:
     chosen = random.Random(11)
-    for _ in range(count):
+    for _ in range(5_000):
         data = bytearray(FILES[name][: chosen.randrange(100, len(FILES[name]) + 1)])
         for _ in range(chosen.randrange(4)):
-            at, size = chosen.randrange(len(data)), chosen.randrange(1, 600)
-            match chosen.randrange(4):
-                case 0:
-                    data[at] ^= 1 << size % 8
-                case 1:
-                    data[at] = size % 256
-                case 2:
-                    data[at : at + size] = bytes(len(data[at : at + size]))
-                case _ if len(data) > size + 100:
-                    del data[at : at + (size | 1)]  # whole records that are missing at the very end leave no trace
+            at = chosen.randrange(len(data))
+            data[at] ^= 1 << chosen.randrange(8)
+            if chosen.random() < 0.3 and len(data) > 400:
+                del data[at : at + chosen.choice([1, 63, 77, 199, 300])]
         nothing_wrong(name, bytes(data), tmp_path / "damaged.pt")
 
 
@@ -253,9 +263,8 @@ def test_a_damaged_header_behind_which_the_directory_is_cut_off(what: str, tmp_p
     HEADERS[what](data)
     found = came_back(salvaged(bytes(data), tmp_path / "cut.pt"))
     expected = originals("by torch", tmp_path / "o.pt")
-    # Nothing leads over it; where the order is broken, the one before is in doubt as well.
-    believed = range(4 if what == "its name is another's" else 5)
-    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in believed}
+    beyond = [6] if what in ("its name is another's", "its descriptor") else []  # else nothing leads over it
+    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in (0, 1, 2, 3, 4, *beyond)}
 
 
 @pytest.mark.parametrize("what", HEADERS)
@@ -263,14 +272,6 @@ def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: P
     data = bytearray(PLAIN)
     HEADERS[what](data)
     assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == originals("by torch", tmp_path / "o.pt")
-
-
-def test_names_that_two_headers_have_swapped_prove_nothing(tmp_path: Path) -> None:
-    data = bytearray(PLAIN)
-    for name, other in (("5", "7"), ("7", "5")):
-        data[header_of(f"archive/data/{name}") + LOCAL.size + 13] = ord(other)
-    found, expected = came_back(salvaged(bytes(data), tmp_path / "h.pt")), originals("by torch", tmp_path / "o.pt")
-    assert expected.keys() - found.keys() == {"model/l5.w", "model/l7.w"}
 
 
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
@@ -299,14 +300,17 @@ def test_a_zip_in_a_tensor_is_not_taken_for_the_file(tmp_path: Path) -> None:
 
 
 def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
-    """Records in another order are believed where the directory is there; without it nothing proves their names."""
+    """Records in the order of their names, sizes in their headers: believed where the directory is there, or the size
+    is unique."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive, zipfile.ZipFile(out, "w") as again:
         for name in sorted(archive.namelist(), key=lambda name: name[::-1]):
             again.writestr(name, archive.read(name))
-    path = written(out.getvalue(), tmp_path / "odd.pt")
-    assert came_back(damaged.salvage(Source(path))) == originals("by torch", tmp_path / "o.pt")
-    assert salvaged(out.getvalue()[:-30], path).raw
+    expected = originals("by torch", tmp_path / "o.pt")
+    back = came_back(salvaged(out.getvalue(), tmp_path / "odd.pt"))
+    assert back == expected
+    cut = came_back(salvaged(out.getvalue()[:-30], tmp_path / "odd.pt"))
+    assert cut == expected  # the directory's entries are still there
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.75, 0.99])
@@ -337,12 +341,6 @@ def test_the_byte_order(tmp_path: Path) -> None:
     assert data[at : at + 3] == b"big"
     with pytest.raises(Corrupt, match="byteorder"):
         salvaged(data[:at] + b"bug" + data[at + 3 : -30], tmp_path / "cut.pt")
-
-
-def test_of_two_records_of_one_name_neither_is_believed(tmp_path: Path) -> None:
-    data = with_more(Entry(b"archive/byteorder", b"big")).build()
-    with pytest.raises(Corrupt, match="byteorder"):
-        salvaged(data[: data.index(b"PK\x01\x02")], tmp_path / "two.pt")
 
 
 def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:
@@ -379,16 +377,6 @@ def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
     found = salvaged(bytes(data), tmp_path / "d.pt")
     assert found.checkpoint.tree["epoch"] == 4
     assert came_back(found) == originals("by torch", tmp_path / "o.pt")
-
-
-def test_of_an_edited_file_no_old_state_is_taken_for_the_new_one(tmp_path: Path) -> None:
-    """Where the old directory cannot be passed over, nothing leads to the new pickle."""
-    before, after = edited(tmp_path / "e.pt")
-    for place in (after.index(b"PK\x01\x02"), len(before) - 22):  # its first signature, its last
-        data = bytearray(after)
-        data[place] ^= 1
-        with pytest.raises(Corrupt, match="edited in place"):
-            salvaged(bytes(data), tmp_path / "d.pt")
 
 
 def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:
@@ -428,60 +416,3 @@ def test_a_cut_safetensors_file(whole_tree: bool, tmp_path: Path) -> None:
     with pytest.raises(Truncated):
         salvaged(data[: header - 1], tmp_path / "cut.safetensors")
     assert came_back(salvaged(data + b"more", tmp_path / "long.safetensors")) == expected
-
-
-# What was built to exhaust its reader ---------------------------------------------------------------------------------
-
-
-def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:
-    return LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, crc, stored, stored, len(name), 0) + name
-
-
-CENTRAL_LINE = CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x808, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0) + b"a/data/1"
-
-
-MEGABYTE = 1_000_000
-
-
-def filled(part: bytes, start: bytes = b"") -> bytes:
-    return start + part * ((MEGABYTE - len(start)) // len(part))
-
-
-HOSTILE: dict[str, Callable[[], bytes]] = {
-    "signatures of headers": lambda: filled(b"PK\x03\x04"),
-    "headers": lambda: filled(header()),
-    "headers of pickles": lambda: filled(header(b"a/data.pkl")),
-    "signatures of descriptors": lambda: filled(b"PK\x07\x08", header()),
-    "headers and descriptors": lambda: filled(header() + b"PK\x07\x08" + bytes(12)),
-    "directory entries": lambda: filled(CENTRAL_LINE, PLAIN[:-99]),
-    "signatures of entries": lambda: filled(b"PK\x01\x02", header()),
-    "whole archives": lambda: filled(PLAIN)[:-9],
-    "ends": lambda: filled(PLAIN[-22:], PLAIN),
-    "headers behind a pickle": lambda: filled(header(b"archive/data/0"), PLAIN[:1400]),
-    "records that contain each other": lambda: b"".join(
-        header(b"n/%d" % i, 0, MEGABYTE - 40 * i, 5) for i in range(MEGABYTE // 40)
-    ),
-    "a size of four gigabytes": lambda: filled(header(b"a/data.pkl", 0, 0xFFFFFFFE, 5)),
-    "padding": lambda: filled(local_header("a/data/1", 0, 0, 64)),
-}
-
-
-@looped("name", HOSTILE)
-def test_salvaging_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_path: Path) -> None:
-    path = written(HOSTILE[name](), tmp_path / "hostile.pt")
-    with soon(1), pytest.raises(CkptoolError) as caught:
-        read(path)
-    with soon(1), contextlib.suppress(CkptoolError):
-        damaged.salvage(Source(path), caught.value)
-
-
-@pytest.mark.parametrize("name", ["a size of four gigabytes", "records that contain each other"])
-def test_nothing_is_allocated_that_a_header_promises(name: str, tmp_path: Path) -> None:
-    source = Source(written(HOSTILE[name](), tmp_path / "hostile.pt"))
-    tracemalloc.start()
-    try:
-        with pytest.raises(CkptoolError):
-            damaged.salvage(source)
-        assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    finally:
-        tracemalloc.stop()

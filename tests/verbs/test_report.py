@@ -65,6 +65,22 @@ def broken(folder: Path, kind: str) -> Path:
     return path
 
 
+NO_MODEL: dict[str, Callable[[int], Any]] = {
+    "number": int,
+    "list": lambda n: [n],
+    "tensors": lambda n: [torch.ones(3) * n],
+    "empty": lambda n: [],
+    "two of one address": lambda n: {0: torch.ones(2), "0": torch.ones(3) * n},
+}
+
+
+@pytest.mark.parametrize("kind", NO_MODEL)
+def test_a_page_of_what_is_no_model(kind: str, folder: Path) -> None:
+    for number in (1, 2):
+        saved({"o": NO_MODEL[kind](number)}, folder / f"{number}.pt")
+    assert ckptool.report("1.pt").html().count("</html>") == ckptool.report("1.pt", "2.pt").html().count("</html>") == 1
+
+
 FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "bare": lambda model: model.state_dict(),
     "nested": lambda model: {"model": model.state_dict(), "epoch": 1},

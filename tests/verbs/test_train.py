@@ -157,10 +157,10 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
     monkeypatch.setenv("COLUMNS", "60")
     train_typed(typed)
     drawn = stderr.getvalue().split("\r\x1b[K")[1:]
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     assert re.match("████████         step 10  [0-9.]+ steps/s(, 0:00:[0-9]{2} left)?  loss ", drawn[1])
     assert re.match("████████████████ step 20  [0-9.]+ steps/s  loss ", drawn[3])
-    assert drawn[3].endswith("…\n")  # what comes next begins a line
+    assert drawn[4] == drawn[3] + "\n"  # what comes next begins a line
     assert {len(line.rstrip("\n")) for line in drawn} == {60}
 
 

@@ -93,11 +93,10 @@ class Archive:
         return window[at - begin : at - begin + length]
 
 
-def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool = True) -> Archive:
+def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
     """The archive that `source` is; raises `Truncated`, `Ambiguous`, `Corrupt`, `Unsupported` or `LimitExceeded`.
 
     case_matters: the readers of this kind of archive tell names apart that differ in case alone.
-    confirm: False for a damaged file, of which the records' own headers are looked at later.
     """
     archive = _read_directory(source, _find_end(source))
     names: dict[str, str] = {}
@@ -124,7 +123,7 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
         note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))
         archive.notes.append(note)
     _place_records(archive)
-    if confirm and (records := archive.by_offset()):
+    if records := archive.by_offset():
         records[0].confirm()  # whatever the file begins with could be another file's head
         records[-1].confirm()  # and what stands before the directory another archive's end
     return archive
