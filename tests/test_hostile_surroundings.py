@@ -178,7 +178,7 @@ def test_environment_variables_have_no_effect(tmp_path: Path) -> None:
                 [*INSTALLED, *words], cwd=tmp_path, env=os.environ | environment, capture_output=True, check=False
             )
             assert ended.returncode == 0 and b"Traceback" not in ended.stderr, ended.stderr
-            outputs.append(ended.stdout.replace(b"\xe2\x86\x92", b"->"))
+            outputs.append(ended.stdout.replace(b"\xe2\x86\x92", b"\\u2192"))
         results.append((outputs, (tmp_path / "out.pt").read_bytes()))
         assert not trace.exists()
     assert results[0] == results[1]
