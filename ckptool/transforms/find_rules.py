@@ -45,7 +45,9 @@ from ckptool.transforms.suggest import (
     families,
     fitted,
     fused,
+    rule_text,
     written_rules,
+    yaml_item,
 )
 from ckptool.transforms.translate.apply import DROP, after_chain, plan_steps
 
@@ -534,9 +536,9 @@ class FoundRules(Report):
         names = " → ".join(printable(os.path.basename(name)) for name in (self.old, self.new))
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
-            lines += [f"# {rule.evidence()}", _item(rule.text)]
+            lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
         lines += ["# What is not made may be of these: check them."] if self.drop and self._lacks() else []
-        lines += ["drop:", *map(_item, self.drop)] if self.drop else []
+        lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
         return "\n".join(lines) + "\n"
 
     def _proof(self) -> str:
@@ -555,12 +557,6 @@ class FoundRules(Report):
         """True where a tensor is made wrong, or is not made and no second name of one."""
         wrong = [*self.missing, *self.reordered, *self.unrelated]
         return len(wrong) > sum(note.code == "second-name" for note in self.notes)
-
-
-def _item(text: str) -> str:
-    import yaml
-
-    return yaml.safe_dump([text], default_style="'", width=1 << 30, allow_unicode=False).strip()
 
 
 def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
@@ -587,8 +583,8 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys(), makes)
     covered = {key for rule in written for key in rule.takes}
     others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
-    texts = [f"{escaped(key)} => {escaped(name)}" for key, name in others.items()]
-    texts = [*(f"\\{text}" if text.startswith("re:") else text for text in texts), *(rule.text for rule in written)]
+    texts = [rule_text(escaped(key), escaped(name)) for key, name in others.items()]
+    texts += [rule.text for rule in written]
     covered |= others.keys()
     drop = _patterns([key for key in ours if key not in covered], covered)
 

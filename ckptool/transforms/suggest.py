@@ -545,16 +545,20 @@ def written_rules(
 
 def _candidates(link: Link) -> Iterator[str]:
     """Rules for a link, the most general first: with `*` for parts that both names share before their ends."""
-    start = "\\" if link.old.startswith("re:") else ""  # it would begin like a regular expression
-    chain = f" : {link.chain}" if link.chain else ""
     old, new = _PARTS.split(link.old), _PARTS.split(link.new)
     leaf = int(old[-1] != new[-1])  # which may have another name: `gamma`, `weight`
     stems, ends = [side[: len(side) - leaf] for side in (old, new)], [side[len(side) - leaf :] for side in (old, new)]
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, stems), strict=False))
     for length in range(sum(1 for _ in alike), 0, -1):
-        sides = (".".join([*stem[:-length], "*", *end]) for stem, end in zip(stems, ends, strict=True))
-        yield f"{start}{' => '.join(sides)}{chain}"
-    yield f"{start}{link.old} => {link.new}{chain}"
+        before, after = (".".join([*stem[:-length], "*", *end]) for stem, end in zip(stems, ends, strict=True))
+        yield rule_text(before, after, link.chain)
+    yield rule_text(link.old, link.new, link.chain)
+
+
+def rule_text(old: str, new: str, chain: str = "") -> str:
+    """A rule of names as rules have them; with a backslash where it would begin like a regular expression."""
+    start = "\\" if old.startswith("re:") else ""
+    return f"{start}{old} => {new}{f' : {chain}' if chain else ''}"
 
 
 def suggest(
@@ -592,8 +596,6 @@ def _said(rule: TriedRule) -> Suggestion:
 
 def rules_file(suggestions: Iterable[Suggestion]) -> str:
     """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
-    import yaml
-
     lines = ["# Rules OLD => NEW, tried in this order; the first that matches a key counts."]
     for suggestion in sorted(suggestions, key=lambda one: one.unambiguous):
         lines.append("")
@@ -604,6 +606,12 @@ def rules_file(suggestions: Iterable[Suggestion]) -> str:
         if not suggestion.unambiguous and suggestion.rules:
             lines.append("# AMBIGUOUS: look before you take the # away")
         for rule in suggestion.rules:
-            text = yaml.safe_dump([rule], default_style="'", width=1 << 30, allow_unicode=False).strip()
-            lines.append(text if suggestion.unambiguous else f"# {text}")
+            lines.append(f"{'' if suggestion.unambiguous else '# '}{yaml_item(rule)}")
     return "\n".join(lines) + "\n"
+
+
+def yaml_item(text: str) -> str:
+    """A text as an item of a list in a file of rules, in a line."""
+    import yaml
+
+    return yaml.safe_dump([text], default_style="'", width=1 << 30, allow_unicode=False).strip()
