@@ -53,7 +53,8 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"{case}: the process ended with {self.process.wait()}")
-        line = line.replace(str(self.folder / case), "FOLDER").replace(self.package, "PACKAGE/")
+        line = line.replace(str(self.folder / case), "FOLDER").replace(str(self.folder), "ABOVE")
+        line = line.replace(self.package, "PACKAGE/")
         return json.loads(line)  # type: ignore[no-any-return]
 
 
