@@ -65,7 +65,7 @@ def test_a_key_is_taken_apart(key: str, scheme: str, component: str, module: str
         (pair("base_model.model.q"), CONFIG | {"layer_replication": [[0, 1]]}, "layer replication"),
         (pair("base_model.model.q"), CONFIG | {"use_bdlora": {"a": 1}}, "BD-LoRA"),
         (pair("base_model.model.q"), CONFIG | {"peft_type": ["VERA"]}, "VERA"),
-        (pair("base_model.model.q"), CONFIG | {"alpha_pattern": {"(": 1}}, "no regular expression"),
+        (pair("base_model.model.q"), CONFIG | {"alpha_pattern": {"(": 1}}, "is not a regular expression"),
         (pair("unet.q") | {"unet.q.alpha": entry(fill=math.nan)}, None, "is nan, not a number"),
         (pair("unet.q") | pair("base_model.model.q"), None, "mixes the names"),
         ({"weight": entry(2)}, None, "has no LoRA"),
