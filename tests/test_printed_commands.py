@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.findings import Chain
 from ckptool.checkpoint.paths import parted
 from ckptool.commands import FILE, OUT, OUT_PT, command, other_program
 from ckptool.errors import Text
