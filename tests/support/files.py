@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.blocks import Plan
 from ckptool.formats import read, torch_zip
 from ckptool.output.sink import Sink
 
