@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint import Checkpoint, Flags, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.dtypes import BY_TORCH
-from ckptool.checkpoint.plan import Plan
 from ckptool.formats import read, torch_zip
 from ckptool.output.sink import Sink
 
