@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptool.analysis.values import BINS, QUANTILES, TensorPicture, statistics, values_of
 from ckptool.checkpoint import arrays
-from tests.support.entries import entry_of
+from tests.support.files import entry_of
 from tests.support.looped import examples
 from tests.support.object_graphs import DTYPES
 
