@@ -28,8 +28,6 @@ from ckptool.errors import Command as Command
 from ckptool.errors import Slot as Slot
 from ckptool.errors import UsageError
 
-Words = tuple[str, ...]
-
 
 class Use(Enum):
     """The meaning of an address (`FILE#ADDRESS`, `--at`) to a verb."""
@@ -371,18 +369,29 @@ def arg(name: str = "", /, **options: Value) -> Command:
     return Command(words, ", ".join(_keywords(options)))
 
 
-def called(line: Command) -> tuple[Any, dict[str, Any]]:
-    """The function of a command, and the options that are typed in it, as Python gives them."""
+def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
+    """The function of a command, and the files and options that are typed in it, as Python gives them."""
     verb, *words = with_verb(line[1:])
     function, options = function_of(verb), dict[str, Any]()
     typed: dict[str, Parameter] = {}
     for each in parameters_of(function):
         typed = {**dict.fromkeys(each.option.flags, each), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
-    rest = iter(words)
-    for each in filter(None, map(typed.get, rest)):
-        value = True if each.kind is bool else next(rest)
-        options[each.name] = [*options.get(each.name, ()), value] if each.option.several else value
-    return function, options
+    rest, files = iter(words), list[str]()
+    for word in rest:
+        if (option := typed.get(word)) is None:
+            files.append(word)
+        else:
+            value = True if option.kind is bool else next(rest)
+            options[option.name] = [*options.get(option.name, ()), value] if option.option.several else value
+    return function, files, options
+
+
+def in_both(line: Command) -> Command:
+    """The same, which Python spells `ckptool.cast('a.pt', dtype='bf16', out='b.pt')`, where it is a command of ours."""
+    if line[0] != "ckptool" or not VERBS[with_verb(line[1:])[0]].in_python:
+        return line
+    function, files, options = called(line)
+    return Command(line, f"ckptool.{function.__name__}({', '.join([*map(_literal, files), *_keywords(options)])})")
 
 
 def flag(name: str) -> str:

@@ -254,9 +254,6 @@ def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
     return dict.fromkeys(long[: -len(name)] for name in few for long in longer if long.endswith(f".{name}"))
 
 
-# The rest -------------------------------------------------------------------------------------------------------------
-
-
 TranslationTo = Callable[[Mapping[Any, Any], Mapping[str, Any]], tuple[str, Command] | None]
 """The command that makes weights those of a model of another layout, and why; None where there is none."""
 

@@ -278,8 +278,6 @@ def root_detail(part: PartSummary) -> str:
     return f"{what}: {', '.join(facts)}" if part.rows else what
 
 
-# The memory -----------------------------------------------------------------------------------------------------------
-
 ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
 _BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters
 _UNKNOWN = frozenset({"quantized", "quantized-unknown"})  # notes on codes, whose weights have other sizes

@@ -183,9 +183,6 @@ def names_code(text: str) -> bool:
     return bool(separator and place and attribute.isidentifier())
 
 
-# Older versions of torch ----------------------------------------------------------------------------------------------
-
-
 def accepted(
     pairs: Mapping[str, str], missing: Collection[str], free: Mapping[str, str], metadata: Any
 ) -> tuple[dict[str, str], list[str], list[str]]:

@@ -136,8 +136,6 @@ PathFact = Annotated[Path, Unit(json=path_json, schema=PATH)]
 Value = Annotated[Any, Unit(json=value_json, schema={}, about=SAID)]
 
 
-# Keys -----------------------------------------------------------------------------------------------------------------
-
 _LAST_NUMBER = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]{0,17})([^0-9]*)", re.DOTALL)  # 007 is a name
 _DIGITS = re.compile(r"([0-9]+)")
 DEEP = 32  # pieces of a key; one with more is a group of its own

@@ -285,9 +285,6 @@ def _answer(function: Any, given: Arguments, first: str, style: Style | None, fi
     return answer_of(report, style, _named(report.told, given), report.exit() if declared.exits else 0)
 
 
-# As a program ---------------------------------------------------------------------------------------------------------
-
-
 _interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it
 
 

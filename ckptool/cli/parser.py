@@ -112,9 +112,6 @@ def _page(blocks: Iterable[Sequence[str]]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-# Parsing --------------------------------------------------------------------------------------------------------------
-
-
 def typed_parameters(function: Any) -> list[Parameter]:
     """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
     declared: Declared = function.verb

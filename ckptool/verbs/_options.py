@@ -204,8 +204,6 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     return of_checkpoint(opened.checkpoint, name, opened.at)
 
 
-# Of the training harness ----------------------------------------------------------------------------------------------
-
 Say = Callable[[str], Any]
 Set = Annotated[str | Sequence[str], repeated("--set KEY=VALUE", "Change a key of the configuration: train.steps=300.")]
 Run = Annotated[PathLike, argument("RUN", "The folder of a run.")]

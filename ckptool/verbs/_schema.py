@@ -132,9 +132,6 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
     return {schema_of(kind).partition("/")[0]: (kind, tuple(verbs[kind])) for kind in kinds}
 
 
-# Reflection -----------------------------------------------------------------------------------------------------------
-
-
 def document(kind: Any, used: Json) -> Json:
     """The schema of what is printed of a report; the types that it refers to are added to `used`."""
     row = _row(kind, used)

@@ -11,8 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from ckptool.analysis.findings import Diagnosis, Finding, Fix, Stage, of_error_text
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.tree import tensors
-from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, argument, as_argument, command, option, verb
-from ckptool.commands import called as function_called
+from ckptool.commands import (
+    FILE,
+    OUT,
+    VERBS,
+    Command,
+    Slot,
+    Use,
+    arg,
+    argument,
+    as_argument,
+    called,
+    command,
+    in_both,
+    option,
+    verb,
+)
 from ckptool.errors import CkptoolError, Unsupported, UsageError, counted, quoted
 from ckptool.formats import for_output, marks, named
 from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
@@ -137,7 +151,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
 
                 made = all_of(file)
             else:
-                function, options = function_called(step.command)
+                function, _, options = called(step.command)
                 # The model itself, not its name.
                 options |= {name: value for name, value in given.items() if name in options}
                 options |= {"out": None, **({"at": step.at} if step.at else {})}
@@ -206,9 +220,8 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
 
 
 def _steps(found: Diagnosis, in_place: bool) -> Iterator[tuple[Finding, Fix]]:
-    """The commands that doctor prints and that write, as far as they can be done in the file itself.
-    In place weights stay where they are, and what follows is about them there; anything else that needs another file
-    ends it."""
+    """The commands that doctor prints and that write. In place weights stay where they are, what follows is about them
+    there, and anything else that needs another file ends it."""
     kept = ""
     for each in found.findings:
         for step in each.steps:
@@ -241,7 +254,7 @@ def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = ""
     advice = first.advice
     for step in (step for each in seen for finding in each.findings for step in finding.steps):
         advice = advice.replace(step.out, as_argument(path) or FILE)  # a file that was never written
-    way = "; then ".join(first.fixes) or advice
+    way = "; then ".join(f"{in_both(each)}" for each in first.commands) or advice
     way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
     refused = Unsupported(what, f"{why}Nothing was written.", way)
     refused.code = first.code
