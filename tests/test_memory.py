@@ -24,6 +24,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
+from tests.support.looped import sliced
 from tests.support.memory import LIMIT, READING, REWRITING, peak, peak_of
 
 EACH = 2_000
@@ -79,7 +80,7 @@ def test_a_large_file(verb: str, large: Path, tmp_path: Path) -> None:
     assert found <= limit(verb, 50), f"{found:,}"
 
 
-@verbs
+@pytest.mark.parametrize("verb", sliced(REWRITING | READING, 5))
 def test_many_tensors(verb: str, many: Path, tmp_path: Path) -> None:
     found = peak(verb, copy_if_in_place(verb, many, tmp_path), tmp_path)
     assert found <= limit(verb, MANY), f"{found:,}"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ckptool
 from ckptool import errors
+from ckptool.analysis.fixes import Chain
+from ckptool.checkpoint.paths import parted
 from ckptool.cli import main
 from ckptool.cli.parser import typed_parameters
 from ckptool.commands import (
@@ -33,7 +38,8 @@ from ckptool.commands import (
     other_program,
     signature_of,
 )
-from ckptool.errors import CkptoolError, Text, TextLines, UsageError, printable
+from ckptool.errors import CkptoolError, Text, TextLines, UsageError, counted, form, printable
+from tests.lint import NO_PLURAL
 from tests.support.errors import of_a_shell
 from tests.support.looped import looped
 
@@ -228,3 +234,107 @@ def test_the_same_error_on_the_command_line_advises_options(folder: Path, capsys
     assert "Overwrite it: -f, or" in capsys.readouterr().err
     with pytest.raises(CkptoolError, match="overwrite=True"):
         ckptool.strip_module("one.pt", "there.pt")
+
+
+# Commands that are printed -------------------------------------------------------------------------------------------
+
+
+def test_options_are_words() -> None:
+    line = command("edit", "-a.pt", drop=["a b", "c"], all=True, at="", partial=False, out=OUT)
+    assert str(line) == "ckptool edit ./-a.pt --drop 'a b' --drop c --all -o OUT"
+
+
+@pytest.mark.parametrize(
+    "name", ["two words.pt", "it's.pt", "-dash.pt", "a\nb.pt", "$HOME.pt", "a#b.pt", "ünï.pt", "*.pt", "~x"]
+)
+def test_a_name_is_quoted_once(name: str) -> None:
+    line = str(Chain(name).fill(command("convert", FILE / "state_dict/a b", out=OUT)))
+    said = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout
+    words = said.split("\0")[:-1]
+    prefix = "./" if name.startswith("-") else ""
+    stem, suffix = parted(name)
+    assert words == ["ckptool", "convert", f"{prefix}{name}#state_dict/a b", "-o", f"{prefix}{stem}.fixed{suffix}"]
+
+
+def test_the_output_of_one_command_is_the_input_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "x.fixed2.pth.tar").touch()
+    chain = Chain(str(tmp_path / "x.pth.tar"))
+    steps = [command("strip-module", FILE, out=OUT), command("inspect", FILE), command("convert", FILE, out=OUT_PT)]
+    lines = [str(chain.fill(step)).replace(f"{tmp_path}/", "") for step in steps]
+    assert lines == [
+        "ckptool strip-module x.pth.tar -o x.fixed.pth.tar",
+        "ckptool inspect x.fixed.pth.tar",
+        "ckptool convert x.fixed.pth.tar -o x.fixed.pt",
+    ]
+    assert str(chain.fill(steps[0])).endswith("x.fixed2.pt"), "what was written last has that suffix"
+
+
+@pytest.mark.parametrize(
+    ("path", "stem"),
+    [("m.pt", "m"), ("a/x.pth.tar", "a/x"), ("m.safetensors.index.json", "m"), ("noend", "noend"), ("a.b/c", "a.b/c")],
+)
+def test_double_suffixes_stay_together(path: str, stem: str) -> None:
+    assert parted(path) == (stem, path[len(stem) :])
+
+
+def test_what_is_written_for_a_folder_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    convert = command("convert", FILE, out=OUT_PT)
+    assert str(Chain(".").fill(convert)) == "ckptool convert . -o ../run.fixed.pt"
+    assert str(Chain("../run/").fill(convert)) == "ckptool convert ../run/ -o ../run.fixed.pt"
+
+
+def test_advice_knows_its_commands() -> None:
+    advice = Text("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
+    assert advice == "Save it: ckptool recover 'a b.pt' -o OUT; or copy it again."
+    assert [*map(str, advice.commands)] == ["ckptool recover 'a b.pt' -o OUT"]
+    unpack = other_program("gzip -dc", "a.gz", into="a b")
+    assert str(unpack) == "gzip -dc a.gz > 'a b'"
+
+
+# Counts of one are told as one ---------------------------------------------------------------------------------------
+
+
+ONE = re.compile(r"(?<![\d.,:×x-])\b1 (?!of\b)(?:more )?([a-z]+s)\b(?! of a)|\b1 [a-z]+ (are|were|have)\b")
+
+
+def test_counts_and_the_words_that_go_with_them() -> None:
+    assert [counted(n, "name is", "names are") for n in (0, 1, 2)] == ["0 names are", "1 name is", "2 names are"]
+    assert [counted(n, "storage") for n in (1, 1234)] == ["1 storage", "1,234 storages"]
+    assert [form(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
+
+
+LINES = (
+    """
+inspect one.pt --all --stats|inspect one.pt|verify one.pt|verify one.pt --digest|doctor one.pt|report one.pt|scan .
+scan one.pt|diff one.pt other.pt|show one.pt|strip-module one.pt -o a.pt|rename one.pt 'module.a => b' -o b.pt
+remap cuda.pt --to cpu -o c.pt|cast one.pt --dtype bf16 -o d.pt|edit one.pt --drop epoch -o e.pt
+convert one.pt -o f.safetensors|convert one.pt --all -o g.safetensors|slim one.pt -o h.pt|recover cut.pt -o i.pt
+bundle a=one.pt -o j.pt|unbundle j.pt -d k|warm-start one.pt --against other.pt|spec one.pt -o l.json
+convert one.pt -o m --shard-size 5GB
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+
+
+@pytest.fixture
+def ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files with one of everything."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"module.a": torch.tensor([1.00001])}, "epoch": 3}, "one.pt")
+    torch.save({"state_dict": {"a": torch.tensor([2.0])}, "epoch": 3}, "other.pt")
+    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
+        torch.save({"a": torch.ones(1)}, "cuda.pt")
+    Path("cut.pt").write_bytes(Path("one.pt").read_bytes()[:-300])
+    return tmp_path
+
+
+def test_reports_of_one_of_everything_have_no_plural_of_one(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in LINES:
+        main(shlex.split(line))
+        out, err = capsys.readouterr()
+        for told in (out + err).splitlines():
+            found = ONE.search(told)
+            assert not found or found[1] in NO_PLURAL, f"{line}: {told}"
