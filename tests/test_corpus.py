@@ -3,8 +3,6 @@
 They are untrusted: `torch.load` sees them with `weights_only=True` only, and they are never unpickled otherwise.
 """
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Iterator

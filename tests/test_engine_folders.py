@@ -1,7 +1,5 @@
 """Folders that real engines wrote, as they lie in the repository: each is one checkpoint in every verb."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

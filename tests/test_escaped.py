@@ -1,7 +1,5 @@
 """Whatever a file calls things: no control character of it reaches a terminal, a notebook or a log, on any way out."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -5,8 +5,6 @@ A zip carries checksums, so that no value may come out wrong. A safetensors file
 data is seen in that tensor and nowhere else, and a changed header means what the stock library takes it to mean.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

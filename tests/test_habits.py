@@ -4,8 +4,6 @@ Each snippet is run as it stands; the value of its last line has to be true. Tho
 with these words.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Disks that fill, calls that fail late, do half or ask to be tried again; little memory, few open files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

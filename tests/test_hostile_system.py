@@ -4,8 +4,6 @@ The sweep over every event of every command is `tests/output/test_faults.py`; he
 their own. Full disks, late errors and limits of the process are in `test_hostile_disks`.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

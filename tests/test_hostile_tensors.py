@@ -1,7 +1,5 @@
 """Tensors and storages that contradict themselves, or ask for more than there is."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `make house` counts, and that what was reached stays (tests/lint.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.house import AIMS, WALKS, Contract, House, counts, lost, walked

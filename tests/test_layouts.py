@@ -1,7 +1,5 @@
 """What every layout that ships has to do: by the small vectors of other libraries, which `make engines` has whole."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -4,8 +4,6 @@ The files are sparse: their tensors are holes. `make test` uses 300 MB, `make so
 is the same.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

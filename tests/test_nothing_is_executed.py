@@ -6,8 +6,6 @@ ckptool itself needs is there (`tests/support/watched.py`). Beside the input, wh
 decoys that would leave a trace.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +17,7 @@ from tests.support.files import CORPUS
 from tests.support.hostile_inputs import ORDINARY, pickle_zip
 from tests.support.watched import OPTIONAL, Watched, watched
 
-DECOYS = (
-    "torch",
-    "models",
-    "numpy",
-    "ckptool_marker",
-    "safetensors",
-    "yaml",
-    "typer",
-    "encodings",
-    "sitecustomize",
-    "usercustomize",
-)
+DECOYS = "torch models numpy ckptool_marker safetensors yaml typer encodings sitecustomize usercustomize".split()
 COMMANDS = ("inspect", "show", "diff itself", "convert", "convert to pt", *OPTIONAL)
 LARGE = 1 << 20
 # Of the hostile inputs, `make test` takes every so manieth of the large ones; `make soak` all.

@@ -1,7 +1,5 @@
 """What `import ckptool` offers, and what it costs."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import errno

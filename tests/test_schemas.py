@@ -1,7 +1,5 @@
 """`ckptool schema VERB` describes every field that `VERB --json` prints; the jsonschema library judges, strictly."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -4,8 +4,6 @@ that hold each other have more paths than atoms in the universe.
 Walks visit an object once; what is listed by path, as the names of a tensor are, has a bound, and says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Messages name options as the command line has them; what Python shows names the arguments that they are there."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

@@ -3,8 +3,6 @@
 Each is run in a shell, on files that torch saved; what came of it is judged by torch, or by what the user reads.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,8 +1,6 @@
 """The command lines for one file: every verb, with its usual options and a good set of the others, each on what the
 ones before wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

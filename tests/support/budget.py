@@ -5,8 +5,6 @@ A server without torch forks one child for each input, so that a measurement tak
 process.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import json

@@ -1,7 +1,5 @@
 """The program run in this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The options of every command, as the program declares them: what a new command or option is tried with, too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ckptool.cli.parser import typed_parameters

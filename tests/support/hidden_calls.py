@@ -5,8 +5,6 @@ A case is three choices. What is hidden would leave a trace if it ran: functions
 an audit hook sees.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -4,8 +4,6 @@ word on them, in a process of its own.
 A case is an object for `torch.save`, or a whole file; what runs leaves a file behind, crashes, or goes on for ever.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fractions
 import io

@@ -1,7 +1,5 @@
 """What the tests of hostile systems share: a checkpoint, the program, commands that write."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

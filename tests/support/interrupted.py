@@ -5,8 +5,6 @@ moments there were. Moments are those at which the program asks the system about
 This is a process of its own, which imports once what all of them need, and has no threads when it forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,8 +1,6 @@
 """One trial of the lab: what `doctor` says of a specimen, its commands as a shell reads them, and torch as the judge of
 what comes out."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

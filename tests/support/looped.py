@@ -1,7 +1,5 @@
 """Many values in one test, and a few of very many here while the others are for `make soak`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

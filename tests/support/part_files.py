@@ -4,8 +4,6 @@ Tensors of torch.distributed are saved by two real processes; DeepSpeed's and Me
 files hold.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Callable

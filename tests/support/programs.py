@@ -4,8 +4,6 @@ What a start itself does (imports, the interpreter's own options, signals, a ter
 real program.
 """
 
-from __future__ import annotations
-
 import gc
 import marshal
 import os

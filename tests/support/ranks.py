@@ -3,8 +3,6 @@
 They are forked from one process that has torch imported, which each process of the tests starts when it needs it.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """Two trees compared as graphs, and two live objects bit for bit."""
 
-from __future__ import annotations
-
 import struct
 import types
 import warnings
@@ -117,18 +115,8 @@ def _scalar(value: Any) -> Any:
 # Live objects ---------------------------------------------------------------------------------------------------------
 
 _ATOMS = (
-    bool,
-    int,
-    str,
-    bytes,
-    type(None),
-    type,
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+    *(bool, int, str, bytes, type(None), type, type(...), types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout),
 )
 
 

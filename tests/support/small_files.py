@@ -1,7 +1,5 @@
 """Small files of all kinds, and for every command a line about them that ends well."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -18,48 +16,25 @@ from tests.support.small_runs import MLP
 HARNESS = ("train", "resume", "eval", "prove", "prune")
 
 # A command line of each command that ends well, with the output that it writes.
-PLAIN = {
-    "inspect": "m.pt",
-    "show": "m.pt#epoch",
-    "diff": "m.pt n.pt",
-    "verify": "m.pt",
-    "doctor": "m.pt",
-    "scan": "there",
-    "report": "m.pt n.pt -o out.html",
-    "browse": "m.pt",
-    "strip-module": "m.pt -o out.pt",
-    "add-module": "m.pt -o out.pt",
-    "rename": "m.pt,*weight => *w,-o,out.pt",
-    "remap": "m.pt --to cpu -o out.pt",
-    "cast": "m.pt --dtype bf16 -o out.pt",
-    "edit": "m.pt --drop epoch -o out.pt",
-    "slim": "m.pt -o out.pt",
-    "translate": "m.pt,{m}.a.weight => w : transpose,--rest,keep,-o,out.pt",
-    "convert": "m.pt -o out.safetensors",
-    "recover": "m.pt -o out.pt",
-    "bundle": "a=m.pt b=n.pt -o out.pt",
-    "unbundle": "g.pt -d out",
-    "average": "m.pt n.pt -o out.pt",
-    "lora merge": "m.pt lora.safetensors -o out.pt",
-    "lora extract": "n.pt m.pt --rank 1 -o adapter/",
-    "lora resize": "lora.safetensors --rank 1 -o out.safetensors",
-    "lora convert": "lora.safetensors --to kohya -o out.safetensors",
-    "bake": "m.pt -o out.pt",
-    "warm-start": "m.pt --against n.pt -o out.pt",
-    "spec": "m.pt -o out.json",
-    "train": "run.yaml",
-    "resume": "run",
-    "eval": "run",
-    "prove": "run.yaml --steps 2 --kills 1",
-    "prune": "run",
-    "plot": "run",
-    "explain": "io",
-    "demo": "playground",
-    "schema": "inspect",
-    "completion": "bash",
-    "git-setup": "--global -n",
-    "git-check": "m.pt",
-}
+PLAIN = dict(
+    line.split(": ", 1)
+    for line in """
+inspect: m.pt | show: m.pt#epoch | diff: m.pt n.pt | verify: m.pt | doctor: m.pt | scan: there
+report: m.pt n.pt -o out.html | browse: m.pt | strip-module: m.pt -o out.pt | add-module: m.pt -o out.pt
+rename: m.pt,*weight => *w,-o,out.pt | remap: m.pt --to cpu -o out.pt | cast: m.pt --dtype bf16 -o out.pt
+edit: m.pt --drop epoch -o out.pt | slim: m.pt -o out.pt
+translate: m.pt,{m}.a.weight => w : transpose,--rest,keep,-o,out.pt | convert: m.pt -o out.safetensors
+recover: m.pt -o out.pt | bundle: a=m.pt b=n.pt -o out.pt | unbundle: g.pt -d out | average: m.pt n.pt -o out.pt
+lora merge: m.pt lora.safetensors -o out.pt | lora extract: n.pt m.pt --rank 1 -o adapter/
+lora resize: lora.safetensors --rank 1 -o out.safetensors
+lora convert: lora.safetensors --to kohya -o out.safetensors | bake: m.pt -o out.pt
+warm-start: m.pt --against n.pt -o out.pt | spec: m.pt -o out.json | train: run.yaml | resume: run | eval: run
+prove: run.yaml --steps 2 --kills 1 | prune: run | plot: run | explain: io | demo: playground | schema: inspect
+completion: bash | git-setup: --global -n | git-check: m.pt
+""".strip()
+    .replace("\n", " | ")
+    .split(" | ")
+)
 
 
 def make_small_files(folder: Path) -> None:

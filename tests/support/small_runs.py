@@ -1,8 +1,6 @@
 """Small runs for the tests of the harness: configurations, trainers without a folder, and their state compared bit for
 bit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

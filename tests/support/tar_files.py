@@ -1,7 +1,5 @@
 """Tar files of torch's first format, written by hand, and what is wrong with some of them."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tarfile

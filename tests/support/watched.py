@@ -6,8 +6,6 @@ warm-up file, then every import, compilation, call of a program or connection th
 have caused it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -32,28 +30,12 @@ SECONDS, MEGABYTES = 1.0, 300  # what a file of at most 1 MB may take (docs/desi
 USUAL = 0.026  # seconds of CPU that `_pace` takes on a machine with nothing else to do
 PATIENCE = 25  # seconds of a fork's CPU, after which it is ended
 
-FORBIDDEN = (
-    "import",
-    "exec",
-    "compile",
-    "code.__new__",
-    "marshal.",
-    "pickle.",
-    "os.system",
-    "os.exec",
-    "os.spawn",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.",
-    "pty.",
-    "socket.",
-    "ctypes.dlopen",  # of anything but the C library that is there already
-    "webbrowser.",
-    "urllib.",
-    "ftplib.",
-    "http.",
-    "smtplib.",
-    "builtins.input",
+# `ctypes.dlopen`: of anything but the C library that is there already.
+FORBIDDEN = tuple(
+    (
+        "import exec compile code.__new__ marshal. pickle. os.system os.exec os.spawn os.posix_spawn os.fork "
+        "subprocess. pty. socket. ctypes.dlopen webbrowser. urllib. ftplib. http. smtplib. builtins.input"
+    ).split()
 )
 
 LOOKING = ("inspect", "inspect --all", "inspect --stats", "html", "show", "diff itself", "diff")

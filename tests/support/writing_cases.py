@@ -1,7 +1,5 @@
 """Command lines that write, with what lies in their folder before and what they change."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile
