@@ -28,7 +28,7 @@ from ckptool.commands import command, with_verb
 from ckptool.errors import CkptoolError, FileProblem, MissingKey, Text, TextLines, printable
 from ckptool.formats import torch_zip
 from ckptool.output import replace_file
-from tests.support.cli import Run
+from tests.support.cli import Run, command_lines
 from tests.support.errors import refused
 from tests.support.files import saved, weights
 from tests.support.processes import soon
@@ -159,8 +159,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "index": lambda folder: index_file(folder / "model", Evil("\udcff\0")),
     "broken": lambda folder: broken_file(folder / "broken.pt", Evil("\udcff\0")),
 }
-COMMAND_LINES = (
-    r"""
+COMMAND_LINES = command_lines(r"""
 inspect FILE --all|inspect FILE --stats --json|inspect FILE --depth 9|show FILE#state_dict|show FILE|show FILE#0
 diff FILE OTHER|diff OTHER FILE --json|diff FILE#state_dict OTHER|verify FILE|verify FILE --json|doctor FILE
 doctor FILE --json|doctor FILE --against OTHER|scan FILE|scan FILE --json|scan FOLDER|report FILE -o OUT.html
@@ -179,10 +178,7 @@ lora convert FILE --to kohya --base OTHER -n|lora merge FILE OTHER -n|lora merge
 bake FILE -n|warm-start FILE --against OTHER|warm-start OTHER --against FILE --json|spec FILE -o OUT.spec.json
 spec FILE|resume FILE|eval FILE|prove FILE|prune FILE -n|plot FILE|demo OUT.demo|explain FILE|explain FILE --json
 schema FILE|completion zsh|git-setup --textconv FILE|git-setup --global -n|git-check FILE|git-check FILE --json
-""".strip()
-    .replace("\n", "|")
-    .split("|")
-)
+""")
 
 
 @pytest.fixture(scope="module")

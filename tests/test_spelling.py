@@ -38,6 +38,7 @@ from ckptool.commands import (
 )
 from ckptool.errors import CkptoolError, Text, TextLines, UsageError, counted, form, printable
 from tests.lint import NO_PLURAL
+from tests.support.cli import command_lines
 from tests.support.errors import of_a_shell
 from tests.support.looped import looped
 
@@ -154,48 +155,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CALLS: dict[str, Callable[[], Any]] = {
-    "exists": lambda: ckptool.strip_module("one.pt", "there.pt"),
-    "the input": lambda: ckptool.strip_module("one.pt", "one.pt"),
-    "nowhere": lambda: ckptool.strip_module("one.pt"),
-    "both": lambda: ckptool.strip_module("one.pt", "x.pt", in_place=True),
-    "some keys": lambda: ckptool.strip_module("two.pt", "x.pt", at="sd"),
-    "no prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix="zzz."),
-    "empty prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix=""),
-    "two roots": lambda: ckptool.convert("two.pt", "x.safetensors", at="epoch"),
-    "no rule": lambda: ckptool.rename("one.pt", [], "x.pt"),
-    "not a rule": lambda: ckptool.rename("one.pt", "a", "x.pt"),
-    "no match": lambda: ckptool.rename("one.pt", "a => b", "x.pt"),
-    "no device": lambda: ckptool.remap("one.pt", "x.pt"),
-    "bad device": lambda: ckptool.remap("one.pt", "x.pt", to="gpu"),
-    "nothing to edit": lambda: ckptool.edit("one.pt", "x.pt"),
-    "nothing to drop": lambda: ckptool.edit("one.pt", "x.pt", drop="zzz"),
-    "shards": lambda: ckptool.convert("one.pt", "x.pt", shard_size="5GB"),
-    "all and only": lambda: ckptool.convert("one.pt", "x.safetensors", all=True, only="a"),
-    "in place to another": lambda: ckptool.cast("one.pt", dtype="bf16", in_place=True, container="npz"),
-    "one to average": lambda: ckptool.average(["one.pt"], "x.pt"),
-    "decay": lambda: ckptool.average(["one.pt", "one.pt"], "x.pt", ema=3),
-    "slim in place": lambda: ckptool.slim("one.pt", in_place=True),
-    "unbundle": lambda: ckptool.unbundle("one.pt"),
-    "recover": lambda: ckptool.recover("one.pt", "there.pt"),
-    "digest": lambda: ckptool.verify("one.pt", write_digest="there.pt"),
-    "spec": lambda: ckptool.spec("one.pt", "there.pt"),
-    "report": lambda: ckptool.report("one.pt", out="there.pt"),
-    "load_into": lambda: ckptool.load_into(torch.nn.Linear(2, 2), "flat.pt"),
-    "remote": lambda: ckptool.convert("one.pt", "s3://a/b.safetensors"),
-    "stdout": lambda: ckptool.convert("one.pt", "-"),
-}
-
-
-@looped("name", CALLS)
-def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
-    with pytest.raises(CkptoolError) as caught:
-        CALLS[name]()
-    text = str(caught.value)
-    assert of_a_shell(text) == [], text
-    assert all(fits(call) for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", text)), text
-
-
 INPUTS = ["none.pt", "notes.txt", "empty.pt", "cut.pt", "odd.pt", "one.pt#zzz", "two.pt#sd", ".", "there.pt", 7]
 PUBLIC = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 
@@ -303,18 +262,14 @@ def test_counts_and_the_words_that_go_with_them() -> None:
     assert [form(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
 
 
-LINES = (
-    """
+LINES = command_lines("""
 inspect one.pt --all --stats|inspect one.pt|verify one.pt|verify one.pt --digest|doctor one.pt|report one.pt|scan .
 scan one.pt|diff one.pt other.pt|show one.pt|strip-module one.pt -o a.pt|rename one.pt 'module.a => b' -o b.pt
 remap cuda.pt --to cpu -o c.pt|cast one.pt --dtype bf16 -o d.pt|edit one.pt --drop epoch -o e.pt
 convert one.pt -o f.safetensors|convert one.pt --all -o g.safetensors|slim one.pt -o h.pt|recover cut.pt -o i.pt
 bundle a=one.pt -o j.pt|unbundle j.pt -d k|warm-start one.pt --against other.pt|spec one.pt -o l.json
 convert one.pt -o m --shard-size 5GB
-""".strip()
-    .replace("\n", "|")
-    .split("|")
-)
+""")
 
 
 @pytest.fixture

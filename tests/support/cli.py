@@ -16,6 +16,11 @@ class Ran(NamedTuple):
 Run = Callable[..., Ran]
 
 
+def command_lines(text: str) -> list[str]:
+    """The command lines of a text: bars and ends of lines part them."""
+    return [line for line in re.split(r" ?[|\n] ?", text) if line]
+
+
 def done(ran: Ran) -> str:
     assert (ran.code, ran.err) == (0, ""), ran
     return ran.out

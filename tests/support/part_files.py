@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests.support.deepspeed_folders import write_zero
 from tests.support.ranks import save_on_two_ranks
+from tests.support.sharded_folders import hub
 
 # Their shares of one model: FSDP2, ShardedTensor, and two ways of torch.distributed.checkpoint.
 SAVE = """
@@ -60,19 +61,9 @@ def saved_below(value: Any, path: Path) -> Path:
     return path
 
 
-def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
-    """A folder of safetensors shards and their index, as the hub's savers write it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = {}
-    for number in range(1, count + 1):
-        file = f"model{'.' + variant if variant else ''}-{number:05}-of-{count:05}.safetensors"
-        part = random_weights(f"layers.{number}.weight", f"layers.{number}.bias")
-        save_file(part, folder / file, metadata={"format": "pt"})
-        table |= dict.fromkeys(part, file)
-    size = sum(48 for _ in table)
-    index = f"model.safetensors.index{'.' + variant if variant else ''}.json"
-    (folder / index).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": table}))
-    return folder
+def sharded_folder(folder: Path) -> Path:
+    """A folder of three safetensors shards and their index, as the hub's savers write it."""
+    return hub(folder, random_weights(*(f"layers.{n}.{part}" for n in (1, 2, 3) for part in ("weight", "bias"))))
 
 
 def megatron_folder(folder: Path, ranks: int = 2) -> Path:
