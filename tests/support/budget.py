@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.guard import slowness
-from tests.support.forks import Forks, serve
+from tests.support.forks import Forks, serve_forked
 
 SMALL = 1 << 20  # bytes of input that the budget is promised for
 SECONDS, MEGABYTES = 1.0, 300.0
@@ -150,4 +150,4 @@ if __name__ == "__main__":
 
     assert ckptool.cli and FORMATS and as_json and lines and inspect and "torch" not in sys.modules
     _look(__file__)
-    serve(_measured, _stopped)
+    serve_forked(_measured, _stopped)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Forks:
-    """The process that forks, a Python given these words, which calls `serve`. Request and answer: a line of JSON."""
+    """The process that forks, a Python given these words, which calls `serve_forked`. Request and answer: a line of JSON."""
 
     def __init__(self, *words: str, cwd: Path = ROOT) -> None:
         pipe = subprocess.PIPE
@@ -30,7 +30,7 @@ class Forks:
         self.process.stdout.close()
 
 
-def serve(work: Callable[[Any], Any], ended: Callable[[int, Any], Any]) -> None:
+def serve_forked(work: Callable[[Any], Any], ended: Callable[[int, Any], Any]) -> None:
     """Answers each line of the input with what `work` makes of it in a child; where that gives nothing, with what
     `ended` makes of its status and usage."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

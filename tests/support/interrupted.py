@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from ckptool import cli
-from tests.support.forks import serve
+from tests.support.forks import serve_forked
 from tests.support.processes import shown_in
 
 EVENTS = {"open", *(f"os.{call}" for call in "rename remove mkdir rmdir scandir listdir truncate link".split())}
@@ -56,4 +56,4 @@ if __name__ == "__main__":
     import ckptool.cli.answers
     import ckptool.verbs.convert  # noqa: F401
 
-    serve(ended, lambda status, _: [status, "", 0])
+    serve_forked(ended, lambda status, _: [status, "", 0])

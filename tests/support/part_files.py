@@ -103,9 +103,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zero-3 optimizer": (lambda f: write_zero(f, 3, 2) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
     "zero-2 optimizer": (lambda f: write_zero(f, 2, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
     "a layer of a pipeline": (
-        lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
-        "layer 3",
-    ),
+        lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"), "layer 3"),
     "an expert": (
         lambda f: saved_below(
             random_weights("deepspeed_moe.weight"), f / "layer_1_expert_2_mp_rank_00_model_states.pt"
@@ -113,15 +111,13 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
         "layer 1, expert 2",
     ),
     "one of two consolidated": (
-        lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"),
-        "rank 1 of 2",
-    ),
+        lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"), "rank 1 of 2"),
     "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),
     "flattened": (flattened, "what one rank saved"),
-}
+}  # fmt: skip
 
 
 def trainer_folder(folder: Path, ranks: int = 1, step: int = 500) -> Path:

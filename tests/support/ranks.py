@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import Forks, serve
+from tests.support.forks import Forks, serve_forked
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -120,4 +120,4 @@ def _as_told(request: Any) -> None:
 
 if __name__ == "__main__":
     exec(HEAD, {})
-    serve(_as_told, lambda status, _: os.waitstatus_to_exitcode(status))
+    serve_forked(_as_told, lambda status, _: os.waitstatus_to_exitcode(status))

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import ROOT, Forks, serve
+from tests.support.forks import ROOT, Forks, serve_forked
 
 SECONDS, MEGABYTES = 1.0, 300  # what a file of at most 1 MB may take (docs/design.md)
 USUAL = 0.026  # seconds of CPU that `_pace` takes on a machine with nothing else to do
@@ -284,4 +284,4 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     _warm_up()
     sys.addaudithook(_hook)
-    serve(_answer, _ended)
+    serve_forked(_answer, _ended)
