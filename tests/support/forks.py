@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Forks:
-    """The process that forks, a Python given these words, which calls `serve_forked`. Request and answer: a line of JSON."""
+    """A Python given these words, which calls `serve_forked`. Request and answer are a line of JSON each."""
 
     def __init__(self, *words: str, cwd: Path = ROOT) -> None:
         pipe = subprocess.PIPE
