@@ -18,7 +18,7 @@ Run = Callable[..., Ran]
 
 def command_lines(text: str) -> list[str]:
     """The command lines of a text: bars and ends of lines part them."""
-    return [line for line in re.split(r" ?[|\n] ?", text) if line]
+    return [line.strip() for line in re.split(r"[|\n]", text) if line.strip()]
 
 
 def done(ran: Ran) -> str:
