@@ -57,7 +57,7 @@ _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
 Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
 Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; made if needed.")]
-InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed anytime, they stay intact.")]
+InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed at any time, they stay intact.")]
 Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
 DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
 _CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."

@@ -114,6 +114,7 @@ def cast(
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:
-            rows.append(f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) not")
+            elsewhere = f"in a folder ({arg(out='DIR/')}) it does not"
+            rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
