@@ -28,7 +28,7 @@ from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, l
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
     from torch.nn import Module
 
-    from ckptool.checkpoint.plan import Plan
+    from ckptool.checkpoint.blocks import Plan
 else:
     Module = type("Module", (), {})  # the signatures of verbs are read where torch is not installed
 

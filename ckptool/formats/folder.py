@@ -21,10 +21,10 @@ from math import isfinite, prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint.dtypes import has_numbers
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import Global, Object, fields, items
-from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
