@@ -21,6 +21,7 @@ from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.folder import names_in
 
+NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
 OTHER_TAGS = "other-tags"  # of the note
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
@@ -83,10 +84,10 @@ def read(source: Folder) -> Checkpoint:
     `latest` that leads elsewhere; `Conflict` for files of several steps, stages or world sizes; `Unsupported` for
     tensor parallelism and what else is not joined; what opening a rank's file raises.
     """
-    from ckptool.formats.layouts.tags import read_tag
+    from ckptool.formats.layouts import tags
 
     tag = source if _has_states(source.names) else Folder(os.path.join(source.path, _tag(source)))
-    found = read_tag(tag)
+    found = tags.read(tag)
     if tag is source:
         return found
     source.adopt(os.path.basename(tag.path), tag)

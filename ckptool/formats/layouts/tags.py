@@ -30,12 +30,13 @@ from ckptool.formats.layouts.deepspeed import UNIVERSAL
 from ckptool.formats.layouts.zero import Tag
 from ckptool.formats.pieces import agree, refuse_other
 
+NAME = "deepspeed-universal"  # of those that are
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"
 _NO_BUFFERS = "no-buffers"  # of the notes
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
 
 
-def read_tag(folder: Folder) -> Checkpoint:
+def read(folder: Folder) -> Checkpoint:
     """The checkpoint of a tag's folder of any kind; see `deepspeed.read`."""
     tag = zero.tag_files(folder)
     if UNIVERSAL in folder:
@@ -217,7 +218,7 @@ def _universal(tag: Tag) -> Checkpoint:
     rest = {str(key): zero.plain(value) for key, value in common.items() if key not in _JOINED}
     stage = 3 if "zero_pp_rank" in tag.first else 2
     found = zero.checkpoint_of(tag, first, own, weights, optimizer, rest, stage, size, ", universal")
-    return replace(found, container="deepspeed-universal")
+    return replace(found, container=NAME)
 
 
 # Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.
