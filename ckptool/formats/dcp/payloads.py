@@ -31,9 +31,9 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.formats import safetensors, torch_zip
-from ckptool.formats.boxes import Box, Stored
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.layouts.hf_pieces import saved_offsets
+from ckptool.formats.placements import Box, Stored
 from ckptool.formats.zip.record import Record
 
 SMALL = 1 << 20  # bytes of objects that are compared

@@ -23,12 +23,12 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.errors import Corrupt, Unsupported, counted, listed
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, number_in
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.deepspeed import UNIVERSAL
 from ckptool.formats.layouts.zero import Tag
 from ckptool.formats.pieces import agree, refuse_other
+from ckptool.formats.placements import Piece
 
 NAME = "deepspeed-universal"  # of those that are
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"

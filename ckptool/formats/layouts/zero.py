@@ -21,10 +21,9 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
 from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
 from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
-from ckptool.formats.placements import sizes_of
+from ckptool.formats.placements import Piece, sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "deepspeed"
