@@ -101,7 +101,7 @@ def _run(words: list[str], done: list[Json]) -> int:
         say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
         return 0
     if first not in VERBS:
-        from ckptool.formats.opening import split
+        from ckptool.formats import split
 
         if not below and may_exist(split(first)[0]):
             first, words = "inspect", ["inspect", *words]
@@ -253,7 +253,7 @@ def _named(function: Any, given: Arguments) -> dict[str, Any]:
 def _answer(function: Any, given: Arguments, first: str, style: Style | None, file: Any, **output_to: Any) -> Answer:
     """The answer on one file, which is the function's first argument, or else among what was given.
     output_to: where a verb that writes many files writes this one."""
-    from ckptool.formats.opening import split
+    from ckptool.formats import split
 
     given = {**given, **({first: file} if first else {}), **output_to}
     declared: Declared = function.verb

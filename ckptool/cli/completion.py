@@ -104,13 +104,13 @@ NOT_OFFERED = {*"N X D R T SHARE SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTE
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     """The continuations of a word after others, of which the first is the verb; None where a file is meant."""
     for text in (typed, typed.partition("=")[2]) if "#" in typed else ():  # FILE#ADDRESS, NAME=FILE#ADDRESS
-        path, at = _of("formats.opening").split(text)
+        path, at = _of("formats").split(text)
         path = path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
         if at is not None and os.path.lexists(path):
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
             return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
-    if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats.opening").split(words[0])[0]):
+    if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats").split(words[0])[0]):
         words = ["inspect", *words]
     if not words or words[0] not in VERBS:
         return _verbs(words, typed)
@@ -169,7 +169,7 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     from ckptool.analysis.words import tensor_text, value_text
     from ckptool.checkpoint import Composite, TensorEntry
     from ckptool.checkpoint.tree import children, find, module_state_dict, segment_text
-    from ckptool.formats.opening import open_file
+    from ckptool.formats import open_file
 
     above, slash, begun = typed.rpartition("/")
     node = find(open_file(path).checkpoint.tree, above)[1]

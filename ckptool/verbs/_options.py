@@ -14,7 +14,7 @@ from ckptool.checkpoint import Checkpoint, workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
 from ckptool.errors import LimitExceeded, MissingExtra, UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike, in_memory, open_whole, shown, split
+from ckptool.formats import CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
 
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
@@ -171,7 +171,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     from ckptool.checkpoint.files import Source, open_input
 
     if not isinstance(target, (str, os.PathLike)):
-        if in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
+        if is_in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
             from ckptool.bridge.modules import target_of
 
             return target_of(target, shown(target))

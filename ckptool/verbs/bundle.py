@@ -15,9 +15,8 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import bundle_json, marks
+from ckptool.formats import CheckpointLike, PathLike, bundle_json, marks, open_whole, shown, split
 from ckptool.formats.in_memory import checkpoint_in_memory, together
-from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.transforms import bundles
 from ckptool.transforms.edit import parse_assignment
 from ckptool.verbs._options import IsPart, Out, Texts, pairs
@@ -150,7 +149,8 @@ class _Members:
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
         bundles.check_names([*files, *values], self.checkpoint.tree)
-        live = {name: given for name, given in files.items() if in_memory(given) and not isinstance(given, Checkpoint)}
+        held = ((name, given) for name, given in files.items() if not isinstance(given, Checkpoint))
+        live = {name: given for name, given in held if formats.is_in_memory(given)}
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
@@ -192,7 +192,7 @@ class _Members:
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
-@counting_whole()
+@formats.counting_whole()
 def _of_folder(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from glob import escape
 from typing import Annotated, Any, Literal
 
+from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
@@ -17,9 +18,8 @@ from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
-from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
+from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
 from ckptool.formats.model_folder import model_folder
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
@@ -93,10 +93,10 @@ def convert(
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
-    if out is None and not in_memory(file):
+    if out is None and not formats.is_in_memory(file):
         fix = f"For example: {arg(out='model.safetensors')}"
         raise UsageError("convert needs an output", "It writes a new file.", fix)
-    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
+    if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
@@ -193,7 +193,7 @@ def _opened(
         return open_joined(file, read_join_rules(os.fspath(rules_file)), at, part=part)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
-    from ckptool.formats.layouts.flat_parameters import rebuilt
+    from ckptool.formats.layouts.rank_files import of_flat_parameters
 
     path, place = split(file)
     target = find_target(against)
@@ -202,7 +202,7 @@ def _opened(
     folder = Folder(path)
     with unchanged(folder):
         ordered = target.checkpoint is None or not target.checkpoint.tensors_only
-        return Opened(rebuilt(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
+        return Opened(of_flat_parameters(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
 
 
 _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="model.dcp", ranks=8)}
@@ -211,7 +211,7 @@ _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="mode
 def _only(name: str, change: Change, option: Command) -> Change:
     """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
     another."""
-    container, wanted = change.format(name), by_name(name)
+    container, wanted = change.format(name), formats.by_name(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
         raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")

@@ -8,29 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from ckptool import commands
 from ckptool.analysis.findings import Diagnosis, Finding, Fix, Stage, of_error_text
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.tree import tensors
-from ckptool.commands import (
-    FILE,
-    OUT,
-    VERBS,
-    Command,
-    Slot,
-    Use,
-    arg,
-    argument,
-    as_argument,
-    called,
-    command,
-    in_both,
-    option,
-    verb,
-)
+from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, argument, as_argument, command, option, verb
 from ckptool.errors import CkptoolError, Unsupported, UsageError, counted, quoted
-from ckptool.formats import for_output, marks, named
-from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
-from ckptool.formats.parts import CODE as PART
+from ckptool.formats import CheckpointLike, Opened, for_output, marks, named, open_file, shown
+from ckptool.formats.folder import CODE as PART
 from ckptool.verbs._options import AGAINST, Out, find_target, standard_input
 from ckptool.verbs._save import Change, Row, SaveInPlace, Unpack, Written, change_of, lines_of
 
@@ -151,7 +136,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
 
                 made = all_of(file)
             else:
-                function, _, options = called(step.command)
+                function, _, options = commands.called(step.command)
                 # The model itself, not its name.
                 options |= {name: value for name, value in given.items() if name in options}
                 options |= {"out": None, **({"at": step.at} if step.at else {})}
@@ -254,7 +239,7 @@ def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = ""
     advice = first.advice
     for step in (step for each in seen for finding in each.findings for step in finding.steps):
         advice = advice.replace(step.out, as_argument(path) or FILE)  # a file that was never written
-    way = "; then ".join(f"{in_both(each)}" for each in first.commands) or advice
+    way = "; then ".join(f"{commands.in_both(each)}" for each in first.commands) or advice
     way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
     refused = Unsupported(what, f"{why}Nothing was written.", way)
     refused.code = first.code

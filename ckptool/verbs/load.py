@@ -8,7 +8,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.graph import no_collection
 from ckptool.errors import Corrupt, UsageError, listed
-from ckptool.formats.opening import CheckpointLike, open_file, open_whole
+from ckptool.formats import CheckpointLike, open_file, open_whole
 
 
 def open(file: CheckpointLike) -> Checkpoint:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
-from ckptool.formats.opening import PathLike
+from ckptool.formats import PathLike
 from ckptool.training.reports import Proof
 from ckptool.verbs._options import Config, Say, Set, configuration
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from ckptool.commands import argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.facts import Page
-from ckptool.formats.opening import PathLike
+from ckptool.formats import PathLike
 from ckptool.training.reports import Outcome, Rehearsal
 from ckptool.verbs._options import Config, Lines, Logged, Set, check_harness, configuration
 
