@@ -213,7 +213,7 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
         meant = commands.nearest(error.option_name, [name for each in parameters for name in each.option.flags])
         every = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
         others = [name for name, own in every if any(error.option_name in each.option.flags for each in own)]
-        why = f"Did you mean {meant}?" if meant else f"It is an option of {listed(others, 4)}." if others else why
+        why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {meant}?" if meant else why
     elif type(error).__name__ == "MissingParameter":
         missing = next(each for each in parameters if each.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""
