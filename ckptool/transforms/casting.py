@@ -182,11 +182,9 @@ def compact(entry: TensorEntry) -> TensorEntry:
 
 def _refuse_expanded(entry: TensorEntry) -> None:
     if entry.nbytes > entry.storage.nbytes:
-        raise Conflict(
-            f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored",
-            "Every repeated value would be written out. Nothing was written.",
-            f"Leave it out: {arg(exclude=NAME)}",
-        )
+        what = f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored"
+        why = "Every repeated value would be written out. Nothing was written."
+        raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}")
 
 
 def recast(entry: TensorEntry, storage: Storage, new: DType) -> TensorEntry:
@@ -349,8 +347,6 @@ def _refuse_shared(
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
             if clashes and (id(node), segment) not in slots:
                 name, other = names[id(clashes[0].storage)], address((*path, segment))
-                raise Conflict(
-                    f"{name} shares its storage with {other}, which is not cast",
-                    "Both would change, or no longer be tied.",
-                    f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}",
-                )
+                what = f"{name} shares its storage with {other}, which is not cast"
+                fix = f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}"
+                raise Conflict(what, "Both would change, or no longer be tied.", fix)

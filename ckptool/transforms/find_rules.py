@@ -27,9 +27,8 @@ from ckptool.checkpoint.patterns import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, green, yellow
-from ckptool.names.chain import parse_operation
 from ckptool.names.rule_files import dropping
-from ckptool.names.rules import Translation, parse_rules
+from ckptool.names.rules import Translation, parse_operation, parse_rules
 from ckptool.names.steps import Overs, Step
 from ckptool.transforms.suggest import (
     HOLE,

@@ -65,19 +65,15 @@ def export(
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
     refuse_packed(checkpoint, root)
     if wrong := list(_not_plain(root.node, keys)):
-        raise Unsupported(
-            f"{container} cannot hold {listed(wrong)}",
-            "It holds only plain tensors, each under its name. Nothing was written.",
-            f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}",
-        )
+        why = "It holds only plain tensors, each under its name. Nothing was written."
+        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
+        raise Unsupported(f"{container} cannot hold {listed(wrong)}", why, fix)
     plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
-            raise Conflict(
-                f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored",
-                f"{container} has no strides, so every repeated value would be written out.",
-                f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}",
-            )
+            what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
+            why = f"{container} has no strides, so every repeated value would be written out."
+            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}")
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
@@ -135,6 +131,21 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
         for other, _ in children(holder)
         if other != path[depth]
     ]
+
+
+def droppable(tree: Any, path: Path) -> Path:
+    """The path itself, or that of the nearest thing around it that can be dropped; empty where there is none."""
+    around = holders(tree, path)
+    depths = (depth for depth in reversed(range(len(path))) if any(path[depth] in m for m in mappings(around[depth])))
+    return path[: next(depths, -1) + 1]
+
+
+def mappings(node: Any) -> list[dict[Any, Any]]:
+    """The dictionaries whose entries stand right below a node: itself; the items and attributes of an object."""
+    if not isinstance(node, Object):
+        return [node] if isinstance(node, dict) else []
+    states = node.state if isinstance(node.state, tuple) else (node.state,)
+    return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
 
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:

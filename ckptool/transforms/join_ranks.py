@@ -42,12 +42,10 @@ from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner
-from ckptool.names.arithmetic import Lookup
-from ckptool.names.chain import JOIN_WAYS
+from ckptool.names.pattern import Lookup
 from ckptool.names.rule_files import JOIN_LOOK
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
-from ckptool.names.scope import Scope
-from ckptool.names.steps import steps_of
+from ckptool.names.rules import JOIN_WAYS, TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
+from ckptool.names.steps import Scope, steps_of
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"

@@ -24,9 +24,9 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration
-from ckptool.names.arithmetic import Arithmetic
-from ckptool.names.chain import Operation, parse_operation
-from ckptool.transforms.translate.operations import applied
+from ckptool.names.pattern import Arithmetic
+from ckptool.names.rules import Operation, parse_operation
+from ckptool.transforms.translate.apply import applied
 
 UNKNOWN = "?"  # an operation that is not known here
 

@@ -62,12 +62,10 @@ def strip(
             if len(without) < len(names):
                 found.add(number)
             if not partial and 0 < len(without) < len(names):
-                raise Conflict(
-                    f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
-                    f"begin with {prefix!r}; without it: {listed(without, 3)}",
-                    "A wrapper would have put it on all of them; this may be a submodule of that name.",
-                    f"Remove it where it is: {arg(partial=True)}",
-                )
+                what = f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
+                what += f"begin with {prefix!r}; without it: {listed(without, 3)}"
+                why = "A wrapper would have put it on all of them; this may be a submodule of that name."
+                raise Conflict(what, why, f"Remove it where it is: {arg(partial=True)}")
             names = [name.removeprefix(prefix) for name in names]
     if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in found]:
         fix = f"See the keys: {command('inspect', FILE, all=True)}"

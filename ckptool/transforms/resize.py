@@ -109,11 +109,8 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
     of over 1 M elements.
     """
     if not entry.dtype.is_float:
-        raise Unsupported(
-            f"{name} is {entry!r}, and cannot be resized",
-            "Only floating-point numbers have means and values in between. Nothing was written.",
-            f"Leave it out: {arg(exclude=NAME)}",
-        )
+        why = "Only floating-point numbers have means and values in between. Nothing was written."
+        raise Unsupported(f"{name} is {entry!r}, and cannot be resized", why, f"Leave it out: {arg(exclude=NAME)}")
     try:
         made = {GRID: _grid, OF_ROWS: _rows, CHANNELS: _channels}[how.kind](resolved(compact(entry)), shape, how)
     except _Unfit as unfit:

@@ -144,6 +144,10 @@ class Family:
     def module(self) -> str:
         return self.text.rpartition(".")[0]
 
+    @property
+    def leaf(self) -> str:
+        return self.text.removeprefix(self.module)
+
     def template(self, numbers: Sequence[str]) -> str:
         """The name in a rule, with these texts for its numbers."""
         texts = map(escaped, self.pieces)
@@ -182,11 +186,7 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
         keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
         found.append(Family(tuple(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
-    return sorted(found, key=lambda family: min(map(order.__getitem__, family.keys.values())))
-
-
-def without_numbers(name: str) -> str:
-    return re.sub(f"[0-9{HOLE}]+", HOLE, name)
+    return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
 
 
 def escaped(text: str) -> str:
@@ -271,13 +271,14 @@ class Link(NamedTuple):
     way: object = None
 
 
-_Modules = Mapping[str, list[Family]]
+Modules = Mapping[str, Mapping[str, Family]]
+"""Families by their modules and the last parts of their names."""
 
 
-def _modules(some: Iterable[Family]) -> _Modules:
-    found: dict[str, list[Family]] = defaultdict(list)
+def _modules(some: Iterable[Family]) -> Modules:
+    found: dict[str, dict[str, Family]] = defaultdict(dict)
     for family in some:
-        found[family.module].append(family)
+        found[family.module][family.leaf] = family
     return found
 
 
@@ -309,16 +310,15 @@ class Search:
             self.free[0].pop(key, None)
             self.free[1].pop(goal, None)
 
-    def _with_its_module(self, match: Match, modules: Sequence[_Modules], why: str, certain: bool = True) -> None:
+    def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
         """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
         self._accept(match, why, certain)
         ours, theirs = match.ours, match.theirs
-        if ours.text.removeprefix(ours.module) == theirs.text.removeprefix(theirs.module):
-            below = {each.text.removeprefix(theirs.module): each for each in modules[1][theirs.module]}
-            for one in modules[0][ours.module]:
-                other = matched(one, below.get(one.text.removeprefix(ours.module)))
-                if other is not None and other.numbers == match.numbers and self._is_open(other):
-                    self._accept(other, "the other tensors of the module fit", certain)
+        below = modules[1][theirs.module]
+        for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
+            other = matched(one, below.get(leaf))
+            if other is not None and other.numbers == match.numbers and self._is_open(other):
+                self._accept(other, "the other tensors of the module fit", certain)
 
     def _by_prefix(self, *sides: list[Family]) -> None:
         """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
@@ -398,8 +398,8 @@ class Search:
 def _cannot_be(match: Match) -> bool:
     """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
     or are counted from elsewhere."""
-    ours, theirs = match.ours, match.theirs
-    return ours.words.contradict(theirs.words) or without_numbers(ours.text) == without_numbers(theirs.text)
+    one, other = (re.sub(f"[0-9{HOLE}]+", HOLE, each.text) for each in (match.ours, match.theirs))
+    return one == other or match.ours.words.contradict(match.theirs.words)
 
 
 def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
@@ -411,35 +411,25 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
             if len(role := family.words.strong & {"q", "k", "v"}) == 1:
                 same = family.words.strong - role, family.words.weak, family.pieces[-1].rpartition(".")[2]
                 threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
+        ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
         for three in threes.values():
             parts = [three[role] for role in "qkv" if role in three]
-            shapes = {tuple(part.traits[0] or ()) for part in parts}
-            ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
-            for axis in (0, -1) if len(parts) == 3 and all(shapes) else ():
-                sizes: list[Any] = [(part.traits[0] or ())[axis] for part in parts]
-                total = [*(parts[0].traits[0] or ())]
+            whole_shapes = all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
+            for axis in (0, -1) if len(parts) == 3 and whole_shapes else ():
+                shapes: list[Any] = [part.traits[0] for part in parts]
+                sizes, total = [shape[axis] for shape in shapes], [*shapes[0]]
                 total[axis] = sum(sizes)
-                is_bias = "bias" in parts[0].words.strong
-                fits = [
-                    one
-                    for one in ones
-                    if {*one.traits} == {(*total,)}
-                    and one.keys.keys() == parts[0].keys.keys()
-                    and is_bias == ("bias" in one.words.strong)
-                ]
-                if len(fits) == 1 and all(len({*part.traits}) == 1 for part in parts):
-                    unequal = f" {sizes}" if len(set(sizes)) > 1 else ""
-                    whole, name = (
-                        fits[0].template(fits[0].variables),
-                        choice([part.template(part.variables) for part in parts]),
-                    )
+                kind = parts[0].keys.keys(), "bias" in parts[0].words.strong, {(*total,)}
+                fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
+                if len(fits) == 1:
+                    chain = f"{'split' if splits else 'cat'} {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
+                    names = [choice([part.template(part.variables) for part in some]) for some in (parts, fits)]
                     goals: Goals = {}
                     for numbers, key in fits[0].keys.items():
                         keys = [part.keys[numbers] for part in parts]
-                        some: Goals = {key: (f"split {axis}{unequal}", *keys)}
-                        goals |= some if splits else dict.fromkeys(keys, (f"cat {axis}{unequal}", key))
-                    sides = (whole, name) if splits else (name, whole)
-                    yield Link(*sides, goals, why, False, f"{'split' if splits else 'cat'} {axis}{unequal}")
+                        goals |= {key: (chain, *keys)} if splits else dict.fromkeys(keys, (chain, key))
+                    old, new = reversed(names) if splits else names
+                    yield Link(old, new, goals, why, False, chain)
                     break
 
 

@@ -14,7 +14,7 @@ from ckptool.checkpoint.numeric import Array
 from ckptool.errors import LimitExceeded, UsageError, counted
 from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
-from ckptool.names.arithmetic import MAX_NUMBER
+from ckptool.names.pattern import MAX_NUMBER
 
 MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."

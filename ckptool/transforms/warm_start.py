@@ -598,12 +598,10 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
         else:
             members[number].append(name)
     if unknown:
-        raise Conflict(
-            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
-            f"which of them {listed(unknown)} belong to",
-            "The learning rate and weight decay would be a guess. Nothing was written.",
-            "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
-        )
+        what = f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
+        what += f"which of them {listed(unknown)} belong to"
+        fix = "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)"
+        raise Conflict(what, "The learning rate and weight decay would be a guess. Nothing was written.", fix)
     named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
     state = {name: found.state[name] for names in members for name in names if name in found.state}
     return Slots({"state": state, "param_groups": named}, "").numbered()
@@ -613,17 +611,12 @@ def _only_one(checkpoint: Checkpoint) -> Slots:
     found = list(optimizers(checkpoint.tree))
     where = checkpoint.source or "the checkpoint"
     if not found:
-        raise NoMatch(
-            f"{where} has no optimizer state",
-            "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
-            f"Go without it: omit {arg(optimizer=True)}",
-        )
+        why = "It would be a dictionary with `state` and `param_groups`. Nothing was changed."
+        raise NoMatch(f"{where} has no optimizer state", why, f"Go without it: omit {arg(optimizer=True)}")
     if len(found) > 1:
-        raise UsageError(
-            f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}",
-            "Which one belongs to these weights is not known.",
-            f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
-        )
+        what = f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}"
+        fix = f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
+        raise UsageError(what, "Which one belongs to these weights is not known.", fix)
     ((path, optimizer),) = found
     return Slots(optimizer, address(path))
 

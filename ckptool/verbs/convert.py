@@ -24,9 +24,9 @@ from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory,
 from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
-from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
     around,
+    droppable,
     export,
     left_behind,
     lost_tensors,

@@ -214,11 +214,8 @@ def _deltas(
     bias = next((role for role in found if method_of(role) == BIAS), "")
     factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
     if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
-        raise NoMatch(
-            f"{where} has {listed(list(keys.values()))} alone",
-            "That is not all of a change, or more than one. Nothing was written.",
-            "A key may be misspelt, or missing.",
-        )
+        why = "That is not all of a change, or more than one. Nothing was written."
+        raise NoMatch(f"{where} has {listed(list(keys.values()))} alone", why, "A key may be misspelt, or missing.")
     method = method_of(next(iter(factors), "diff"))
     for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
         if config is not None and (role in found) != bool(config.get(switch)):
@@ -486,11 +483,9 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dic
         name = places.key("", [f"{module}.weight"]) if bases else split_words(module)
         found[module] = (name or "").removesuffix(".weight")
     if lost := [module for module, name in found.items() if not name]:
-        raise NoMatch(
-            f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
-            "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
-            f"Name the models that it is for: {arg(base=FILE)} (repeatable)",
-        )
+        what = f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}"
+        why = "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots."
+        raise NoMatch(what, why, f"Name the models that it is for: {arg(base=FILE)} (repeatable)")
     return found
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Conflict, counted, listed
-from ckptool.names.pattern import Name, Variable
-from ckptool.names.rules import Rule
-from ckptool.names.steps import renamed
 
 _CANDIDATES = 100  # of a name: with more there is no telling anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
@@ -20,37 +16,33 @@ Spellings = Sequence[str]
 """The names that a tensor may have, the first that there is."""
 
 
-def prefix_rule(removed: str = "", added: str = "") -> Rule:
-    """The rule that puts one prefix in the place of another."""
-    star = Variable("*", "", "star1")
-    old, new = (Name(f"{prefix}*", (prefix, star)) for prefix in (removed, added))
-    return Rule(f"{removed}* => {added}*", "", (old,), (new,))
-
-
-SAME = prefix_rule()
+def _moved(name: str, removed: str, added: str) -> str:
+    return added + name.removeprefix(removed) if name.startswith(removed) else ""
 
 
 class Places:
-    """The names of a base, and by which rule those of each of an adapter's components become them.
+    """The names of a base, and with which prefix in the place of which those of each of an adapter's components become
+    them.
 
     underscored: as kohya spells modules, `a.b_c.weight` as `a_b_c.weight`.
     """
 
     def __init__(self, names: Iterable[str], *, underscored: bool = False) -> None:
         self.separator = "_" if underscored else "."
-        self.rules: dict[str, Rule] = {}
+        self.prefixes: dict[str, tuple[str, str]] = {}
         self.names: dict[str, list[str]] = {}
         for name in names:
             module, dot, leaf = name.rpartition(".")
             self.names.setdefault(module.replace(".", self.separator) + dot + leaf, []).append(name)
 
     def settle(self, component: str, wanted: Sequence[Spellings]) -> None:
-        """Finds the rule by which most of the wanted names are found. Raises `Conflict` where two find equally many."""
-        hits = {("", ""): self._hits(wanted, SAME)}
+        """Finds the prefixes by which most of the wanted names are found. Raises `Conflict` where two find equally
+        many."""
+        hits = {("", ""): self._hits(wanted)}
         samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits["", ""] < len(wanted) else ()
         for prefixes in (each for spellings in samples for each in self._candidates(spellings)):
             if prefixes not in hits:
-                hits[prefixes] = self._hits(wanted, prefix_rule(*prefixes))
+                hits[prefixes] = self._hits(wanted, *prefixes)
         best = [prefixes for prefixes, count in hits.items() if count == max(hits.values())]
         if best[0] != ("", ""):
             shortest = min(len(removed) for removed, _ in best)  # `a.b` for `b` says no more than `a` for nothing
@@ -59,21 +51,16 @@ class Places:
                 places = listed([added for _, added in best])
                 what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
                 raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
-        self.rules[component] = prefix_rule(*best[0])
+        self.prefixes[component] = best[0]
 
     def moved(self) -> list[str]:
-        """What the rules change, in words."""
-        lines = []
-        for rule in self.rules.values():
-            ours, theirs = (name.ends[0] for name in (*rule.old, *rule.new))
-            if ours or theirs:
-                shown = [repr(prefix) if prefix else "no prefix" for prefix in (ours, theirs)]
-                lines.append(f"the adapter's names begin with {shown[0]}, the base's with {shown[1]}")
-        return list(dict.fromkeys(lines))
+        """Which prefixes are others, in words."""
+        shown = ([repr(one) if one else "no prefix" for one in both] for both in self.prefixes.values() if any(both))
+        return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in shown))
 
     def in_base(self, component: str, name: str) -> str:
-        """An adapter's name as the base has it; empty for one that its rule does not take."""
-        return renamed([self.rules.get(component, SAME)], [name]).get(name, ("", ""))[1]
+        """An adapter's name as the base has it; empty for one that does not begin as its prefix."""
+        return _moved(name, *self.prefixes.get(component, ("", "")))
 
     def key(self, component: str, names: Spellings) -> str | None:
         """The base's name for the first of an adapter's that it has, or None. Raises `Conflict` where there are two."""
@@ -86,9 +73,8 @@ class Places:
                 return found[0]
         return None
 
-    def _hits(self, wanted: Sequence[Spellings], rule: Rule) -> int:
-        there = {name for name, (_, new) in renamed([rule], {*chain(*wanted)}).items() if new in self.names}
-        return sum(not there.isdisjoint(spellings) for spellings in wanted)
+    def _hits(self, wanted: Sequence[Spellings], removed: str = "", added: str = "") -> int:
+        return sum(any(_moved(name, removed, added) in self.names for name in spellings) for spellings in wanted)
 
     def _candidates(self, spellings: Spellings) -> Iterator[tuple[str, str]]:
         """The prefixes to remove and to add by which names of the base have the longest end that any has."""
