@@ -20,7 +20,7 @@ from itertools import product
 from math import comb, prod
 from typing import Any
 
-from ckptool.checkpoint.patterns import Matcher
+from ckptool.checkpoint.paths import Matcher
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, UsageError, counted
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ckptool.analysis.curves import Curve, CurveBuilder, column
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import arg
 from ckptool.errors import NoMatch, counted, listed
 from ckptool.facts import LIVE, Report, Table, Told, bold, cyan, number

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from torch import nn
 
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.errors import UsageError, listed
 
 Patterns = str | Sequence[str]

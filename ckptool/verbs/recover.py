@@ -9,11 +9,10 @@ from typing import Annotated, Any, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Note, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.blocks import Plan, same_bytes
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.nodes import Set, same_kind
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, find, item_at, rebuild, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
