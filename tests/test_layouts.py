@@ -49,7 +49,7 @@ def sides_of(name: str, tmp_path: Path) -> list[Path]:
     return [old, new]
 
 
-def refused(file: Path, name: str, says: str = "", out: Path | None = None, **options: Any) -> CkptoolError:
+def refused(file: Path, name: str, says: str | None = None, out: Path | None = None, **options: Any) -> CkptoolError:
     """The error of a translation, after which nothing is written, with an exit code that says so."""
     out = out or file.with_name("refused.safetensors")
     with pytest.raises(CkptoolError, match=says) as error:

@@ -165,10 +165,6 @@ def _unpad(op: Operation) -> Operation | None:
     return replace(op, name="slice", numbers=op.numbers[:1], lists=((parse_arithmetic("0"), op.of),), of=op.numbers[1])
 
 
-def _subtract(op: Operation) -> Operation:
-    return replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
-
-
 KINDS: dict[str, OperationKind] = {
     "transpose": OperationKind("transpose [AXIS AXIS]", "(nn)?", inverse="transpose"),
     "permute": OperationKind("permute AXIS AXIS …", "n{1,32}", inverse=_unpermute),
@@ -193,7 +189,9 @@ KINDS: dict[str, OperationKind] = {
     "pad": OperationKind("pad AXIS SIZE [of SIZE]", "nn", inverse=_unpad, of=True),
     "repeat": OperationKind("repeat AXIS TIMES", "nn", inverse="unrepeat"),
     "unrepeat": OperationKind("unrepeat AXIS TIMES", "nn", inverse="repeat"),
-    "add": OperationKind("add NUMBER", inverse=_subtract),
+    "add": OperationKind(
+        "add NUMBER", inverse=lambda op: replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
+    ),
     "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", "l", free=True),
     "cast": OperationKind("cast DTYPE", "", free=True),
 }

@@ -180,28 +180,23 @@ def steps_of(
             break
         else:
             rest.append(key)
-    for step in found.values():
-        _refuse_incomplete(step)
+    for step in found.values():  # one may lack some of the tensors that belong together
+        rule = step.rule
+        for overs, keys in step.inputs.items():
+            if None in keys:
+                lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
+                here = listed([key for key in keys if key is not None], 3)
+                raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
+        over = sorted(rule.over)
+        counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in over]
+        if over and len(step.inputs) != prod(counts):
+            few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
+            each = (tuple(zip(over, values, strict=True)) for values in product(*few))
+            first = next(overs for overs in each if overs not in step.inputs)
+            missing = ", ".join(f"{name} = {number}" for name, number in first)
+            what = f"there is nothing for {missing}, of {counted(prod(counts), 'tensor')}"
+            raise rule.error(what, _TOGETHER, kind=Conflict)
     return [*found.values()], rest
-
-
-def _refuse_incomplete(step: Step) -> None:
-    """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
-    rule = step.rule
-    for overs, keys in step.inputs.items():
-        if None in keys:
-            lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
-            here = listed([key for key in keys if key is not None], 3)
-            raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
-    names = sorted(rule.over)
-    counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
-    expected = prod(counts)
-    if names and len(step.inputs) != expected:
-        few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
-        each = (tuple(zip(names, values, strict=True)) for values in product(*few))
-        first = next(overs for overs in each if overs not in step.inputs)
-        missing = ", ".join(f"{name} = {number}" for name, number in first)
-        raise rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}", _TOGETHER, kind=Conflict)
 
 
 def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule, str]]:

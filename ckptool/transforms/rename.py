@@ -163,20 +163,13 @@ def _renamed_metadata(
     for path, value in metadata.items():
         if path in emptied:
             continue
-        new = path
-        if type(path) is str and path:
-            new = modules[path] if path in modules else _renamed_module(path, rename)
+        new = modules.get(path, path) if path else path
+        if type(path) is str and path and path not in modules:  # without parameters: as a key below it would be renamed
+            marked = rename(f"{path}.\0")
+            new = "" if marked == "\0" else marked[:-2] if marked.endswith(".\0") else path
         if new not in items or len(path) > depth[new]:
             items[new], depth[new] = value, len(path)
     return items
-
-
-def _renamed_module(path: str, rename: Rename) -> str:
-    """The path of a module without parameters of its own: as that of a key below it would be renamed."""
-    marked = rename(f"{path}.\0")
-    if marked == "\0":
-        return ""
-    return marked[:-2] if marked.endswith(".\0") else path
 
 
 def module_names(names: dict[str, str]) -> dict[str, str]:

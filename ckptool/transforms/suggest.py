@@ -28,9 +28,11 @@ Numbers = tuple[str, ...]
 Goals = dict[str, tuple[str, ...]]
 """Where keys go: the operations, and the new names that a key becomes, or a part of."""
 
-HOLE = chr(0xF0000)  # stands where a number was
-STACKED = "e"  # the variable of tensors that are stacked
+HOLE, STACK = chr(0xF0000), chr(0xF0001)  # stand where a number was, and that of tensors that are stacked
+STACKED = "e"  # the variable of those
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
+PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
+HELD = re.compile(f"[{HOLE}{STACK}]")
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
@@ -125,16 +127,12 @@ def words(name: str) -> Words:
 class Family:
     """Keys that differ in their numbers only, by these, in order.
 
-    pieces: the text around the numbers.  traits: of the keys, in their order.
+    text: with `HOLE` in the places of numbers.  traits: of the keys, in their order.
     """
 
-    pieces: tuple[str, ...]
+    text: str
     keys: dict[Numbers, str]
     traits: tuple[Trait, ...]
-
-    @cached_property
-    def text(self) -> str:
-        return HOLE.join(self.pieces)
 
     @cached_property
     def words(self) -> Words:
@@ -148,15 +146,15 @@ class Family:
     def leaf(self) -> str:
         return self.text.removeprefix(self.module)
 
-    def template(self, numbers: Sequence[str]) -> str:
+    def template(self, numbers: Sequence[str] = PLAIN) -> str:
         """The name in a rule, with these texts for its numbers."""
-        texts = map(escaped, self.pieces)
-        return "".join(text + number for text, number in zip(texts, [*numbers, ""], strict=True))
+        return named(escaped(self.text), numbers)
 
-    @property
-    def variables(self) -> list[str]:
-        """Its numbers in a rule."""
-        return [f"{{{name}}}" for name in VARIABLES[: len(self.pieces) - 1]]
+
+def named(text: str, numbers: Sequence[str]) -> str:
+    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
+    places = iter(numbers)
+    return HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == STACK else next(places), text)
 
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
@@ -184,7 +182,7 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
                 texts[-1] += first[place] + piece
         rows.sort(key=lambda row: ([*map(int, row[0])], row[0]))
         keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
-        found.append(Family(tuple(texts), keys, tuple(traits[key] for key in keys.values())))
+        found.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
     return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
 
@@ -299,12 +297,11 @@ class Search:
             self._by_order(*map(families, self.free, level))
 
     def _is_open(self, match: Match) -> bool:
-        pairs = match.pairs.items()
-        return all(key in self.free[0] and goal in self.free[1] for key, goal in pairs)
+        return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())
 
     def _accept(self, match: Match, why: str, certain: bool = True, way: object = None) -> None:
         goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
-        old, new = match.ours.template(match.ours.variables), match.theirs.template(match.numbers)
+        old, new = match.ours.template(), match.theirs.template(match.numbers)
         self.links.append(Link(old, new, goals, why, certain, way=way))
         for key, goal in match.pairs.items():
             self.free[0].pop(key, None)
@@ -409,7 +406,7 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
         threes: dict[object, dict[str, Family]] = defaultdict(dict)
         for family in families(apart, len(VARIABLES)):
             if len(role := family.words.strong & {"q", "k", "v"}) == 1:
-                same = family.words.strong - role, family.words.weak, family.pieces[-1].rpartition(".")[2]
+                same = family.words.strong - role, family.words.weak, family.text.split(HOLE)[-1].rpartition(".")[2]
                 threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
         ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
         for three in threes.values():
@@ -423,7 +420,7 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
                 fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
                 if len(fits) == 1:
                     chain = f"{'split' if splits else 'cat'} {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
-                    names = [choice([part.template(part.variables) for part in some]) for some in (parts, fits)]
+                    names = [choice([part.template() for part in some]) for some in (parts, fits)]
                     goals: Goals = {}
                     for numbers, key in fits[0].keys.items():
                         keys = [part.keys[numbers] for part in parts]

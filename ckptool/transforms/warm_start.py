@@ -38,7 +38,7 @@ from ckptool.analysis.warm_start import (
     little,
     unmet,
 )
-from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
@@ -348,16 +348,14 @@ def _has_same_parts(a: Composite, b: Composite) -> bool:
     parts, others = list(a.parts()), list(b.parts())
     if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
         return False
-    return all(_has_same_size(one, other) for one, other in zip(parts, others, strict=True))
-
-
-def _has_same_size(one: TensorEntry | StorageRef, other: TensorEntry | StorageRef) -> bool:
-    if one.dtype is not other.dtype or type(one) is not type(other):
-        return False
-    if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-        return one.storage.nbytes == other.storage.nbytes
-    sizes = one.dtype.kind == "int"
-    return one.shape == other.shape and (not sizes or same_bytes(row_major(one), row_major(other)))
+    for one, other in zip(parts, others, strict=True):
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry) and one.dtype is other.dtype:
+            are_sizes = one.dtype.kind == "int"
+            if one.shape != other.shape or (are_sizes and not same_bytes(row_major(one), row_major(other))):
+                return False
+        elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
+            return False
+    return True
 
 
 def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:

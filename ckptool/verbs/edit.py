@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from ckptool.analysis.words import entry_text
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.dtypes import Array
+from ckptool.checkpoint.files import open_regular
 from ckptool.checkpoint.nodes import Object, same_kind
-from ckptool.checkpoint.paths import matcher
+from ckptool.checkpoint.paths import file_problem, matcher
 from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command, repeated, several, verb
 from ckptool.conventions.state_dicts import find_state_dicts
@@ -78,8 +78,20 @@ def _set(tree: Any, place: str, value: Any) -> str:
 
 
 def _array(place: str, given: Any) -> Any:
+    """The array that is given, or that of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
     if isinstance(given, (str, os.PathLike)):
-        return _read_array(os.fspath(given))
+        from numpy.lib import format as npy
+
+        path = os.fspath(given)
+        descriptor = open_regular(path, "a .npy file")
+        try:
+            with open(descriptor, "rb") as file:
+                return npy.read_array(file, allow_pickle=False)
+        except OSError as error:
+            raise file_problem(error, path, "read") from error
+        except (ValueError, EOFError, MemoryError) as error:
+            why = "A .npy file with one array of numbers was expected."
+            raise UsageError(f"{path} is not a numpy array: {error!s}", why) from None
     if hasattr(getattr(given, "dtype", None), "newbyteorder"):
         return given  # numpy's own
     entry = checkpoint_of(given).tree
@@ -150,30 +162,26 @@ def _with_value(tree: Any, place: str, value: Any) -> Any:
 # Tensors -------------------------------------------------------------------------------------------------------------
 
 
-def _read_array(path: str) -> Array:
-    """The array of a .npy file, never unpickled. Raises `FileProblem` or `UsageError`."""
-    from numpy.lib import format as npy
-
-    from ckptool.checkpoint.files import open_regular
-    from ckptool.checkpoint.paths import file_problem
-
-    descriptor = open_regular(path, "a .npy file")
-    try:
-        with open(descriptor, "rb") as file:
-            array: Array = npy.read_array(file, allow_pickle=False)
-    except OSError as error:
-        raise file_problem(error, path, "read") from error
-    except (ValueError, EOFError, MemoryError) as error:
-        why = "A .npy file with one array of numbers was expected."
-        raise UsageError(f"{path} is not a numpy array: {error!s}", why) from None
-    return array
-
-
 def _with_array(tree: Any, place: str, array: Any) -> Any:
     _, entry = find(tree, place)
     if not isinstance(entry, TensorEntry):
         raise UsageError(f"{place} is not a tensor with plain values", f"It is {entry!r}.")
-    data = InlineBytes(_bytes_for(entry, array, place))
+    if tuple(array.shape) != entry.shape:
+        what = f"{place} has the shape {list(entry.shape)}, the array {list(array.shape)}"
+        raise Conflict(what, "Replacing values does not change shapes.")
+    dtype = entry.dtype
+    try:
+        same = array.dtype.newbyteorder("<") == dtype.to_numpy().newbyteorder("<")
+    except KeyError:
+        same = False
+    # numpy files have no name for bf16 and float8: they come back as void types, or as integers of the same size.
+    as_bits = array.dtype.kind in "Vu" and array.dtype.itemsize == dtype.itemsize and dtype.kind not in ("int", "uint")
+    if not same and not (as_bits and (dtype.ml or dtype.numpy is None)):
+        what, fix = f"{place} is of type {dtype}, the array {array.dtype}", dtype.numpy or dtype.name
+        raise Conflict(what, "Values are not converted on the way.", f"Convert it: array.astype({fix!r})")
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    data = InlineBytes(array.tobytes())
     whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
     others = (
         path
@@ -189,25 +197,3 @@ def _with_array(tree: Any, place: str, array: Any) -> Any:
         fresh = Storage(data, entry.location)
         return map_storages(tree, lambda storage: fresh if storage is entry.storage else storage)
     return rebuild(tree, lambda node: entry.with_values(data) if node is entry else node)
-
-
-def _bytes_for(entry: TensorEntry, array: Any, place: str) -> bytes:
-    """The array's bytes in row-major little-endian order, where its shape and type are the tensor's."""
-    if tuple(array.shape) != entry.shape:
-        what = f"{place} has the shape {list(entry.shape)}, the array {list(array.shape)}"
-        raise Conflict(what, "Replacing values does not change shapes.")
-    dtype = entry.dtype
-    try:
-        same = array.dtype.newbyteorder("<") == dtype.to_numpy().newbyteorder("<")
-    except KeyError:
-        same = False
-    # numpy files have no name for bf16 and float8: they come back as void types, or as integers of the same size.
-    as_bits = array.dtype.kind in "Vu" and array.dtype.itemsize == dtype.itemsize and dtype.kind not in ("int", "uint")
-    if not same and not (as_bits and (dtype.ml or dtype.numpy is None)):
-        what = f"{place} is of type {dtype}, the array {array.dtype}"
-        fix = f"Convert it: array.astype({dtype.numpy or dtype.name!r})"
-        raise Conflict(what, "Values are not converted on the way.", fix)
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    raw: bytes = array.tobytes()
-    return raw
