@@ -190,8 +190,7 @@ def read_adapter(
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        what = f"{name} mixes the names of {listed(schemes)}"
-        raise Conflict(what, "Each scheme scales its factors in its own way.")
+        raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme scales its factors in its own way.")
     configs: dict[str, dict[str, Any]] = {}  # that diffusers stores in the file: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
