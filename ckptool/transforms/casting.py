@@ -49,13 +49,10 @@ class CastTally:
 
 
 def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTally | None = None) -> Storage:
-    """The storage with every element converted, so that shapes, strides and offsets of its views stay what they were.
+    """The storage with every element in another floating type, so that shapes, strides and offsets of its views stay.
 
-    Bytes at the end that make no whole element are dropped. Raises `UsageError` unless both are floating types.
+    Bytes at the end that make no whole element are dropped.
     """
-    if not (source.is_float and target.is_float):
-        what = f"cannot cast {source.name} to {target.name}: one is not a floating-point dtype"
-        raise UsageError(what, "Casting rounds values; integers, complex and quantized tensors are left as they are.")
     if source is target:
         return storage
     flat = TensorEntry(storage, source, (storage.nbytes // source.itemsize,), (1,))
@@ -186,8 +183,11 @@ def _refuse_expanded(entry: TensorEntry) -> None:
         raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}")
 
 
-def recast(entry: TensorEntry, storage: Storage, new: DType) -> TensorEntry:
-    """The same view of its storage that was cast to another floating type."""
+def recast(
+    entry: TensorEntry, new: DType, tally: CastTally | None = None, storage: Storage | None = None
+) -> TensorEntry:
+    """The same view of its storage in another floating type. storage: that, where it was cast before."""
+    storage = storage or cast_storage(entry.storage, entry.dtype, new, tally)
     negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
     return replace(entry, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
 
@@ -196,10 +196,9 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
     """The tensor as another type, computed when it is read. Only for pairs that `conversion` has a word for."""
     if entry.dtype is new:
         return entry
-    whole = compact(entry)
     if entry.dtype.is_float and new.is_float:
-        return recast(whole, cast_storage(whole.storage, entry.dtype, new, tally), new)
-    made = each(_Converted(entry.dtype, new, tally), whole.with_flags(NO_FLAGS), dtype=new)
+        return recast(compact(entry), new, tally)
+    made = each(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
     return made.with_flags(entry.flags)
 
 
@@ -208,9 +207,7 @@ def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
     if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:
         what = f"{tensor!r} is not cast to {new.name} without torch"
         raise UsageError(what, "", f"In memory: entry.torch().to(torch.{new.torch})")
-    if tensor.dtype.is_float and new.is_float:
-        return recast(tensor, cast_storage(tensor.storage, tensor.dtype, new), new)
-    return converted(tensor, new)
+    return recast(tensor, new) if tensor.dtype.is_float and new.is_float else converted(tensor, new)
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:
@@ -320,7 +317,7 @@ def cast_roots(
     }
 
     def leaf(node: Any) -> Any:
-        return recast(node, storages[id(node.storage)], target) if id(node) in chosen else node
+        return recast(node, target, storage=storages[id(node.storage)]) if id(node) in chosen else node
 
     return Cast(
         replace(checkpoint, tree=rebuild(checkpoint.tree, leaf)),
