@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from math import comb, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint.paths import Matcher
 from ckptool.commands import arg
@@ -54,8 +54,7 @@ def unbound(name: str, text: str, inner: str = "") -> Unbound:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Arithmetic(NamedTuple):
     """An expression. `names`: the variables in it, dotted ones (`text_config.num_attention_heads`) as one."""
 
     text: str
@@ -202,8 +201,7 @@ Groups = Mapping[str, str]
 """The texts that the variables of a name stand for, by `v_NAME`, and its stars by `star1`, `star2`, …"""
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """A `*` (without a name) or a `{name}`. group: the name of its group in a match."""
 
     text: str

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ckptool.commands import FILE, arg, command
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed
@@ -70,8 +71,7 @@ class Operation:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OperationKind:
+class OperationKind(NamedTuple):
     """A kind of operation. words: an expression for what follows its name, in any order: an f for `from`, an l for each
     list, an n for each number, an r for a range.  inverse: its name, or a function.
 
@@ -202,8 +202,7 @@ KINDS: dict[str, OperationKind] = {
 Numbers = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinWay:
+class JoinWay(NamedTuple):
     """A way in which tensor-parallel ranks divide a tensor, as rules of `join` name it.
 
     numbers: the names of those that a rule gives; `like` is the name of a tensor instead.

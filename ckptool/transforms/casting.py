@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import each, fold
@@ -247,8 +247,7 @@ def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
 # State dicts ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(NamedTuple):
     """A cast: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
     tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
@@ -30,8 +30,7 @@ from ckptool.formats.whole_tree import holds
 MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(NamedTuple):
     """A flat dictionary of tensors, the addresses that stay behind, and notes on what the container cannot say."""
 
     checkpoint: Checkpoint
@@ -236,8 +235,7 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
         raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
-@dataclass(frozen=True, slots=True)
-class Behind:
+class Behind(NamedTuple):
     """The entries that an output lacks. lines: those with tensors, and the others but for `_metadata`, which containers
     of tensors never have.  facts: the addresses and sums of all."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -52,8 +52,7 @@ OPTIMIZER = "distrib_optim.pt"
 _CHUNK = re.compile(r"model([0-9]{1,3})?")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
+class _Rank(NamedTuple):
     """The place of a file in tensor and pipeline parallelism, and what is in it. name: that of its folder or file."""
 
     name: str

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
@@ -23,8 +23,7 @@ from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 Rename = Callable[[str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
+class Renamed(NamedTuple):
     """The renamed checkpoint, the keys that changed of how many, also by root, and the names, old to new."""
 
     checkpoint: Checkpoint
@@ -91,7 +90,7 @@ def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED
     tree = renamed.checkpoint.tree
     nodes = [reduce(lambda node, segment: node[segment], root.path, tree) for root in roots]
     fresh = {id(node): _with_outer_modules(node, prefix) for node in nodes}
-    return replace(renamed, checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
+    return renamed._replace(checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
 
 
 def _with_outer_modules(node: Any, prefix: str) -> Any:

@@ -107,8 +107,7 @@ def _way(text: str) -> tuple[str, Resize]:
     return found[1], parse_resize(found[2])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
+class Assignment(NamedTuple):
     """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
 
     how: it is loaded, as in `Loaded`.
@@ -120,8 +119,7 @@ class Assignment:
     how: str = AS_IT_IS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WarmStartPlan:
+class WarmStartPlan(NamedTuple):
     """`chosen`: the assignment of each name of the target that is loaded (tied names included); `report`: all of it."""
 
     chosen: dict[str, Assignment]
@@ -455,8 +453,7 @@ def _advice(report: LoadReport) -> str:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class Filled(NamedTuple):
     """A whole state dict for a target, and the names whose values are the target's own."""
 
     state_dict: OrderedDict
@@ -537,8 +534,7 @@ def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
     """State by the names of the target, the groups of the names, and the report with the names without state."""
 
     state: dict[str, Any]
