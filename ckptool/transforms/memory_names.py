@@ -150,8 +150,7 @@ def _natural(key: Any) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(key))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One transformation of names, of those below a prefix. operations: of the tensors; empty for a name alone."""
 
     pattern: re.Pattern[str]

@@ -8,10 +8,10 @@ it is read, and rounded once, so that no value is further from the exact one tha
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, resolved, stretches
@@ -38,8 +38,7 @@ _WAYS = {
 _EXAMPLE = "For example: bicubic(cls=1), bilinear(from=14x20, to=28x40), rows(mean), channels(sum)"
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
+class Resize(NamedTuple):
     """How a tensor gets another size; `text` as it was written.
 
     grid: tokens [.., N, D] as an image, or each axis of [.., H, W, ..] that differs; mode: `bicubic` or `bilinear`.

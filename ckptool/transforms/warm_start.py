@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt, prod
 from typing import Any, NamedTuple
 
@@ -59,8 +59,7 @@ ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
-@dataclass(frozen=True, slots=True)
-class MatchOptions:
+class MatchOptions(NamedTuple):
     """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
     on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
