@@ -1,7 +1,5 @@
 """Older state dicts: what stock torch loads strictly is not called missing, by any verb; what it refuses is."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import OrderedDict

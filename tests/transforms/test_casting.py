@@ -1,7 +1,5 @@
 """Casts, bit for bit against torch."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from functools import cache

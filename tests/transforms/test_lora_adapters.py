@@ -1,7 +1,5 @@
 """Adapters: their keys, taken apart, and their changes in one representation; low-rank products against numpy's SVD."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

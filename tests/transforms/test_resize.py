@@ -1,7 +1,5 @@
 """Resized tensors against torch's own `interpolate` in f64: never further from it than twice what torch's f32 is."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

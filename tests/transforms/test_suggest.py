@@ -1,7 +1,5 @@
 """Suggestions for names that nearly fit: the right rule first, and no wrong one given as certain."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Random rules that change tensors: what comes out is what torch makes of them, and `--reverse` gives it all back."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -17,8 +17,8 @@ from ckptool.checkpoint.arrays import TensorValues, computed_tensor, resolved
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
+from ckptool.formats.placements import Piece
 from ckptool.names.rules import END, TAKEN_BEFORE, WHOLE_KEY, Operation, Translation, refuse_idle
 from ckptool.names.steps import Number, Overs, Scope, Step, steps_of
 from ckptool.transforms.casting import conversion, converted, parse_dtype
