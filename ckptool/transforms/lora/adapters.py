@@ -43,6 +43,7 @@ from ckptool.conventions.adapter_keys import (
     TOKENS,
     WHOLE,
     AdapterKey,
+    Places,
     adapter_key,
     is_factor,
     method_of,
@@ -52,7 +53,6 @@ from ckptool.conventions.adapter_keys import (
 from ckptool.conventions.quantized import parsed
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
-from ckptool.transforms.lora.places import Places
 
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file

@@ -29,7 +29,7 @@ from ckptool.checkpoint.dtypes import Array, DType, has_numbers, numbers
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
-from ckptool.conventions.adapter_keys import BIAS, PEFT, WHOLE
+from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, PEFT, WHOLE, is_linear, orientation
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import (
     DIFFUSERS_CONFIG,
@@ -45,7 +45,6 @@ from ckptool.transforms.lora.adapters import (
     refuse_others,
     stored,
 )
-from ckptool.transforms.lora.places import EMBEDDING, is_linear, orientation
 from ckptool.transforms.views import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB

@@ -15,11 +15,10 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
-from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
+from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, PEFT, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
-from ckptool.transforms.lora.places import EMBEDDING, Places, orientation
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
