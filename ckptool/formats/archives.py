@@ -112,8 +112,8 @@ def _check(source: Source, name: str, before: set[str]) -> None:
     if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
         what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
         raise Corrupt(what, "No program writes such names; the archive is malicious.")
-    if name.count("/") > MAX_FOLDERS:
-        what = f"{source}: {name[:200]!r} is in {name.count('/'):,} folders"
+    if (depth := name.count("/")) > MAX_FOLDERS:
+        what = f"{source}: {name[:200]!r} is in {counted(depth, 'folder')}"
         raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
     if name.endswith(".distcp"):
         what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
