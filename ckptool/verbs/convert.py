@@ -24,7 +24,6 @@ from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms import flatten
-from ckptool.transforms.edit import droppable
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
@@ -225,7 +224,7 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
         what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
         raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")
     lost = flatten.lost_tensors(part.tree, plain.checkpoint.tree)
-    places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
+    places = dict.fromkeys(flatten.droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
     fix = "Write the weights of one model alone, by its address: FILE#ADDRESS"
     if 0 < len(patterns) <= MANY_LOST:
