@@ -85,26 +85,18 @@ PYTHONS = (
 TWICE = (lambda x: (x, x))([])
 # What is of names, objects and this reader.
 OPCODES: tuple[tuple[bytes, Any], ...] = (
-    (b"S'\\xe9'\n.", ByteString(b"\xe9")),
-    (b"U\x01\xe9.", ByteString(b"\xe9")),
+    (b"S'\\xe9'\n.", ByteString(b"\xe9")), (b"U\x01\xe9.", ByteString(b"\xe9")),
     (b"]r\xff\xff\xff\xffj\xff\xff\xff\xff\x86.", TWICE),
     (b"]p99999999999999999999\ng99999999999999999999\n\x86.", TWICE),
-    (F + b"(tR(K\x01K\x02e.", made("f", elements=[1, 2])),
-    (F + b"(tR(K\x01Nu.", made("f", items={1: None})),
-    (F + b")R(K\x01\x90.", made("f", elements=[1], adds=True)),
-    (b"ctorch\nfloat32\n.", Global("torch", "float32")),
-    (b"\x8c\x01a\x8c\x03b.c\x93.", Global("a", "b.c")),
-    (F + b"K\x01\x85R.", made("f", 1)),
-    (b"ca\nB\nK\x01\x85\x81}b.", made("B", 1, how="new", state={})),
-    (b"(K\x01ia\nf\n.", made("f", 1)),
-    (b"(ia\nB\n.", made("B")),
-    (b"(iuuid\nUUID\n.", Object(Global("uuid", "UUID"), (), "new")),
-    (b"(ca\nf\nK\x01o.", made("f", 1)),
-    (b"ca\nB\nK\x01\x85\x81.", made("B", 1, how="new")),
+    (F + b"(tR(K\x01K\x02e.", made("f", elements=[1, 2])), (F + b"(tR(K\x01Nu.", made("f", items={1: None})),
+    (F + b")R(K\x01\x90.", made("f", elements=[1], adds=True)), (b"ctorch\nfloat32\n.", Global("torch", "float32")),
+    (b"\x8c\x01a\x8c\x03b.c\x93.", Global("a", "b.c")), (F + b"K\x01\x85R.", made("f", 1)),
+    (b"ca\nB\nK\x01\x85\x81}b.", made("B", 1, how="new", state={})), (b"(K\x01ia\nf\n.", made("f", 1)),
+    (b"(ia\nB\n.", made("B")), (b"(iuuid\nUUID\n.", Object(Global("uuid", "UUID"), (), "new")),
+    (b"(ca\nf\nK\x01o.", made("f", 1)), (b"ca\nB\nK\x01\x85\x81.", made("B", 1, how="new")),
     (b"ca\nB\nK\x01\x85}X\1\0\0\0kK\x02s\x92.", made("B", 1, how="new", kwargs={"k": 2})),
-    (b"Pkey\n.", ("persistent", "key")),
-    (b"(K\x01K\x02K\x03K\x04tQ.", ("persistent", (1, 2, 3, 4))),
-)
+    (b"Pkey\n.", ("persistent", "key")), (b"(K\x01K\x02K\x03K\x04tQ.", ("persistent", (1, 2, 3, 4))),
+)  # fmt: skip
 REFUSED = (b"\x82\x01.", b"\x83\x01\0.", b"\x84\x01\0\0\0.", b"\x97.", b"N\x98.")  # of extensions, and buffers
 
 

@@ -206,16 +206,11 @@ def test_a_line_of_65_mib_is_refused(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "texts": b"X\0\0\0\0" * 200_000,
-    "one opcode": b"N" * 1_000_000,
-    "short lines": b"I1\n" * 330_000,
-    "names": b"ca\nb\n" * 200_000,
-    "long names": (b"c" + b"a" * 200 + b"\nb\n") * 4_900,
-    "frames": frame(b"N") * 100_000,
-    "empty frames": frame(b"") * 110_000,
-    "no line break": b"c" + b"a" * 1_000_000,
+    "texts": b"X\0\0\0\0" * 200_000, "one opcode": b"N" * 1_000_000, "short lines": b"I1\n" * 330_000,
+    "names": b"ca\nb\n" * 200_000, "long names": (b"c" + b"a" * 200 + b"\nb\n") * 4_900,
+    "frames": frame(b"N") * 100_000, "empty frames": frame(b"") * 110_000, "no line break": b"c" + b"a" * 1_000_000,
     "values that are just long": (b"B" + struct.pack("<I", 1 << 16) + bytes(1 << 16)) * 15,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
