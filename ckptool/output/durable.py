@@ -392,7 +392,7 @@ def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     return (Note("attributes-lost", message),) if found else ()
 
 
-# Edits in place, which commit by truncation: readers find the old state or the new one, at every instant ---------------
+# Edits in place, which commit by truncation: readers find the old state or the new one, at every instant --------------
 
 # 1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end;
 #    sync. Whatever of this is done when the process dies, the last end records in the file are the old ones.

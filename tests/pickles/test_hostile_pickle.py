@@ -1,7 +1,7 @@
 """Pickles that nobody should send, in files, through the verbs.
 
-What the machine itself does with each opcode is in `test_decode`, what would run in `test_hostile_calls`, what would
-exhaust its reader in `test_hostile_bombs`; here is what a user sees of the rest.
+What the machine itself does with each opcode is in `test_decode`; here is what a user sees. Callables named in the
+pickles that would run something are those of a decoy module that would leave a trace if they ran.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.errors import CkptoolError, UnsafeObject
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
-from tests.support.decoys import CALL, Decoy, opened_pickle
-from tests.support.hostile_bombs import BOMBS
-from tests.support.hostile_calls import CALLS, INERT
-from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
-from tests.support.hostile_pickles import REFUSED
+from tests.support.hostile_inputs import (
+    CALL,
+    HOOKS,
+    Decoy,
+    name,
+    opened_pickle,
+    pickle_zip,
+    program,
+    state_pickle,
+    storage,
+    tensor,
+    text,
+)
+from tests.support.hostile_pickles import BOMBS, CALLS, INERT, REFUSED
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 from tests.support.watched import LOOKING, Seen
