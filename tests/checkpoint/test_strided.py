@@ -58,37 +58,13 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    base = torch.arange(2 * 3 * 4 * 5).to(dtype).reshape(2, 3, 4, 5)
-    return {
-        "plain": base, "transposed": base.permute(3, 2, 1, 0), "columns": base[..., 1:3],
-        "steps": base[:, ::2, 1::2, ::3], "offset": base[1, 2:, 1], "expanded": base[:, :1].expand(2, 7, 4, 5),
-        "expanded in front": base[0, 0, 0].expand(3, 2, 5),
-        "channels last": base.contiguous(memory_format=torch.channels_last), "windows": base.flatten().unfold(0, 6, 2),
-        "one": base[1, 2, 3, 4], "ones": base[:1, :1].transpose(0, 3), "empty": base[:, 3:].transpose(0, 2),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64", "complex128"])
-def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> None:
-    for name, view in views(getattr(torch, dtype)).items():
-        entry = stored_entry(view, kind, tmp_path)
-        data = entry.row_major()
-        assert data.length == entry.nbytes, name
-        assert entry.bytes() == bytes_of(view), name
-        array = entry.numpy()
-        assert array.shape == tuple(view.shape), name
-        assert array.tobytes() == bytes_of(view), name
-
-
 def any_view(data: st.DataObject, kind: str, folder: Path) -> tuple[TensorEntry, numpy.ndarray]:
     """A view of any strides, and the same of numpy, whose elements have no type."""
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
+    shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
     stride = [data.draw(st.integers(0, 40)) for _ in shape]
     offset = data.draw(st.integers(0, 3))
-    span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    span = offset + 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
     raw = numpy.random.default_rng(0).bytes(span * itemsize)
     dtype = by_name({1: "u8", 2: "f16", 4: "f32", 8: "i64", 16: "c128"}[itemsize])
     entry = TensorEntry(Storage(data_of(raw, kind, folder)), dtype, tuple(shape), tuple(stride), offset)

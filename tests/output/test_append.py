@@ -352,7 +352,7 @@ def test_not_enough_room_is_said_before_anything_is_written(tmp_path: Path, monk
     path = archive_of("by torch", 10, tmp_path)
     before = path.read_bytes()
     plan, source = edit(path, prefixed)
-    free_space(monkeypatch, 0)
+    free_space(monkeypatch, 1)
     with pytest.raises(DiskFull):
         append_in_place(plan, source)
     assert path.read_bytes() == before
