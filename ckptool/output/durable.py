@@ -445,11 +445,10 @@ def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
         os.ftruncate(fd, plan.keep)
         os.fsync(fd)
     except OSError as second:
-        raise FileProblem(
-            f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}",
-            "Whoever reads the file finds its old state or the new one, whole; the rest of the other may be behind it.",
-            f"The next in-place edit clears it. Look at it: {command('inspect', path)}",
-        ) from error
+        what = f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}"
+        why = "Whoever reads the file finds its old state or the new one, whole; a rest of the other may be behind it."
+        fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
+        raise FileProblem(what, why, fix) from error
 
 
 def refuse_links(path: str) -> None:

@@ -94,9 +94,8 @@ def decode_lazily(
         if total > MAX_SKELETON:
             raise _too_long(total)
         stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
-        decoded = finish(
-            decode(made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place)
-        )
+        options: Any = {"name": name, "file_bytes": file_bytes, "stubs": stubs, "place": made.place}
+        decoded = finish(decode(made.data, persistent, builders, **options))
         if len(plain) == len(stubs):
             return decoded
         left = {stub.of or stub for stub in leaves((decoded.root, decoded.discarded), StubbedValue)}

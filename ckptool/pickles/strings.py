@@ -19,9 +19,8 @@ def check_size(stub: StubbedValue) -> None:
     """Raises `LimitExceeded` for a stub that is too long to be a plain value."""
     size, kind = stub.data.length, "text of Python 2" if stub.kind == "string" else stub.kind
     if size > MAX_STRING:
-        raise LimitExceeded(
-            f"a {kind} of {size:,} bytes that belongs to no tensor", f"At most {MAX_STRING:,} are read into memory."
-        )
+        what = f"a {kind} of {size:,} bytes that belongs to no tensor"
+        raise LimitExceeded(what, f"At most {MAX_STRING:,} are read into memory.")
 
 
 def whole(value: Any) -> Any:

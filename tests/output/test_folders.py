@@ -23,6 +23,24 @@ from tests.support.errors import three_parts
 from tests.support.files import contents, saved, weights
 from tests.support.folder_plans import NEW, OLD, names, plan
 
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, data in OLD.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(params=["exchanged", "put aside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of replacing a folder: that of Linux, and that of file systems which cannot exchange two names."""
+    if request.param == "put aside":
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    return str(request.param)
+
+
 # What it does --------------------------------------------------------------------------------------------------------
 
 

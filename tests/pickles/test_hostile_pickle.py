@@ -6,7 +6,7 @@ pickles that would run something are those of a decoy module that would leave a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,35 @@ from tests.support.hostile_inputs import (
 from tests.support.hostile_pickles import BOMBS, CALLS, INERT, REFUSED
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
-from tests.support.watched import LOOKING, Seen
+from tests.support.watched import LOOKING, WRITING, Seen, Watched, watched
+
+
+@pytest.fixture(scope="module")
+def decoy(tmp_path_factory: pytest.TempPathFactory) -> Decoy:
+    return Decoy(tmp_path_factory.mktemp("decoy"))
+
+
+@pytest.fixture(scope="module")
+def watch(decoy: Decoy) -> Iterator[Watched]:
+    with watched(decoy.folder) as process:
+        yield process
+
+
+@pytest.fixture
+def see(watch: Watched, decoy: Decoy) -> Callable[..., Seen]:
+    """Runs all verbs on a file with this pickle, in the folder of the decoys, within the limits."""
+
+    def seen(contents: bytes, *commands: str, bounded: bool = True) -> Seen:
+        file = decoy.folder / "input.pt"
+        file.write_bytes(contents)
+        found = watch.run(file, commands or LOOKING + WRITING)
+        if bounded:
+            found.assert_bounded()
+        assert not found.violations and not decoy.trace.exists()
+        return found
+
+    return seen
+
 
 # Rows 56, 57, 61 to 69, 76, 77, 79 to 82: refused, in words. Each is a file of INPUTS too.
 
