@@ -1,7 +1,5 @@
 """Runs the cases on some processes, and keeps what comes, or prints how it differs; exit 1 where something does."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
