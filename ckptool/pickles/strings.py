@@ -107,7 +107,7 @@ _PIECE = 1 << 16
 class StubbedValue:
     """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
 
-    Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
+    Only builders meet it, while a pickle is decoded (see `skeleton`); there is none in an opened checkpoint.
     kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its
     UTF-8).
     of: the stub that it was made from, if another.

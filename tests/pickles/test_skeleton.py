@@ -22,9 +22,8 @@ from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles import skeleton as lexing
-from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.skeleton import Skeleton, decode_lazily, skeleton
+from ckptool.pickles import decode as lexing
+from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
 from tests.support.looped import examples, looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
