@@ -351,7 +351,7 @@ class Folder:
     """A folder of which some files together are one checkpoint. `size`: the bytes of those that were opened."""
 
     __slots__ = ("__weakref__", "_files", "names", "path", "shown")
-    far, begin = False, 0  # as those of its files
+    far = False  # as that of its files
 
     def __new__(cls, path: str | os.PathLike[str] = "", shown: str | os.PathLike[str] = "") -> Folder:
         """One whose files are read by ranges for a URL."""

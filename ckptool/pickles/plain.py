@@ -42,7 +42,7 @@ def plain(value: Any) -> Any:
         found = expand(node)
         return found if isinstance(found, Object) else mapper.handled(found)
 
-    kinds = dict.fromkeys((dict, OrderedDict), partial(copy_dict, put=_put))
+    kinds: dict[type, Any] = dict.fromkeys((dict, OrderedDict), partial(copy_dict, put=_put))
     mapper = GraphMapper({**COPY, **kinds, Object: expanded, Global: shown})
     return mapper.map(value)
 

@@ -304,7 +304,7 @@ class Change:
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
         source, asked = original.source, self.asked
-        if source is None or source.begin:  # it is in memory, or behind other bytes
+        if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or not formats.named(original.container).writable:
             what = f"{source} cannot be changed in place: it is of the container {original.container}"
