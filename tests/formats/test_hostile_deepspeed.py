@@ -1,6 +1,6 @@
 """DeepSpeed's folders that are of two checkpoints, incomplete, or made to mislead: a named error, nothing written.
 
-What befalls a file as a whole (cut, empty, another rank's) is in tests/test_hostile_folders.py.
+What befalls a file as a whole (cut, empty, another rank's) is in tests/test_engine_folders.py.
 """
 
 from __future__ import annotations
