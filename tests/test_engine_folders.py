@@ -4,7 +4,7 @@ import importlib.util
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,28 +53,24 @@ def broken() -> Iterator[tuple[Path, Mutation]]:
             yield from ((case, mutation) for mutation in folder_mutations(case / "checkpoint", rng))
 
 
-def found_in(case: Path, mutation: Mutation, tmp_path: Path, run: Run) -> list[str]:
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(case / "checkpoint", folder)
-    mutation.do(folder)
-    return problems_with(folder, mutation, case / "weights.safetensors", tmp_path / "out.safetensors", run)
+def wrong_in(mutations: Iterable[tuple[Path, Mutation]], scratch: Path, run: Run) -> dict[str, list[str]]:
+    """What is wrong with how the verbs take each of the broken folders."""
+    found = {}
+    for case, mutation in mutations:
+        shutil.rmtree(scratch, ignore_errors=True)
+        folder, out = scratch / "checkpoint", scratch / "out.safetensors"
+        shutil.copytree(case / "checkpoint", folder)
+        mutation.do(folder)
+        found[f"{case.name}: {mutation}"] = problems_with(folder, mutation, case / "weights.safetensors", out, run)
+    return {what: problems for what, problems in found.items() if problems}
 
 
 def test_a_sample(tmp_path: Path, run: Run) -> None:
     every = list(broken())
-    wrong = {}
-    for case, mutation in random.Random(3).sample(every, min(SAMPLE, len(every))):
-        if found := found_in(case, mutation, tmp_path / "work", run):
-            wrong[f"{case.name}: {mutation}"] = found
-    assert not wrong
+    assert wrong_in(random.Random(3).sample(every, min(SAMPLE, len(every))), tmp_path / "work", run) == {}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", committed_cases(), ids=lambda case: case.name)
 def test_every_file_in_every_way(case: Path, tmp_path: Path, run: Run) -> None:
-    wrong = {}
-    for found_in, mutation in broken():
-        if found_in == case and (found := found_in(case, mutation, tmp_path / "work", run)):
-            wrong[str(mutation)] = found
-    assert not wrong
+    assert wrong_in((each for each in broken() if each[0] == case), tmp_path / "work", run) == {}
