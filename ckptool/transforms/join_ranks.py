@@ -36,12 +36,12 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats.boxes import Piece
+from ckptool.formats import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner
+from ckptool.formats.placements import Piece
 from ckptool.names.arithmetic import Lookup
 from ckptool.names.chain import JOIN_WAYS
 from ckptool.names.rule_files import JOIN_LOOK

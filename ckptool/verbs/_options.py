@@ -12,7 +12,7 @@ from ckptool.checkpoint import workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, argument, command, option, repeated
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike, split
+from ckptool.formats import CheckpointLike, PathLike, split
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.

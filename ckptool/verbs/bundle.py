@@ -15,9 +15,18 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import bundle_json, marks
+from ckptool.formats import (
+    CheckpointLike,
+    PathLike,
+    bundle_json,
+    counting_whole,
+    is_in_memory,
+    marks,
+    open_whole,
+    shown,
+    split,
+)
 from ckptool.formats.in_memory import checkpoint_in_memory, together
-from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.transforms.bundles import (
     bundled,
     changed,
@@ -156,7 +165,9 @@ class _Members:
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
         check_names([*files, *values], self.checkpoint.tree)
-        live = {name: given for name, given in files.items() if in_memory(given) and not isinstance(given, Checkpoint)}
+        live = {
+            name: given for name, given in files.items() if is_in_memory(given) and not isinstance(given, Checkpoint)
+        }
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():

@@ -15,9 +15,9 @@ from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
+from ckptool.formats import CheckpointLike, open_file, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
-from ckptool.formats.opening import CheckpointLike, open_file, open_source, refuse_address
-from ckptool.formats.parts import refuse_placeholders, with_part
+from ckptool.formats.folder import as_part, refuse_placeholders, with_part
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
@@ -173,7 +173,9 @@ def recover(
     container = formats.for_output(target, original)
     if container.tensors_only:
         tree = found.checkpoint.tree
-        refuse_placeholders(with_part(found.checkpoint, source), tree.items() if isinstance(tree, dict) else ())
+        refuse_placeholders(
+            with_part(found.checkpoint, as_part(found.checkpoint)), tree.items() if isinstance(tree, dict) else ()
+        )
     formats.refuse_name(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there

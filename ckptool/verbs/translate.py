@@ -11,9 +11,8 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import SHARDED
+from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded import divided
 from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
 from ckptool.names.rules import Translation, parse_rules, parse_setting

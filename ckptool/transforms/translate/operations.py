@@ -14,8 +14,8 @@ from math import prod
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_tensor, resolved
 from ckptool.errors import CkptoolError, UsageError, counted
-from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
+from ckptool.formats.placements import Piece
 from ckptool.names.chain import END, Operation
 from ckptool.names.scope import Number
 from ckptool.transforms.casting import conversion, converted, parse_dtype
