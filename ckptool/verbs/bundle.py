@@ -39,8 +39,7 @@ from ckptool.transforms.bundles import (
     table,
     tied_again,
 )
-from ckptool.transforms.edit import parse_assignment
-from ckptool.verbs._options import IsPart, Out, Texts, pairs
+from ckptool.verbs._options import IsPart, Out, Texts, assignment, pairs
 from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
@@ -70,8 +69,8 @@ def _words(
             raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
         check_names([name.removesuffix(":")], [*files, *values])
         if name.endswith(":"):
-            values[name[:-1]] = parse_assignment(word)[1]
-        elif not os.path.lexists(split(file)[0]) and parse_assignment(word)[1] != file:
+            values[name[:-1]] = assignment(word)[1]
+        elif not os.path.lexists(split(file)[0]) and assignment(word)[1] != file:
             what = f"{word!r} names the file {file}, which is not there"
             raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
         else:

@@ -36,9 +36,9 @@ from ckptool.formats.model_folder import ModelFolder, model_folder
 from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
-from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
     around,
+    droppable,
     export,
     left_behind,
     lost_tensors,
