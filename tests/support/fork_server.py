@@ -11,20 +11,18 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed
 from tests.support.crash import Crash
+from tests.support.forks import ROOT, torchrun_places
 
-ROOT = Path(__file__).parents[2]
 GRACE = 600.0  # seconds that one process may take
 Work = Callable[[dict[str, Any]], int]
 """The work of a forked process for a request; returns its exit code."""
@@ -111,7 +109,7 @@ def answer_requests(work: Work) -> None:
         with suppress(OSError):
             os.truncate(request["log"], 0)
         children: list[int] = []
-        for place in _places(request["processes"]):
+        for place in [{}] if request["processes"] == 1 else torchrun_places(request["processes"]):
             group = children[0] if children else 0
             child = os.fork()
             if not child:
@@ -121,18 +119,6 @@ def answer_requests(work: Work) -> None:
             children.append(child)
         print(children[0], flush=True)
         print(_end_of(children), flush=True)
-
-
-def _places(count: int) -> list[dict[str, str]]:
-    """The variables that torchrun sets for each process; none for one that trains alone."""
-    if count == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "ckptool-prove"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 def _end_of(children: list[int]) -> int:
