@@ -16,8 +16,7 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training import rng
-from ckptool.training.lock import Lock
-from ckptool.training.run_folder import to_stderr
+from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded
 from ckptool.training.store import newest_whole
 

@@ -17,7 +17,7 @@ from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, UsageError
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
-from ckptool.training.shards import whole
+from ckptool.training.parallel import whole
 from ckptool.training.store import write_text
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import Choice
-from ckptool.training.matching import modules_matching, outermost
+from ckptool.training.extensions import Choice, modules_matching, outermost
 from ckptool.training.toys import MLP
 
 Say = Callable[[str], Any]

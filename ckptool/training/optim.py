@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training.extensions import Choice, classes_of, numbers
-from ckptool.training.matching import parameters_matching
-from ckptool.training.shards import divided_like, is_divided, local
+from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching
+from ckptool.training.parallel import divided_like, is_divided, local
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule

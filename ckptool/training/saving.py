@@ -16,8 +16,7 @@ import torch
 from ckptool.checkpoint.paths import is_url
 from ckptool.commands import command
 from ckptool.errors import DiskFull, Text, UsageError
-from ckptool.training.parallel import World
-from ckptool.training.shards import has_divided, is_divided, local, read, with_local
+from ckptool.training.parallel import World, has_divided, is_divided, local, read_divided, with_local
 from ckptool.training.store import Retention, RunFolder
 
 Tree = dict[str, Any]
@@ -120,9 +119,9 @@ class Saver:
 
 
 def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
-    """The tree of a checkpoint that a run saved, mapped, on the CPU. parts: see `shards.read`."""
+    """The tree of a checkpoint that a run saved, mapped, on the CPU. parts: see `read_divided`."""
     if os.path.isdir(path):
-        return read(path, parts)
+        return read_divided(path, parts)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 

@@ -19,9 +19,9 @@ from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
 from ckptool.training.batches import saves
 from ckptool.training.optim import Average, load_optimizer
+from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
-from ckptool.training.shards import has_divided, local, state_like
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)

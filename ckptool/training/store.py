@@ -26,18 +26,19 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
-from ckptool.commands import Command, command
+from ckptool.commands import Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
 from ckptool.output import make_folder, replace_file
 from ckptool.output.folders import NewFolder, remove_folder
 from ckptool.output.sink import StreamingSha256, digest_of
 from ckptool.training import CHECKPOINTS, HISTORY, METRICS
-from ckptool.training.lock import OTHER_RUN, Lock
 
 if TYPE_CHECKING:
     from ckptool.training.parallel import World
+    from ckptool.training.run_folder import Lock
 
 _FILE = re.compile(r"step-(\d{8,})\.(pt|dcp|json)")
+OTHER_RUN = arg(set="run=OTHER")  # how a run is given another folder
 LOGGED = "logged_bytes"  # in a sidecar: of metrics.jsonl, when the checkpoint was taken
 _PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
 
@@ -402,7 +403,7 @@ class RunFolder:
 
         What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
         """
-        from ckptool.training.shards import write
+        from ckptool.training.parallel import write_divided
 
         made: list[NewFolder] = []
 
@@ -414,7 +415,7 @@ class RunFolder:
 
         try:
             folder = world.first(begin)
-            write(tree, folder, world.group)
+            write_divided(tree, folder, world.group)
             own = world.each(lambda: _described(folder, world.rank))
             files = {name: known for part in own for name, known in part.items()}
             saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))

@@ -19,7 +19,7 @@ from ckptool.output import durable
 from ckptool.output import sink as running_module
 from ckptool.output.sink import StreamingSha256
 from ckptool.training import store as store_module
-from ckptool.training.lock import Lock
+from ckptool.training.run_folder import Lock
 from ckptool.training.store import Lines, RunFolder, name_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
@@ -319,7 +319,7 @@ def test_a_line_is_there_for_readers_at_once(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from ckptool.training.lock import Lock
+from ckptool.training.run_folder import Lock
 Lock(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
@@ -328,7 +328,7 @@ time.sleep(60)
 
 def test_two_writers_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is that of a process: it goes with it, however it ends."""
-    monkeypatch.setattr("ckptool.training.lock.PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.run_folder.PATIENCE", 0.05)
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
