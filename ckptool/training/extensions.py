@@ -179,8 +179,12 @@ def parameters_matching(model: nn.Module, patterns: Patterns, what: str) -> list
     names = [name for name, _ in model.named_parameters()]
 
     def find(pattern: str) -> set[str]:
-        if pattern.startswith("type:"):
-            return set(_of_type(model, pattern)).intersection(names)
+        if pattern.startswith("type:"):  # of modules of a class
+            kind, _, own = pattern.removeprefix("type:").partition(".")
+            is_type, is_own = matcher(kind), matcher(own or "*")
+            modules = ((prefix, module) for prefix, module in model.named_modules() if _is(module, is_type))
+            theirs = ((prefix, name) for prefix, module in modules for name, _ in module.named_parameters())
+            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in theirs if is_own(name)}.intersection(names)
         matches = matcher(pattern)
         inside = (name for name in names if any(map(matches, accumulate(name.split(".")[:-1], "{}.{}".format))))
         return set(filter(matches, names)) or set(inside)
@@ -215,17 +219,6 @@ def _chosen(patterns: Patterns, names: list[str], find: Callable[[str], set[str]
             raise UsageError(problem.format(pattern), f"Available: {listed(names, 8)}.")
         chosen = chosen - found if pattern.startswith("not:") else chosen | found
     return [name for name in names if name in chosen]
-
-
-def _of_type(model: nn.Module, pattern: str) -> Iterator[str]:
-    """The names of the parameters in modules of a class."""
-    kind, _, own = pattern.removeprefix("type:").partition(".")
-    is_type, is_own = matcher(kind), matcher(own or "*")
-    for prefix, module in model.named_modules():
-        if _is(module, is_type):
-            for name, _ in module.named_parameters():
-                if is_own(name):
-                    yield f"{prefix}.{name}" if prefix else name
 
 
 def _is(module: nn.Module, is_type: Callable[[str], bool]) -> bool:

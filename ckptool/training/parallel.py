@@ -243,7 +243,13 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
         if places and all(place.startswith(name + ".") for place in places):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.register_forward_pre_hook(lambda module, inputs: _same_buffers(module))
+
+    def with_same_buffers(module: nn.Module, inputs: Any) -> None:
+        """Gives all processes the buffers of the first, as DistributedDataParallel does: they are what is saved."""
+        for _, buffer in module.named_buffers() if module.training else ():
+            torch.distributed.broadcast(buffer.detach(), 0)
+
+    model.register_forward_pre_hook(with_same_buffers)
     return model
 
 
@@ -253,13 +259,6 @@ def _children(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _children(child, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _same_buffers(model: nn.Module) -> None:
-    """Gives all processes the buffers of the first, as DistributedDataParallel does: they are what is saved."""
-    if model.training:
-        for _, buffer in model.named_buffers():
-            torch.distributed.broadcast(buffer.detach(), 0)
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:
@@ -350,11 +349,6 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if is_divided(value) else value  # type: ignore[attr-defined]
 
 
-def whole(value: Any) -> torch.Tensor:
-    """All of a tensor, in every process, which they put together."""
-    return value.full_tensor() if is_divided(value) else value  # type: ignore[no-any-return]
-
-
 def with_local(value: torch.Tensor, part: torch.Tensor) -> Any:
     """A tensor divided like another, with another part in this process."""
     like: Any = value
@@ -368,22 +362,16 @@ def divided_like(value: Any, like: Any) -> Any:
         return value
     if not is_divided(like) or tuple(value.shape) != tuple(like.shape):
         return to_torch(value) if isinstance(value, TensorEntry) else value
-    for place, placement in zip(like.device_mesh.get_coordinate(), _sizes(like), strict=True):
-        if placement is not None:  # as torch.chunk divides: the last parts are smaller, or empty
-            dim, count = placement
-            length = value.shape[dim]
-            begin, end = (min(length, number * -(-length // count)) for number in (place, place + 1))
-            value = value.narrow(dim, begin, end - begin)
-    part = to_torch(value) if isinstance(value, TensorEntry) else value.clone()
-    return with_local(like, part.to(like.device))
-
-
-def _sizes(like: Any) -> Iterator[tuple[int, int] | None]:
-    """For each dimension of the mesh the dimension that it divides, and into how many parts; None for copies."""
-    for size, placement in zip(like.device_mesh.shape, like.placements, strict=True):
+    mesh = like.device_mesh
+    for place, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise RunFailed(f"a tensor is divided as {placement}, which is not resumed", "FSDP2 divides by Shard.")
-        yield (placement.dim, size) if placement.is_shard() else None
+        if placement.is_shard():  # as torch.chunk divides: the last parts are smaller, or empty
+            length = value.shape[placement.dim]
+            begin, end = (min(length, number * -(-length // count)) for number in (place, place + 1))
+            value = value.narrow(placement.dim, begin, end - begin)
+    part = to_torch(value) if isinstance(value, TensorEntry) else value.clone()
+    return with_local(like, part.to(like.device))
 
 
 def state_like(state: Mapping[str, Any], live: Mapping[str, Any]) -> Any:
@@ -401,27 +389,13 @@ def state_like(state: Mapping[str, Any], live: Mapping[str, Any]) -> Any:
 def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
     """Writes a tree into a folder, synced; every process of a group its own parts. Raises in all what one meets."""
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    try:
-        writer: Any = FileSystemWriter(folder, sync_files=True)
-        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
-        save(dict(tree), storage_writer=writer, planner=_planner(), process_group=group)
-    except CheckpointException as error:
-        for rank, (problem, _) in error.failures.items():
-            if isinstance(problem, OSError):
-                raise write_problem(problem, os.path.dirname(folder)) from error
-            words = f"{type(problem).__name__}: {problem}".partition("\n")[0]
-            raise RunFailed(f"process {rank} could not save: {words}") from error
-        raise RunFailed("the processes could not save together") from error
-
-
-def _planner() -> Any:
-    """What names the values of a tree: as torch does, but what has no tensor in it is one object, even an empty one."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
     class Planner(DefaultSavePlanner):
+        """Names the values of a tree as torch does, but what has no tensor in it is one object, even an empty one."""
+
         def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
             found = list(_values(state_dict))
             self.mappings = {".".join(map(str, path)): path for path, _ in found}
@@ -430,7 +404,18 @@ def _planner() -> Any:
             self.state_dict = dict(zip(self.mappings, (value for _, value in found), strict=True))
             self.is_coordinator = is_coordinator
 
-    return Planner(dedup_save_to_lowest_rank=True)
+    try:
+        writer: Any = FileSystemWriter(folder, sync_files=True)
+        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
+        planner = Planner(dedup_save_to_lowest_rank=True)
+        save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        for rank, (problem, _) in error.failures.items():
+            if isinstance(problem, OSError):
+                raise write_problem(problem, os.path.dirname(folder)) from error
+            words = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+            raise RunFailed(f"process {rank} could not save: {words}") from error
+        raise RunFailed("the processes could not save together") from error
 
 
 def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -74,7 +74,7 @@ def create(
     run = RunFolder(folder, number, retention, Lock(folder, elsewhere), elsewhere)
     try:
         _refuse_run(folder, elsewhere)  # it may have saved before it gave up the lock
-        run.make()
+        make_folder(run.checkpoints)
         # What was begun and never saved is forgotten, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes it a run: one that is killed here begins again.

@@ -28,7 +28,7 @@ from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
-from ckptool.output import make_folder, replace_file
+from ckptool.output import replace_file
 from ckptool.output.folders import NewFolder, remove_folder
 from ckptool.output.sink import StreamingSha256, digest_of
 from ckptool.training import CHECKPOINTS, HISTORY, METRICS
@@ -270,7 +270,11 @@ class Lines:
                 return self._fd
         self.close()
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        _cut_torn(self._fd)
+        end = size = os.fstat(self._fd).st_size
+        while end and os.pread(self._fd, 1, end - 1) != b"\n":  # hardly ever more than a few bytes
+            end -= 1
+        if end < size:
+            os.ftruncate(self._fd, end)
         self._status = os.fstat(self._fd)
         return self._fd
 
@@ -309,7 +313,7 @@ class Lines:
         """Leaves what a checkpoint has seen: so many bytes, as its sidecar says; where that is not known or they are
         not there, the whole lines up to its step. The later ones will be written again."""
         if type(size) is not int or not 0 <= size <= self.size:
-            self.keep(lambda fact: _step_of(fact) <= step)
+            self.keep(lambda fact: not isinstance(at := fact.get("step", 0), (int, float)) or at <= step)
         elif size < self.size:
             with _problems(self.path, "write to"):
                 os.truncate(self.path, size)
@@ -320,20 +324,6 @@ class Lines:
         kept = [line for line, fact in lines if fact is not None and line.endswith("\n") and wanted(fact)]
         if len(kept) < len(lines):
             write_text(self.path, "".join(kept))
-
-
-def _step_of(fact: dict[str, Any]) -> float:
-    step = fact.get("step", 0)
-    return step if isinstance(step, (int, float)) else 0
-
-
-def _cut_torn(fd: int) -> None:
-    """Cuts off what follows the last whole line, which is hardly ever more than a few bytes."""
-    end = size = os.fstat(fd).st_size
-    while end and os.pread(fd, 1, end - 1) != b"\n":
-        end -= 1
-    if end < size:
-        os.ftruncate(fd, end)
 
 
 def _finite(value: Any) -> Any:
@@ -373,10 +363,6 @@ class RunFolder:
     def checkpoints(self) -> str:
         """The folder of the checkpoints."""
         return os.path.join(self.folder, CHECKPOINTS)
-
-    def make(self) -> None:
-        """Makes the folder of the checkpoints, and those above it. Raises `FileProblem` where it cannot."""
-        make_folder(self.checkpoints)
 
     def close(self) -> None:
         """Closes its files, and releases the lock."""
@@ -465,11 +451,6 @@ class RunFolder:
             )
         return newest
 
-    def newest_counted(self, last: int) -> int | None:
-        """The newest step up to `last` with a checkpoint that was not saved only to stop."""
-        steps = [saved.step for saved in self.all() if saved.step <= last and not saved.is_stop]
-        return max(steps, default=None)
-
     def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them.
 
@@ -532,16 +513,13 @@ class RunFolder:
         resumed, and of all its starts together."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         if event in ("start", "resume"):
-            self._clock, self._before = time.monotonic(), self._seconds_before()
+            earlier = [fact.get("total_seconds") for fact in self.history.read()]  # up to the last that each noted
+            known = (value for value in reversed(earlier) if isinstance(value, (int, float)))
+            self._clock, self._before = time.monotonic(), next(known, 0.0)
         if self._clock is not None:
             seconds = time.monotonic() - self._clock
             facts |= {"seconds": round(seconds, 3), "total_seconds": round(self._before + seconds, 3)}
         self.history.add({"event": event, **facts, "time": now, "run": self.id}, sync=True)
-
-    def _seconds_before(self) -> float:
-        """The time that earlier starts took, each up to the last event that it noted."""
-        found = [fact["total_seconds"] for fact in self.history.read() if "total_seconds" in fact]
-        return next((value for value in reversed(found) if isinstance(value, (int, float))), 0.0)
 
 
 def checkpoints_in(folder: str) -> list[str]:

@@ -13,20 +13,12 @@ from torch import nn
 
 from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
+from ckptool.training import optim
 from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import (
-    Average,
-    Freezing,
-    Update,
-    build_optimizer,
-    build_schedule,
-    ends_early,
-    forward_to,
-    shares,
-)
+from ckptool.training.optim import Average, Freezing, Update
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.rng import seed_all
 from ckptool.training.saving import refuse_not_plain
@@ -171,8 +163,8 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
         own = {each: found for each, found in config.optim.items() if config.model_of(each) == name}
-        taken = shares(models[name], own, freezing[name].never)
-        made = {each: build_optimizer(models[name], own[each], parameters) for each, parameters in taken.items()}
+        taken = optim.shares(models[name], own, freezing[name].never)
+        made = {each: optim.build_optimizer(models[name], own[each], theirs) for each, theirs in taken.items()}
         optimizers.update(made)
         updates[name] = Update(made, own, settings.clip)
     for words in skipped:
@@ -199,9 +191,9 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
             raise UsageError(
                 "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0", "", arg(set="eval.every=200")
             )
-        schedule = trainer.schedules[name] = build_schedule(optimizer, planned)
+        schedule = trainer.schedules[name] = optim.build_schedule(optimizer, planned)
         length = trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-        if words := ends_early(schedule, planned, length, f"optim.{name}.schedule"):
+        if words := optim.ends_early(schedule, planned, length, f"optim.{name}.schedule"):
             say(words)
     return trainer
 
@@ -268,7 +260,7 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
-        forward_to(trainer.schedules[name], count)
+        optim.forward_to(trainer.schedules[name], count)
 
 
 def load(objects: Objects, tree: dict[str, Any], where: str) -> None:

@@ -28,7 +28,7 @@ STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
 
 def made(path: Path, *steps: int, run: str = "a" * 32) -> RunFolder:
     store = RunFolder(str(path), run)
-    store.make()
+    os.makedirs(store.checkpoints, exist_ok=True)
     for step in steps:
         store.commit(step, STATE | {"step": step}, {"metrics": {"val_acc": step / 10}})
     return store
