@@ -25,8 +25,8 @@ from ckptool.cli.parser import typed_parameters
 from ckptool.commands import VERBS, function_of
 from fixtures.readme import make_readme_files
 from tests.support.looped import looped
+from tests.support.processes import shown_in
 from tests.support.programs import TORCH, path_with, python
-from tests.support.terminals import shown_in
 
 HOME = Path(__file__).parent.parent
 README = HOME / "README.md"

@@ -24,8 +24,8 @@ from ckptool.commands import VERBS as COMMANDS
 from ckptool.commands import with_verb
 from ckptool.verbs._schema import schema
 from fixtures.make import make_all
+from tests.support.cli import judge
 from tests.support.files import saved
-from tests.support.schemas import judge
 from tests.support.small_files import PLAIN, make_small_files, plain_words
 from tests.support.small_runs import MLP
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import same_bytes
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import dot, has_numbers, numbers, scratch, total
+from ckptool.checkpoint.dtypes import DType, dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes
 from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint.numeric import Array
+    from ckptool.checkpoint.dtypes import Array
 
 
 @dataclass(frozen=True, slots=True)

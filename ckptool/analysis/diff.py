@@ -26,9 +26,8 @@ from ckptool.analysis.fold import grouped
 from ckptool.analysis.words import entry_text, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
-from ckptool.checkpoint.pickled_modules import module_attributes
 from ckptool.checkpoint.progress import reading
-from ckptool.checkpoint.tree import storages
+from ckptool.checkpoint.tree import module_attributes, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed

@@ -20,7 +20,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
 from ckptool.commands import arg

@@ -19,7 +19,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, Tens
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS
 from ckptool.checkpoint.nodes import Object, Set
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
 from ckptool.conventions.state_dicts import (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.numeric import Array, dot, numbers, scratch
+from ckptool.checkpoint.dtypes import Array, dot, numbers, scratch
 from ckptool.checkpoint.strided import in_storage_order, without_repeats
 
 BINS = 24  # of a histogram

@@ -19,8 +19,8 @@ from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
+from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
-from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk

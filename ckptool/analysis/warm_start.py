@@ -10,7 +10,7 @@ from ckptool.analysis.fold import grouped
 from ckptool.analysis.targets import BUFFER
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import arg, several
 from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size

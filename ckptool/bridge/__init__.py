@@ -4,8 +4,7 @@
 What torch's rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
 Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serialization.py, torch 2.4 to 2.13.
 
-    storages <- tensors <- live_objects <- to_live
-                tensors                 <- from_live
+    tensors <- to_live <- from_live
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ckptool.bridge.storages import Storages, data_of, untyped
-from ckptool.bridge.tensors import GET_LAYOUT, TENSOR_CLASSES, is_from_type
+from ckptool.bridge.tensors import GET_LAYOUT, TENSOR_CLASSES, Storages, data_of, is_from_type, untyped
 from ckptool.bridge.to_live import Builder, Unknown
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef
 from ckptool.checkpoint.dtypes import BY_TORCH, DType

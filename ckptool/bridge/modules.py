@@ -25,7 +25,7 @@ from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats.opening import CheckpointLike, Opened, open_file, refuse_part

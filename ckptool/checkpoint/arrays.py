@@ -20,8 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import MadeBlocks, fill
-from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.checkpoint.numeric import CHUNK, Array, aligned, numbers, resolve, rounded, scratch
+from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, numbers, resolve, rounded, scratch
 from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once

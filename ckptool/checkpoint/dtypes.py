@@ -1,4 +1,5 @@
-"""The one table of element types: our name, size, and what torch, safetensors and numpy call them.
+"""The one table of element types: our name, size, and what torch, safetensors and numpy call them; and stored elements
+as numbers: bits of any type as an array that numpy computes with, without losing a bit of value.
 
 Sources: torch/csrc/api (scalar types), `torch.storage._dtype_to_storage_type_map`, and the dtype list of the
 safetensors specification (https://github.com/huggingface/safetensors#format).
@@ -7,13 +8,22 @@ safetensors specification (https://github.com/huggingface/safetensors#format).
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from ckptool.errors import UsageError
+from ckptool.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
+    import numpy
     import numpy as np
+
+    from ckptool.checkpoint import Flags
+
+    Array = numpy.ndarray[Any, Any]
+else:
+    Array = Any  # numpy is imported where it computes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,3 +160,190 @@ def dtype_of(given: object) -> DType:
             why, name = "Its size differs between torch and numpy.", given.__name__
             write = f"Write torch.{name}32 or torch.{name}64."
         raise UsageError(f"{given!r} is not a dtype", why, write) from None
+
+
+# Numbers: chunks of a few hundred kilobytes; who calls decides how much is in memory ----------------------------------
+
+CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
+_BLOCK = 1024
+
+_local = threading.local()
+
+
+def scratch(name: str, dtype: str, length: int = CHUNK) -> Array:
+    """An uninitialised array: the same memory for each call with this name, as a rule CHUNK elements of 16 bytes.
+
+    A fresh array of this size costs more in page faults than most arithmetic on it. One set for each thread.
+    """
+    kept = vars(_local)
+    memory: Array | None = kept.get(name)
+    if memory is None or len(memory) < length:
+        memory = kept[name] = aligned(max(CHUNK * 16, length))
+    return memory.view(dtype)[:length]
+
+
+def aligned(length: int) -> Array:
+    """Memory that begins with a cache line: into numpy's own, which does not, the kernel copies a third slower."""
+    import numpy
+
+    memory = numpy.empty(length + 64, numpy.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + length]
+
+
+def has_numbers(dtype: DType) -> bool:
+    """True if `numbers` can read the type; packed types (4-bit and smaller) are opaque."""
+    return dtype.numpy is not None or dtype.name == "c32"
+
+
+def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
+    """The elements that the bytes `raw` (uint8) spell, in a type that holds each of them exactly.
+
+    f16, bf16 and float8 become f32 (in the scratch array called `work`, where given); complex32 becomes complex64;
+    bool stays bool; quantized types are their integers; the rest is a view of `raw`.
+    Raises `Unsupported` for packed types.
+    """
+    import numpy
+
+    if dtype.name == "c32":
+        return numbers(raw, by_name("f16"), work).view(numpy.complex64)
+    if not has_numbers(dtype):
+        raise packed(dtype)
+    if dtype.kind == "bool":
+        return numpy.not_equal(raw, 0)
+    if dtype.kind != "float" or dtype.itemsize >= 4:
+        return raw.view(dtype.to_numpy())
+    count = len(raw) // dtype.itemsize
+    out = scratch(work, "f4", count) if work else numpy.empty(count, numpy.float32)
+    if dtype.name == "bf16":
+        numpy.copyto(out, raw.view(dtype.to_numpy()))
+        return out
+    # A table is twice as quick as numpy's own f16 and four times as quick as ml_dtypes' float8.
+    return _f32_table(dtype).take(raw.view(f"u{dtype.itemsize}"), out=out, mode="clip")
+
+
+@cache
+def _f32_table(dtype: DType) -> Array:
+    """The f32 value of every bit pattern of an 8- or 16-bit float."""
+    import numpy
+
+    patterns = numpy.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}")
+    with numpy.errstate(invalid="ignore"):  # signalling NaN
+        return patterns.view(dtype.to_numpy()).astype(numpy.float32)
+
+
+def rounded(values: Array, target: DType) -> Array:
+    """`values` (f32 or f64) in a floating type, the way torch rounds; in a scratch array."""
+    import numpy
+
+    if target.name != "f64" and values.dtype != numpy.float32:
+        numpy.copyto(single := scratch("cast single", "f4", len(values)), values, casting="same_kind")
+        values = single
+    out = scratch("cast after", f"u{target.itemsize}", len(values))
+    if target.itemsize > 1:
+        numpy.copyto(out.view(target.to_numpy()), values, casting="unsafe")
+    else:
+        _f8_table(target).take(_upper_half(values.view(numpy.uint32)), out=out, mode="clip")
+    return out.view(target.to_numpy())
+
+
+def _upper_half(patterns: Array) -> Array:
+    """The upper 16 bits of f32 patterns, the lowest of them set if any bit below was.
+
+    Seven bits of mantissa and one that says "and a little more" are enough to round to a float8 as if all were there.
+    """
+    import numpy
+
+    upper = numpy.bitwise_and(patterns, 0xFFFF, out=scratch("cast upper", "u4", len(patterns)))
+    numpy.add(upper, 0xFFFF, out=upper)
+    numpy.bitwise_or(upper, patterns, out=upper)
+    return numpy.right_shift(upper, 16, out=upper)
+
+
+@cache
+def _f8_table(target: DType) -> Array:
+    """The float8 pattern for every upper half of a f32 pattern."""
+    import numpy
+
+    upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
+    if target.name == "f8_e8m0fnu":
+        return _power_of_two(upper)
+    values = upper.view(numpy.float32)
+    if target.name == "f8_e4m3fn":  # torch saturates, ml_dtypes makes NaN
+        values = numpy.clip(values, -448, 448)
+    with numpy.errstate(all="ignore"):
+        return values.astype(target.to_numpy()).view(numpy.uint8)
+
+
+def _power_of_two(patterns: Array) -> Array:
+    """The exponent byte of f32 patterns, rounded to nearest; a half goes up, but down below the smallest normal number.
+
+    As in torch/headeronly/util/Float8_e8m0fnu.h: infinities and NaN give 0xFF, and so does rounding up from 2**127.
+    """
+    import numpy
+
+    exponent = (patterns >> 23) & 0xFF
+    mantissa = patterns & 0x7FFFFF
+    up = numpy.where(exponent > 0, mantissa >= 0x400000, mantissa > 0x400000) & (exponent < 0xFF)
+    return (exponent + up).astype(numpy.uint8)
+
+
+def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:
+    """Applies lazy conjugation and negation to the elements that the bytes `raw` spell, in place; returns `raw`.
+
+    torch knows no conjugate of real numbers and no negative bool; a file that claims them is taken as without.
+    """
+    import numpy
+
+    if flags.conj or flags.neg:
+        values = raw.view(numpy.float16 if dtype.name == "c32" else dtype.to_numpy())
+        if flags.conj and dtype.kind == "complex":
+            imaginary = values[1::2] if dtype.name == "c32" else values.imag
+            numpy.negative(imaginary, out=imaginary)
+        if flags.neg and dtype.kind != "bool":
+            numpy.negative(values, out=values)
+    return raw
+
+
+def dot(x: Array, y: Array) -> float:
+    """The dot product of two f32 or two f64 arrays: blocks in their own type, the blocks' sum in f64.
+
+    A block is short enough to lose no digit that matters in f32, and to keep BLAS from waking its threads.
+    """
+    import numpy
+
+    cut = len(x) - len(x) % _BLOCK
+    blocks = numpy.vecdot(x[:cut].reshape(-1, _BLOCK), y[:cut].reshape(-1, _BLOCK))
+    total = float(numpy.add.reduce(blocks, dtype=numpy.float64))
+    return total if cut == len(x) else total + float(numpy.vecdot(x[cut:], y[cut:]))
+
+
+def total(x: Array) -> float:
+    """The sum of at most CHUNK f32 or f64 values, as `dot` adds."""
+    return dot(x, _ones(x.dtype)[: len(x)])
+
+
+@cache
+def _ones(dtype: numpy.dtype[Any]) -> Array:
+    import numpy
+
+    return numpy.ones(CHUNK, dtype)
+
+
+def through(values: Array, dtype: DType) -> Array:
+    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
+    import numpy
+
+    if dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":
+        flat = values.reshape(-1)
+        for at in range(0, len(flat), CHUNK):
+            piece = flat[at : at + CHUNK]
+            numpy.copyto(piece, numbers(rounded(piece, dtype).view("u1"), dtype, "through"))
+    return values
+
+
+def packed(dtype: DType) -> Unsupported:
+    """The refusal to compute with a type that numpy has no numbers for."""
+    what = f"{dtype.torch} has no numpy type"
+    why = "Its values are packed or known to torch only, so they cannot be computed with here."
+    return Unsupported(what, why, "Use the entry's .torch() (pip install 'ckptool[torch]') or its raw .bytes().")

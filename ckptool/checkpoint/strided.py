@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
 from ckptool.checkpoint.blocks import MadeBlocks, check_files, fill, verify
-from ckptool.checkpoint.numeric import aligned, packed, resolve, scratch
+from ckptool.checkpoint.dtypes import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
 from ckptool.errors import BadTensor, LimitExceeded
@@ -22,7 +22,7 @@ from ckptool.errors import BadTensor, LimitExceeded
 if TYPE_CHECKING:
     import numpy
 
-    from ckptool.checkpoint.numeric import Array
+    from ckptool.checkpoint.dtypes import Array
 
 _BLOCK = 8 << 20  # bytes of output made at a time: long runs make few calls
 _PACK = 4 << 20  # bytes read for it at a time

@@ -170,8 +170,7 @@ def addresses(path: str, typed: str) -> list[Candidate]:
 
     Raises `CkptoolError` for what cannot be opened, and where nothing is at the part before the last `/`.
     """
-    from ckptool.checkpoint.pickled_modules import module_state_dict
-    from ckptool.checkpoint.tree import children, find, segment_text
+    from ckptool.checkpoint.tree import children, find, module_state_dict, segment_text
     from ckptool.formats.opening import open_file
 
     above, slash, begun = typed.rpartition("/")

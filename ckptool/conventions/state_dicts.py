@@ -17,8 +17,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
-from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
-from ckptool.checkpoint.tree import Path, address, children, find, tensors
+from ckptool.checkpoint.tree import Path, address, children, find, module_attributes, module_state_dict, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import Conflict, UsageError, counted, listed, printable, quoted
 

@@ -22,7 +22,7 @@ from ckptool.commands import arg
 from ckptool.errors import Corrupt, Truncated, UsageError, counted, listed
 
 if TYPE_CHECKING:  # reading imports nothing of writing
-    from ckptool.checkpoint.plan import Plan
+    from ckptool.checkpoint.blocks import Plan
 
 
 @dataclass(frozen=True, slots=True)

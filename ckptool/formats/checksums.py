@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 from ckptool.checkpoint import Computed, Data
-from ckptool.checkpoint.blocks import Crc, blocks, name_of
-from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
+from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, blocks, name_of
 from ckptool.checkpoint.progress import reading
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 

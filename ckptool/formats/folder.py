@@ -11,8 +11,8 @@ from math import isfinite
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint.dtypes import has_numbers
 from ckptool.checkpoint.files import Folder, Source
-from ckptool.checkpoint.numeric import has_numbers
 from ckptool.checkpoint.paths import is_url
 from ckptool.errors import CkptoolError, Conflict, Corrupt, counted, listed
 

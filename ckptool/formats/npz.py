@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks

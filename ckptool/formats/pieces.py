@@ -27,9 +27,8 @@ from ckptool.checkpoint import (
     TensorEntry,
     row_major_strides,
 )
-from ckptool.checkpoint.dtypes import DType, by_name
+from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.numeric import Array, has_numbers
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.formats.boxes import Box, Piece, overlap

@@ -27,10 +27,9 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.arrays import resolved
-from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
-from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import (
     Ambiguous,

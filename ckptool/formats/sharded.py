@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Plan, Segment
 from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.plan import Plan, Segment
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, command
 from ckptool.errors import (

@@ -30,7 +30,7 @@ from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.torch_objects import Builder, storage_class
 
 if TYPE_CHECKING:
-    from ckptool.checkpoint.plan import Plan
+    from ckptool.checkpoint.blocks import Plan
 
 NAME = "torch-zip"
 ALIGNMENT = 64
@@ -252,7 +252,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Raises `UnsafeObject` for calls of unknown functions unless `keep_unknown`.
     """
-    from ckptool.checkpoint.plan import Deferred, Plan
+    from ckptool.checkpoint.blocks import Deferred, Plan
     from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 
@@ -310,7 +310,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
 
     None where it cannot or should not be: the tree came from another container, or much of the data is new.
     """
-    from ckptool.checkpoint.plan import Plan
+    from ckptool.checkpoint.blocks import Plan
     from ckptool.formats.zip.writer import ZipLayout
     from ckptool.pickles.encode import encode
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict
-from ckptool.checkpoint.pickled_modules import detached, walk_modules
-from ckptool.checkpoint.tree import tensors
+from ckptool.checkpoint.tree import detached, tensors, walk_modules
 from ckptool.commands import command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form
 from ckptool.formats.nested_streams import BUILDERS

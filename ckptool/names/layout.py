@@ -27,7 +27,7 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import product
 from math import comb, prod
 
-from ckptool.checkpoint.patterns import Matcher
+from ckptool.checkpoint.paths import Matcher
 from ckptool.errors import UsageError, counted
 from ckptool.names.arithmetic import Arithmetic, Lookup, parse_arithmetic, solved
 

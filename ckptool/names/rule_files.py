@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import FILE, FOLDER, OUT, Slot, command
 from ckptool.errors import UsageError, listed, printable
 from ckptool.names.arithmetic import Arithmetic, parse_arithmetic

@@ -12,9 +12,9 @@ import fcntl
 import os
 from collections.abc import Callable
 
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.paths import file_problem
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, command
 from ckptool.errors import Conflict, FileProblem
 from ckptool.output.durable import check_space, close, folder_of, settle, sweep_folder, write_problems

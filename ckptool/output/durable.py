@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Note
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
 from ckptool.output.sink import Progress, Sink, StreamingSha256, reserve

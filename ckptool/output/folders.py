@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.durable import (

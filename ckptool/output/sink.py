@@ -18,9 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from ckptool.checkpoint import Computed, Data, FileRange, Storage
-from ckptool.checkpoint.blocks import Crc, blocks, name_of
+from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, blocks, name_of
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Deferred, Segment
 from ckptool.errors import Corrupt
 
 Progress = Callable[[int, int], None]

@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Note
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import foreign, named_urls
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (

@@ -18,8 +18,7 @@ from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, Truncated, counted, form, listed
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import Machine
-from ckptool.pickles.objects import ObjectMaker
-from ckptool.pickles.reader import DAMAGED, PickleReader
+from ckptool.pickles.objects import DAMAGED, ObjectMaker, PickleReader
 from ckptool.pickles.strings import StubbedValue
 from ckptool.pickles.torch_objects import Builder, PerPickle, purse
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
-from ckptool.pickles.objects import ObjectMaker
-from ckptool.pickles.reader import FRAME_END, PickleReader
+from ckptool.pickles.objects import FRAME_END, ObjectMaker, PickleReader
 from ckptool.pickles.strings import python2_text
 
 STUB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows

@@ -28,7 +28,7 @@ from ckptool.checkpoint.strided import subrange
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.machine import REFUSED, STUB
-from ckptool.pickles.reader import DAMAGED, MAX_INTEGER_BITS
+from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS
 from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
 from ckptool.pickles.torch_objects import Builder
 

@@ -16,8 +16,7 @@ from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import SCALARS, FillLater, FromParts, GraphMapper, Of, same, structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
-from ckptool.checkpoint.pickled_modules import module_attributes, module_state_dict
-from ckptool.checkpoint.tree import address, walk
+from ckptool.checkpoint.tree import address, module_attributes, module_state_dict, walk
 from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.pickles.calls import DISCARDED, uses

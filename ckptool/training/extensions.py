@@ -26,7 +26,7 @@ from torch import nn
 
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from ckptool.analysis.curves import Curve, CurveBuilder, braille, column, summary
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import arg, command
 from ckptool.errors import NoMatch, counted, listed
 from ckptool.facts import (

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple, cast
 from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.arrays import each, fold
-from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
 from ckptool.checkpoint.numpy_arrays import array_entry
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.paths import selected
 from ckptool.commands import Command, arg, command
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT

@@ -20,9 +20,8 @@ from typing import Any
 
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import each, fold
-from ckptool.checkpoint.dtypes import DType, dtype_of
-from ckptool.checkpoint.numeric import Array, numbers, rounded, scratch
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.dtypes import Array, DType, dtype_of, numbers, rounded, scratch
+from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.commands import NAME, arg

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint.dtypes import Array, DType
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import Array
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
 from ckptool.conventions.quantized import Quantized, QuantizedWeight, parsed

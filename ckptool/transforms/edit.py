@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import Array
 from ckptool.checkpoint.nodes import Object, same_kind
-from ckptool.checkpoint.numeric import Array
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, find, holders, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
 from ckptool.conventions.state_dicts import find_state_dicts

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, fold, resolved
 from ckptool.checkpoint.blocks import same_bytes
-from ckptool.checkpoint.numeric import Array, has_numbers
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.dtypes import Array, has_numbers
+from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, green, yellow

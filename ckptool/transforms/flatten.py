@@ -10,9 +10,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
-from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.tree import Path, address, children, holders, stored_parts, walk
+from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.tree import Path, address, children, holders, module_attributes, stored_parts, walk
 from ckptool.commands import NAME, arg, input_of
 from ckptool.conventions.state_dicts import (
     PLAIN,

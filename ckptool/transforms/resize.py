@@ -15,8 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, resolved, stretches
-from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.numeric import Array
+from ckptool.checkpoint.dtypes import Array, by_name
 from ckptool.commands import NAME, arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, counted
 from ckptool.transforms.casting import compact, converted

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
-from ckptool.checkpoint.numeric import Array
+from ckptool.checkpoint.dtypes import Array
 from ckptool.errors import LimitExceeded, UsageError, counted
 from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled

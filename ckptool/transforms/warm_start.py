@@ -41,7 +41,7 @@ from ckptool.analysis.warm_start import (
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several

@@ -10,8 +10,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import Command, argument, as_argument, command, verb
 from ckptool.errors import printable
 from ckptool.facts import Page

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDic
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers

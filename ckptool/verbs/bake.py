@@ -21,8 +21,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
+from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.numeric import Array, numbers
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import arg, option, verb
 from ckptool.conventions.state_dicts import model_state_dicts

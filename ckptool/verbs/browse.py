@@ -21,8 +21,7 @@ from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.numpy_arrays import array_entry
-from ckptool.checkpoint.paths import is_url
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.paths import is_url, selected
 from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import Path
 from ckptool.checkpoint.workers import ENDS, signals_held

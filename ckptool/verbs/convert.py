@@ -12,9 +12,8 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, same_kind
-from ckptool.checkpoint.patterns import selected
-from ckptool.checkpoint.pickled_modules import module_attributes
-from ckptool.checkpoint.tree import address, tensors
+from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted

@@ -8,9 +8,9 @@ from typing import Annotated, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.plan import Plan
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed

@@ -17,8 +17,8 @@ from ckptool.analysis.inspect import Listing, listing, with_statistics
 from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.arrays import fold
+from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
 from ckptool.checkpoint.files import unchanged
-from ckptool.checkpoint.numeric import Array, has_numbers, numbers
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.tree import tensors
 from ckptool.commands import arg, argument, command, option, verb

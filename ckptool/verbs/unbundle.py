@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from ckptool import formats
 from ckptool.analysis.verify import refuse_damaged
 from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.plan import Plan
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import bundle_json, marks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptool.analysis import statistics
 from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, values_of
 from ckptool.checkpoint import arrays
-from tests.support.entries import entry_of
+from tests.support.files import entry_of
 from tests.support.looped import examples
 from tests.support.object_graphs import DTYPES
 

@@ -12,7 +12,7 @@ from ckptool.analysis.statistics import Statistics, statistics
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Unsupported
-from tests.support.entries import entry_of
+from tests.support.files import entry_of
 
 
 def test_nothing_finite() -> None:

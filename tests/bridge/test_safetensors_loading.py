@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.bridge import to_live
-from ckptool.bridge.storages import untyped
+from ckptool.bridge.tensors import untyped
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from tests.support.files import written
 from tests.support.looped import looped

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.errors import printable
 from tests.support.browser import Browser
 from tests.support.small_runs import config

@@ -16,7 +16,7 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
-from ckptool.checkpoint.pickled_modules import MAX_NAMES, module_state_dict
+from ckptool.checkpoint.tree import MAX_NAMES, module_state_dict
 from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read

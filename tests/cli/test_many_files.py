@@ -13,7 +13,8 @@ import torch
 import ckptool
 from tests.support.cli import Run
 from tests.support.files import saved, weights
-from tests.support.hostile_pickles import INPUTS
+from tests.support.hostile_inputs import pickle_zip
+from tests.support.hostile_pickles import REFUSED
 
 
 @pytest.fixture
@@ -85,8 +86,8 @@ def bad_files(folder: Path) -> list[str]:
     contents = {"empty.pt": b"", "cut.pt": whole[: len(whole) // 2], "page.pt": b"<html>", "new\nline.pt": whole[:99]}
     for name, data in contents.items():
         (folder / name).write_bytes(data)
-    for number, data in enumerate(INPUTS.values()):
-        (folder / f"hostile{number}.pt").write_bytes(data() if callable(data) else data)
+    for number, (pickle, _) in enumerate([*REFUSED.values()][::7]):
+        (folder / f"hostile{number}.pt").write_bytes(pickle_zip(pickle))
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -17,9 +17,8 @@ import pytest
 from ckptool.checkpoint import progress
 from ckptool.cli.output import progress_line
 from fixtures.sparse import make_sparse
-from tests.support.processes import HANG, default_signals
+from tests.support.processes import HANG, default_signals, shown_in
 from tests.support.programs import programs
-from tests.support.terminals import shown_in
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 

@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 import ckptool
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
-from tests.support.decoys import CALL, MARKER
 from tests.support.files import torch_bytes
-from tests.support.hostile_inputs import integer, name, pickle_zip, program, state_pickle, text
+from tests.support.hostile_inputs import CALL, MARKER, integer, name, pickle_zip, program, state_pickle, text
 
 BESIDE = (
     "optimizer.bin scheduler.pt scaler.pt rng_state_1.pth training_args.bin random_states_0.pkl sampler.bin "

@@ -19,7 +19,7 @@ from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
-from tests.support.pickle_files import each, pickle_to
+from tests.support.npz_files import each, pickle_to
 from tests.support.processes import soon
 
 

@@ -12,8 +12,19 @@ import torch
 from ckptool.errors import BadTensor, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import torch_legacy as legacy
 from tests.support.files import torch_bytes
-from tests.support.legacy_files import LEGACY, SMALL, elements, legacy_refused, opened_legacy
-from tests.support.legacy_streams import INFO, Pid, Rebuilt, pickle_bytes, storage_id, stream
+from tests.support.legacy_streams import (
+    INFO,
+    LEGACY,
+    SMALL,
+    Pid,
+    Rebuilt,
+    elements,
+    legacy_refused,
+    opened_legacy,
+    pickle_bytes,
+    storage_id,
+    stream,
+)
 from tests.support.looped import looped
 from tests.support.processes import soon
 

@@ -16,8 +16,16 @@ from ckptool.errors import Corrupt, LimitExceeded, Truncated
 from ckptool.formats import read, torch_zip
 from ckptool.pickles.calls import uses_of
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import elements, legacy_refused, opened_legacy
-from tests.support.legacy_streams import Made, Rebuilt, pickle_bytes, storage_id, stream
+from tests.support.legacy_streams import (
+    Made,
+    Rebuilt,
+    elements,
+    legacy_refused,
+    opened_legacy,
+    pickle_bytes,
+    storage_id,
+    stream,
+)
 from tests.support.processes import soon
 
 

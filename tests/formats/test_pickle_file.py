@@ -27,7 +27,7 @@ from ckptool.formats import read
 from ckptool.pickles.plain import plain
 from tests.support.files import CORPUS, torch_bytes, written
 from tests.support.memory import LIMIT, peak_of
-from tests.support.pickle_files import arrays_model, each, pickle_to, same_array
+from tests.support.npz_files import arrays_model, each, pickle_to, same_bits
 
 # Every protocol ------------------------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ def test_arrays_bit_for_bit(protocol: int, tmp_path: Path) -> None:
     assert list(checkpoint.tree) == list(given) and not list(tensors(checkpoint.tree))
     found = with_tensors(checkpoint.tree["model"])
     assert list(found) == list(given["model"])
-    assert all(same_array(found[name].numpy(), expected) for name, expected in given["model"].items())
+    assert all(same_bits(found[name].numpy(), expected) for name, expected in given["model"].items())
     assert found["tied.weight"] is found["bytes.weight"]
     assert found["fortran.weight"].stride == (1, 200)
     if protocol:  # texts of protocol 0 end with their line: they have to be read to know where

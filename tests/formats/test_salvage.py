@@ -26,9 +26,9 @@ from ckptool.formats.zip.record import LOCAL
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
-from tests.support.damaged import PLAIN
 from tests.support.files import torch_bytes, written
 from tests.support.looped import examples
+from tests.support.zips import PLAIN
 
 Values = dict[str, bytes]
 

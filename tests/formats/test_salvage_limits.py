@@ -14,10 +14,10 @@ from ckptool.errors import CkptoolError
 from ckptool.formats import damaged, read
 from ckptool.formats.zip.record import CENTRAL, LOCAL
 from ckptool.formats.zip.writer import local_header
-from tests.support.damaged import PLAIN
 from tests.support.files import written
 from tests.support.looped import looped
 from tests.support.processes import soon
+from tests.support.zips import PLAIN
 
 
 def header(name: bytes = b"a/data/1", flags: int = 0x808, stored: int = 0, crc: int = 0) -> bytes:

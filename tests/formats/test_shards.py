@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.blocks import Plan
 from ckptool.errors import UsageError
 from ckptool.formats import by_name, read, sharded
 from ckptool.formats.sharded import size_in_bytes

@@ -19,8 +19,20 @@ from ckptool.formats import read, torch_zip
 from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.legacy_files import LEGACY, elements, legacy_refused, opened_legacy
-from tests.support.legacy_streams import INFO, Made, Pid, Rebuilt, floats, pickle_bytes, storage_id, stream
+from tests.support.legacy_streams import (
+    INFO,
+    LEGACY,
+    Made,
+    Pid,
+    Rebuilt,
+    elements,
+    floats,
+    legacy_refused,
+    opened_legacy,
+    pickle_bytes,
+    storage_id,
+    stream,
+)
 from tests.support.looped import looped
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects, assert_same_tree

@@ -16,8 +16,18 @@ from ckptool.errors import Ambiguous, CkptoolError
 from ckptool.formats import read
 from fixtures.make import make_all
 from tests.support.files import written
-from tests.support.zip_benign import benign, by_torch, interrupted, rezipped_mutant, tree
-from tests.support.zip_mutants import Tally, behind_a_guard, disagreement, mutant, two_in_one
+from tests.support.zip_mutants import (
+    Tally,
+    behind_a_guard,
+    benign,
+    by_torch,
+    disagreement,
+    interrupted,
+    mutant,
+    rezipped_mutant,
+    tree,
+    two_in_one,
+)
 
 
 @pytest.fixture(scope="module")

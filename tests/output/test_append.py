@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Plan
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
 from ckptool.output.append import append_in_place

@@ -15,7 +15,7 @@ import torch
 
 import ckptool
 from ckptool.checkpoint import InlineBytes
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.blocks import Plan
 from ckptool.output import replace_file
 from ckptool.output.durable import ACCESS_LIST
 from ckptool.output.folders import replace_folder

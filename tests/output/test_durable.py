@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import FileRange, InlineBytes
+from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Plan
 from ckptool.errors import FileProblem, OutputExists
 from ckptool.output import durable
 from ckptool.output.durable import replace_file

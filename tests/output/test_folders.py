@@ -15,7 +15,7 @@ import pytest
 
 import ckptool
 from ckptool.checkpoint import InlineBytes
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.blocks import Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists
 from ckptool.formats import read
 from ckptool.output import durable, folders

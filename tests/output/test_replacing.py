@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes
-from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Plan, Segment
 from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import folders, replace_file
 from ckptool.output.folders import replace_folder
@@ -237,7 +236,7 @@ WRITER = """
     import sys, time
     from pathlib import Path
     from ckptool.checkpoint import Computed, InlineBytes
-    from ckptool.checkpoint.plan import Plan
+    from ckptool.checkpoint.blocks import Plan
     from ckptool.output import folders, replace_file
     kind, target = sys.argv[1:3]
     if kind == "folder, put aside":

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
-from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.errors import Corrupt, FileChanged
 from ckptool.output import sink
 from ckptool.output.sink import Sink

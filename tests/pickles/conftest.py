@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.decoys import Decoy
+from tests.support.hostile_inputs import Decoy
 from tests.support.watched import LOOKING, WRITING, Seen, Watched, watched
 
 

@@ -20,13 +20,14 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import decode
 from ckptool.pickles.objects import MAX_NAMES
-from tests.support.decoding import HOOKS, F, decode_pickle, decodes_to
+from tests.support.hostile_inputs import HOOKS
 from tests.support.looped import examples, looped
 from tests.support.own_classes import Thing
-from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.pickled_graphs import as_tree, decode_pickle, decodes_to, graphs
 from tests.support.processes import soon
 
 PROTOCOLS = range(6)
+F = b"ca\nf\n"
 
 
 # Against Python -------------------------------------------------------------------------------------------------------

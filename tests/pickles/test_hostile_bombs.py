@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.hostile_bombs import BOMBS
 from tests.support.hostile_inputs import pickle_zip
+from tests.support.hostile_pickles import BOMBS
 from tests.support.looped import looped
 from tests.support.watched import Seen
 

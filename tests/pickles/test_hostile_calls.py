@@ -13,9 +13,8 @@ import pytest
 import ckptool
 from ckptool.errors import UnsafeObject
 from ckptool.pickles.calls import uses_of
-from tests.support.decoys import CALL, Decoy, opened_pickle
-from tests.support.hostile_calls import CALLS, INERT
-from tests.support.hostile_inputs import name, pickle_zip, program, text
+from tests.support.hostile_inputs import CALL, Decoy, name, opened_pickle, pickle_zip, program, text
+from tests.support.hostile_pickles import CALLS, INERT
 from tests.support.looped import looped
 from tests.support.watched import LOOKING, Seen
 

@@ -15,8 +15,17 @@ import ckptool
 from ckptool.checkpoint.nodes import Object
 from ckptool.errors import CkptoolError
 from ckptool.formats import read
-from tests.support.decoys import opened_pickle
-from tests.support.hostile_inputs import HOOKS, name, pickle_zip, program, state_pickle, storage, tensor, text
+from tests.support.hostile_inputs import (
+    HOOKS,
+    name,
+    opened_pickle,
+    pickle_zip,
+    program,
+    state_pickle,
+    storage,
+    tensor,
+    text,
+)
 from tests.support.hostile_pickles import REFUSED
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree

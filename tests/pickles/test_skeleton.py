@@ -26,10 +26,9 @@ from ckptool.pickles import skeleton as lexing
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.skeleton import Skeleton, decode_lazily, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
-from tests.support.decoding import decode_pickle
 from tests.support.looped import examples, looped
 from tests.support.pickle_frames import TORN_FRAMES, WHOLE_FRAMES, frame
-from tests.support.pickled_graphs import as_tree, graphs
+from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
 from tests.support.same import assert_same_tree
 

@@ -17,7 +17,7 @@ from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, 
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import UsageError
-from tests.support.entries import entry_of
+from tests.support.files import entry_of
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, atol: float = 0.0, rtol: float = 0.0) -> ValueDifference:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 
 class Ran(NamedTuple):
@@ -20,3 +21,27 @@ Run = Callable[..., Ran]
 def done(ran: Ran) -> str:
     assert (ran.code, ran.err) == (0, ""), ran
     return ran.out
+
+
+def strict(node: Any) -> Any:
+    """A schema without room for fields that it does not name."""
+    if isinstance(node, list):
+        return [strict(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {"additionalProperties": False} if "properties" in node else {}
+    return {**{key: strict(value) for key, value in node.items()}, **closed}
+
+
+def judge(document: dict[str, Any], value: Any) -> Iterator[str]:
+    """What jsonschema has against an answer in JSON, and each answer in it, by the strict schema of its own name."""
+    import jsonschema
+
+    name = re.fullmatch(r"ckptool\.([\w-]+)/\d+", value["schema"])
+    assert name is not None
+    for each in (*value.get("results", ()), *value.get("done", ())):
+        yield from judge(document, each)
+    own = {**value, **{key: [] for key in ("results", "done") if key in value}}
+    of_kind = {"$ref": f"#/$defs/{name[1]}", "$defs": strict(document["$defs"])}
+    for error in jsonschema.Draft202012Validator(of_kind).iter_errors(own):
+        yield f"{error.json_path}: {error.message[:200]}"

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint import Checkpoint, Flags, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Plan
+from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.formats import read, torch_zip
 from ckptool.output.sink import Sink
 
@@ -75,3 +76,10 @@ def rewritten(path: Path, out: Path, **options: Any) -> Checkpoint:
 
 
 CORPUS = Path(__file__).resolve().parents[3] / "shared" / "corpus"
+
+
+def entry_of(tensor: torch.Tensor) -> TensorEntry:
+    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    storage = Storage(InlineBytes(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()))
+    flags = Flags(conj=tensor.is_conj(), neg=tensor.is_neg())
+    return TensorEntry(storage, dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), flags)

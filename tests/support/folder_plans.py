@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptool.checkpoint import InlineBytes
-from ckptool.checkpoint.plan import Plan
+from ckptool.checkpoint.blocks import Plan
 
 OLD = {"a": b"old a", "b": b"old b"}
 

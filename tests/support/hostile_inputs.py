@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptool.formats import read
 
 # Pieces of pickles ----------------------------------------------------------------------------------------------------
 
@@ -35,7 +39,8 @@ def name(module: str, attribute: str) -> bytes:
     return f"c{module}\n{attribute}\n".encode()
 
 
-HOOKS = name("collections", "OrderedDict") + b")R"
+ORDERED, REBUILD = name("collections", "OrderedDict"), name("torch._utils", "_rebuild_tensor_v2")
+HOOKS = ORDERED + b")R"
 
 
 def storage(kind: str = "FloatStorage", key: str = "0", location: str = "cpu", numel: int = 4) -> bytes:
@@ -47,7 +52,10 @@ def tensor(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, of:
     """A call of `_rebuild_tensor_v2` on a storage."""
     of = storage() if of is None else of
     call = b"(" + of + integer(offset) + integers(shape) + integers(stride) + b"\x89" + HOOKS + b"tR"
-    return name("torch._utils", "_rebuild_tensor_v2") + call
+    return REBUILD + call
+
+
+W = tensor((4,), (1,))
 
 
 def program(body: bytes, protocol: int = 2) -> bytes:
@@ -58,6 +66,30 @@ def program(body: bytes, protocol: int = 2) -> bytes:
 def state_pickle(items: Mapping[str, bytes]) -> bytes:
     """A pickle of a dictionary."""
     return program(b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u")
+
+
+def x(value: bytes) -> bytes:
+    return state_pickle({"x": value})
+
+
+def w(value: bytes) -> bytes:
+    return state_pickle({"w": value})
+
+
+# Pickles that call a decoy: a module beside the file, which leaves a trace.
+MARKER = name("ckptool_marker", "run")
+CALL = MARKER + text("trace") + b"\x85R"
+
+
+class Decoy:
+    """A folder in which every name that a file here mentions is a module that leaves a trace."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.trace = folder, folder / "trace"
+        body = f"import pathlib\npathlib.Path({str(self.trace)!r}).touch()\n"
+        body += f"def run(*a, **k):\n    pathlib.Path({str(self.trace)!r}).touch()\n"
+        for module in ("ckptool_marker", "torch", "numpy", "models"):
+            (folder / f"{module}.py").write_text(body)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -72,6 +104,12 @@ def pickle_zip(pickle: bytes, records: Mapping[str, bytes] = ONE, compression: i
         for record, data in {"data.pkl": pickle, "version": b"3\n", **records}.items():
             archive.writestr(zipfile.ZipInfo(f"archive/{record}"), data, compression)
     return buffer.getvalue()
+
+
+def opened_pickle(pickle: bytes, folder: Path) -> Any:
+    file = folder / "input.pt"
+    file.write_bytes(pickle_zip(pickle))
+    return read(file)
 
 
 _NUMPY = (

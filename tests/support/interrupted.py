@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from ckptool import cli
-from tests.support.terminals import shown_in
+from tests.support.processes import shown_in
 
 EVENTS = {"open", *(f"os.{call}" for call in "rename remove mkdir rmdir scandir listdir truncate link".split())}
 

@@ -7,9 +7,16 @@ import pickle
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.errors import CkptoolError
+from ckptool.formats import read
+from tests.support.errors import three_parts, unreadable
+from tests.support.files import written
 
 MAGIC = 0x1950A86A20F9469CFC6C
 INFO = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
@@ -91,3 +98,36 @@ def stream(
         part if type(part) is bytes else pickle_bytes(part, protocol) for part in (magic, version, info, value, keys)
     ]
     return b"".join((*parts, *blocks.values()))
+
+
+# Old files opened -----------------------------------------------------------------------------------------------------
+
+
+LEGACY: dict[str, Any] = {"_use_new_zipfile_serialization": False}
+
+
+def opened_legacy(data: bytes, folder: Path, name: str = "legacy.pt", container: str = "torch-legacy") -> Checkpoint:
+    checkpoint = read(written(data, folder / name))
+    assert checkpoint.container == container
+    return checkpoint
+
+
+def opened_tar(data: bytes, folder: Path) -> Checkpoint:
+    return opened_legacy(data, folder, "old.pth.tar", "torch-tar")
+
+
+def legacy_refused(data: bytes, folder: Path, name: str = "legacy.pt") -> CkptoolError:
+    three_parts(error := unreadable(written(data, folder / name)))
+    return error
+
+
+def tar_refused(data: bytes, folder: Path) -> CkptoolError:
+    return legacy_refused(data, folder, "old.pth.tar")
+
+
+def elements(entry: Any) -> list[Any]:
+    assert isinstance(entry, TensorEntry)
+    return list(entry.numpy().reshape(-1).tolist())
+
+
+SMALL = {"weight": torch.tensor([1.5, -2.0, 3.25]), "n": torch.tensor([7, 9]), "epoch": 3}

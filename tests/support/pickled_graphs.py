@@ -1,4 +1,4 @@
-"""Random graphs of plain Python values, and the tree that a decoder should make of them."""
+"""Random graphs of plain Python values and the tree that a decoder should make of them; a pickle decoded alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
+from ckptool.formats.nested_streams import BUILDERS
+from ckptool.pickles.decode import Decoded, decode
 from tests.support.own_classes import Thing
+from tests.support.same import assert_same_tree
 
 INTEGERS = st.one_of(st.integers(-300, 70_000), st.integers(-(2**40), 2**40), st.integers(-(2**600), 2**600))
 SCALARS = st.one_of(
@@ -119,3 +122,13 @@ class _Treed:
             made = self.known[id(value)] = Object(Global(Thing.__module__, "Thing"), (), "new")
             made.state = self.of(vars(value))
         return made
+
+
+def decode_pickle(data: bytes, **options: Any) -> Decoded:
+    return decode(data, lambda pid: ("persistent", pid), BUILDERS, **options)
+
+
+def decodes_to(data: bytes, expected: Any) -> None:
+    decoded = decode_pickle(data)
+    assert decoded.end == len(data)
+    assert_same_tree(decoded.root, expected)

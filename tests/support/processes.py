@@ -1,4 +1,4 @@
-"""Signals and processor time of the processes that tests start."""
+"""Signals, processor time and terminals of the processes that tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +63,11 @@ def python_process(head: str, code: str, *args: object, **options: Any) -> subpr
     command = [sys.executable, "-c", text, *map(str, args)]
     options.setdefault("preexec_fn", default_signals)
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def shown_in(terminal: int) -> Iterator[bytes]:
+    """What comes to a terminal, part by part, until its last user is gone; then it is closed."""
+    with suppress(OSError):  # how Linux says that nobody writes any more
+        while part := os.read(terminal, 1 << 16):
+            yield part
+    os.close(terminal)

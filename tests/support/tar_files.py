@@ -5,28 +5,10 @@ from __future__ import annotations
 import io
 import struct
 import tarfile
-from pathlib import Path
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint
-from ckptool.errors import CkptoolError
-from ckptool.formats import read
 from fixtures.torch_tar import SYS_INFO, tar_bytes
-from tests.support.errors import three_parts, unreadable
-from tests.support.files import written
 from tests.support.legacy_streams import Pid, block, pickle_bytes
-
-
-def opened_tar(data: bytes, folder: Path) -> Checkpoint:
-    checkpoint = read(written(data, folder / "old.pth.tar"))
-    assert checkpoint.container == "torch-tar"
-    return checkpoint
-
-
-def tar_refused(data: bytes, folder: Path) -> CkptoolError:
-    error = unreadable(written(data, folder / "old.pth.tar"))
-    three_parts(error)
-    return error
 
 
 def by_hand(**changes: bytes) -> bytes:

@@ -6,6 +6,7 @@ import io
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,3 +81,12 @@ def torch_sees(path: Path) -> dict[str, bytes]:
 
 def at(data: bytes, place: int, new: bytes) -> bytes:
     return data[:place] + new + data[place + len(new) :]
+
+
+def block_state() -> dict[str, Any]:
+    """Tensors of one size, as a transformer's blocks have: where one record can pass for another."""
+    torch.manual_seed(0)
+    return {f"l{i}.w": torch.randn(4, 3) for i in range(12)} | {"big": torch.randn(40)}
+
+
+PLAIN = torch_bytes({"model": block_state(), "epoch": 3})

@@ -40,7 +40,7 @@ ENDS = (0, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.S
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     log = tmp_path_factory.mktemp("loops") / "stderr"
-    with ForkServer(str(log), module="tests.support.loop_server", cwd=str(HOME)) as server:
+    with ForkServer(str(log), module="tests.support.killed_loops", cwd=str(HOME)) as server:
         yield server
 
 

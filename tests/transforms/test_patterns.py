@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckptool.checkpoint import patterns
-from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.checkpoint import paths
+from ckptool.checkpoint.paths import match_within_limit
 from ckptool.errors import Unsupported
 
 
@@ -26,7 +26,7 @@ def test_an_expression_of_a_file_has_a_limit_where_there_can_be_one(monkeypatch:
             assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 90
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        monkeypatch.setattr(patterns, "LIMIT", 0.05)
+        monkeypatch.setattr(paths, "LIMIT", 0.05)
         with pytest.raises(Unsupported, match=r"'\(a\|b\|ab\)\*c' was still being tried on 'abab"):
             matches("ab" * 20)
         assert pool.submit(matches, "ab" * 8 + "c").result(), "there it goes on"

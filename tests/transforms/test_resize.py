@@ -14,7 +14,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import LimitExceeded, Unsupported, UsageError
 from ckptool.transforms.resize import parse_resize, resized
-from tests.support.entries import entry_of
+from tests.support.files import entry_of
 from tests.support.looped import examples, looped
 
 SIDES = [((14, 14), (24, 24)), ((16, 16), (37, 37)), ((14, 14), (7, 7)), ((1, 1), (9, 9)), ((9, 9), (1, 1))]

@@ -25,9 +25,9 @@ from ckptool.verbs.browse import browser, line_of
 from fixtures.make import make
 from tests.support.cli import Run, done
 from tests.support.files import saved
+from tests.support.processes import shown_in
 from tests.support.programs import programs
 from tests.support.range_server import RangeServer
-from tests.support.terminals import shown_in
 
 NAMED = {"slash": "/", "full_stop": ".", "underscore": "_", "minus": "-", "number_sign": "#"}
 KEYS = {sign: name for name, sign in NAMED.items()}

@@ -23,7 +23,7 @@ from fixtures.make import make
 from tests.support.cli import Run
 from tests.support.files import saved, weights
 from tests.support.looped import looped
-from tests.support.zip_benign import rezipped_mutant, without_checksums
+from tests.support.zip_mutants import rezipped_mutant, without_checksums
 
 
 def test_a_training_file_and_the_weights_out_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.checkpoint.patterns import matcher
+from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import address, walk
 from ckptool.cli import main
 from tests.support.files import saved

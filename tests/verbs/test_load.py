@@ -17,9 +17,9 @@ from ckptool.errors import Corrupt, FileChanged, UnsafeObject, UsageError
 from ckptool.formats import read
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved
+from tests.support.live_models import LOADED_IN_ESSENCE, UNKNOWN
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
-from tests.support.unknown_traps import LOADED_IN_ESSENCE, UNKNOWN
 
 # What can be written but, for now, not made again without pickle.
 ONLY_WRITTEN = {"19-numpy-odd-arrays", "20-functions-and-classes", "20-random-states"}

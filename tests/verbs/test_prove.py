@@ -16,8 +16,8 @@ from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
 from ckptool.training.reports import Kill, Proof
 from ckptool.verbs._schema import schema
+from tests.support.cli import judge
 from tests.support.killed_runs import resumed_steps
-from tests.support.schemas import judge
 from tests.support.small_runs import MLP
 
 BROKEN = """

@@ -24,10 +24,9 @@ from ckptool.formats import read
 from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
 from tests.support.files import load, saved
-from tests.support.live_models import compiled
+from tests.support.live_models import UNKNOWN, compiled
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
-from tests.support.unknown_traps import UNKNOWN
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")

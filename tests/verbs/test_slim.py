@@ -12,7 +12,7 @@ from torch import nn
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from tests.support.deduplicated import deduplicated
+from tests.support.bundles import deduplicated
 from tests.support.files import load, saved
 from tests.support.same import assert_same_objects
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.cli import main
 from ckptool.formats import WRITERS
-from tests.support.deduplicated import deduplicated
+from tests.support.bundles import deduplicated
 
 SIZE = 1024
 Tensors = dict[str, torch.Tensor]

@@ -18,9 +18,8 @@ from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
-from ckptool.checkpoint.blocks import Crc
+from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Plan, Segment
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.plan import Checksummed, Deferred, Plan, Segment
 from ckptool.checkpoint.strided import in_storage_order, row_major, subrange
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Data, FileRange, InlineBytes
-from ckptool.checkpoint.blocks import Crc
-from ckptool.checkpoint.plan import Deferred, Segment
+from ckptool.checkpoint.blocks import Crc, Deferred, Segment
 from ckptool.formats.checksums import checksummed, crc_combine
 from ckptool.formats.zip.directory import LINK
 from ckptool.formats.zip.record import (

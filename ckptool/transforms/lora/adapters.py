@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
-from ckptool.checkpoint.dtypes import DType, by_name
-from ckptool.checkpoint.numeric import Array, has_numbers
-from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
+from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import (
     BIAS,

@@ -19,8 +19,7 @@ from math import prod
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor, in_pieces
-from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.numeric import Array, through
+from ckptool.checkpoint.dtypes import Array, by_name, through
 from ckptool.conventions.adapter_keys import BIAS, LOHA, LOKR, LORA
 from ckptool.errors import Conflict
 from ckptool.transforms.lora.adapters import Delta

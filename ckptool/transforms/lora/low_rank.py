@@ -25,9 +25,8 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, fold, stretches
-from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.numeric import Array, has_numbers, numbers
-from ckptool.checkpoint.patterns import selected
+from ckptool.checkpoint.dtypes import Array, DType, has_numbers, numbers
+from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import BIAS, PEFT, WHOLE

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.patterns import match_within_limit
+from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
