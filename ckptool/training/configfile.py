@@ -260,16 +260,6 @@ def dotted(place: Place) -> str:
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-def create(config: Config) -> RunFolder:
-    """A new run in the folder that its configuration names. Raises `Conflict` where there is one already."""
-    return run_folder.create(config.run, config.dumped(), retention_of(config))
-
-
-def reopen(folder: str, config: Config, *, write: bool = True) -> RunFolder:
-    """An existing run, with a configuration that fits it. Raises `Conflict` where its files are something else's."""
-    return run_folder.reopen(folder, retention_of(config), write=write)
-
-
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
     number, text = run_folder.recorded(folder)
@@ -280,7 +270,7 @@ def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunF
     else:
         kept = recorded_config(folder)[1].dumped()
     config = changed({**kept, "run": folder}, changes, os.path.join(folder, CONFIG))
-    return reopen(folder, config, write=write)
+    return run_folder.reopen(folder, retention_of(config), write=write)
 
 
 def retention_of(config: Config) -> Retention:

@@ -26,7 +26,7 @@ from ckptool.training import LOOP, moving, rng, run_folder
 from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
+from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, retention, to_cpu
 from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
@@ -118,16 +118,16 @@ class Run:
         if isinstance(folder, RunFolder):  # of the harness, which opens it by its configuration
             self.folder = folder
         else:
-            refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
-            # Absolute since scripts change directory; only the first process makes and locks it.
-            where, rules = absolute(folder), retention(keep_last, keep_best, keep_every)
+            keep = keep_last, keep_best, keep_every
+            rules = retention(keep, os.fspath(folder), verify, signals, seed, stop_after)
+            where = absolute(folder)  # since scripts change directory; only the first process makes and locks it
             if (before := _OPEN.pop(where, None)) is not None:
                 before.close()  # a notebook cell that is run again
             opened: list[RunFolder] = []
             self.world.first(lambda: opened.append(_open_folder(where, rules)))
             self.folder = opened[0] if opened else run_folder.reopen(where, rules, write=False, elsewhere=ELSEWHERE)
         try:
-            newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say, note=True))
+            newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
             self._saver = Saver(
                 self.folder,

@@ -161,10 +161,12 @@ def _begun(folder: str, elsewhere: str | Command) -> str | None:
 
     Raises `Conflict` for files of these names that no run wrote, or that were changed since.
     """
-    there = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))]
-    if there and (number := _written_by(os.path.join(folder, CONFIG))) is not None:
+    there, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
+    with suppress(CkptoolError):
+        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if there else ""
+    if (found := _ID.search(text)) and _signed(found[1], values_of(text)) == text:  # just as the run wrote it
         _refuse_foreign(folder, there[:-1], elsewhere)
-        return number
+        return found[1]
     if there:
         raise not_ours(folder, there, elsewhere)
     return None
@@ -208,16 +210,6 @@ def values_of(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _written_by(path: str) -> str | None:
-    """The id of the run that wrote a configuration just as it is; None for one that a person wrote, or changed."""
-    try:
-        text = read_small_text(path, "a configuration", MAX_CONFIG)
-    except CkptoolError:
-        return None
-    found = _ID.search(text)
-    return found[1] if found and _signed(found[1], values_of(text)) == text else None
 
 
 # The right to write --------------------------------------------------------------------------------------------------

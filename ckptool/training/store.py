@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -177,10 +177,8 @@ def _digest_of_list(digests: dict[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _described(folder: str, rank: int) -> dict[str, dict[str, Any]]:
-    """The size and the digest of each file that a process wrote into a folder; the table is the first one's."""
-    own = (f"__{rank}_", *([".metadata"] if not rank else []))
-    files = {name: path for name, path in files_of(folder).items() if name.startswith(own)}
+def described(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The size and the digest of each of these files, by the same names. Raises `FileProblem`."""
     return {name: {"bytes": Source(path).size, "sha256": file_digest(path)} for name, path in files.items()}
 
 
@@ -402,7 +400,9 @@ class RunFolder:
         try:
             folder = world.first(begin)
             write_divided(tree, folder, world.group)
-            own = world.each(lambda: _described(folder, world.rank))
+            begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the table is the first one's
+            mine = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
+            own = world.each(lambda: described(mine))
             files = {name: known for part in own for name, known in part.items()}
             saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
             return saved
@@ -436,13 +436,12 @@ class RunFolder:
                 found.append(saved)
         return sorted(found, key=lambda saved: saved.step)
 
-    def newest_valid(self, verify: str, say: Callable[[str], Any], *, note: bool = False) -> SavedState | None:
-        """The newest whole checkpoint, None before the first; says which it skipped, and with `note` records it.
+    def newest_valid(self, verify: str, say: Callable[[str], Any]) -> SavedState | None:
+        """The newest whole checkpoint, None before the first; says which it skipped, and records it.
 
         verify: see `check`. Raises `NoneValid` where all are damaged, `Conflict` where all are another run's.
         """
-        noted = {"note": self.note} if note else {}
-        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, **noted)
+        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, self.note)
         if newest is None and checkpoints_in(self.folder):
             raise Conflict(
                 f"{self.folder} holds checkpoints, and none of them belongs to this run",

@@ -91,12 +91,6 @@ def test_killed_ten_times(name: str, tmp_path: Path, server: ForkServer) -> None
         ends_the_same(made, [(at, made.rng.choice(WAYS[: 2 if at < 12 else 4]), ()) for at in steps])
 
 
-def test_workers_come_and_go(tmp_path: Path, server: ForkServer) -> None:
-    """Workers 0, 2, 0. Those that a killed trainer leaves behind do not hold the run."""
-    made = lab(tmp_path, server, every=5)
-    ends_the_same(made, [(8, "KILL", ()), (20, "KILL", ("data.workers=2",)), (30, "TERM", ("data.workers=2",))])
-
-
 # A signal that asks ---------------------------------------------------------------------------------------------------
 
 
