@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -255,14 +254,6 @@ def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str)
         f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
         f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
     )
-
-
-def forward_to(schedule: LRScheduler, count: int) -> None:
-    """Advances a schedule that was just built by `count` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
-        for _ in range(count):
-            schedule.step()
 
 
 # State ---------------------------------------------------------------------------------------------------------------

@@ -173,23 +173,20 @@ def _begun(folder: str, elsewhere: str | Command) -> str | None:
 
 
 def _refuse_foreign(folder: str, names: Sequence[str], elsewhere: str | Command) -> None:
-    """Raises `Conflict` for files of lines that no run wrote."""
-    keys = {HISTORY: "event", METRICS: "step"}
-    if wrong := [name for name in names if not _is_ours(os.path.join(folder, name), keys[name])]:
+    """Raises `Conflict` for files of lines of which none is a run's, with its key."""
+    wrong = []
+    for name in names:
+        path, key, is_ours = os.path.join(folder, name), {HISTORY: "event", METRICS: "step"}[name], False
+        if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
+            continue
+        with suppress(CkptoolError):
+            lines = list(Lines(path).read())
+            torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
+            # Or a run was killed in its first line.
+            is_ours = any(key in line for line in lines) or (torn.startswith('{"') and "\n" not in torn)
+        wrong += [] if is_ours else [name]
+    if wrong:
         raise not_ours(folder, wrong, elsewhere)
-
-
-def _is_ours(path: str, key: str) -> bool:
-    """True unless a file has lines, and none of them is a run's, with this key."""
-    if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
-        return True
-    try:
-        lines = list(Lines(path).read())
-        torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
-    except CkptoolError:
-        return False
-    # Or a run was killed in its first line.
-    return any(key in line for line in lines) or (torn.startswith('{"') and "\n" not in torn)
 
 
 def _signed(number: str, settings: dict[str, Any]) -> str:

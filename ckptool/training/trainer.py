@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,10 +75,6 @@ class Trainer:
             # Which gradients the processes exchange is fixed when the model is wrapped.
             if freezing.apply(self.step) and self.config.strategy == "ddp":
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
-
-    def runners_for(self, name: str) -> dict[str, nn.Module]:
-        """The models for the update of one of them: under ddp the others unwrapped, with no gradients to exchange."""
-        return self.runners if self.config.strategy != "ddp" else {**self.models, name: self.runners[name]}
 
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
@@ -260,7 +257,10 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
-        optim.forward_to(trainer.schedules[name], count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
+            for _ in range(count):
+                trainer.schedules[name].step()
 
 
 def load(objects: Objects, tree: dict[str, Any], where: str) -> None:
