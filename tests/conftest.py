@@ -1,7 +1,5 @@
 """What every test can have."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

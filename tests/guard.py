@@ -6,8 +6,6 @@ Seconds are those of a usual machine: a slower one, or one whose cores share wha
 many more as it needs longer for a loop, which is measured again and again.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -4,8 +4,6 @@ It prints one line for each thing that is wrong. How the package is built is cou
 reached may not be lost.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import re
@@ -101,19 +99,7 @@ def spelling(module: Module) -> Iterator[str]:
         return
     hooks = {ast.unparse(word.value) for call in calls(module, "verb") for word in call.keywords}
     errors = {name for name in vars(_errors) if is_error(name)}
-    known = calls(
-        module,
-        "arg",
-        "command",
-        "other_program",
-        "Command",
-        "option",
-        "repeated",
-        "_output",
-        "argument",
-        "verb",
-        "Note",
-    )
+    known = calls(module, *"arg command other_program Command option repeated _output argument verb Note".split())
     both = {id(part) for call in known for part in ast.walk(call)}
     rows = (node for node in module.nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append")
     shell = (call for call in calls(module, "Text") if call.keywords)

@@ -1,7 +1,5 @@
 """The verb of docs/adding.md: added to a copy of the package, it is one file and one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

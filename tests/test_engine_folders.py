@@ -1,7 +1,5 @@
 """Folders that real engines wrote, as they lie in the repository: each is one checkpoint in every verb."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,7 @@ from tests.support.engine_cases import check_case, committed_cases, judged_layou
 from tests.support.looped import looped
 
 
-@looped("case", committed_cases(), ids=lambda case: case.name, at_once=4)
+@looped("case", committed_cases(), ids=lambda case: case.name, at_once=4, here=0.6)
 def test_a_folder_is_one_checkpoint_with_the_values_of_its_engine(case: Path, tmp_path: Path, run: Run) -> None:
     check_case(case, tmp_path, run)
 

@@ -1,7 +1,5 @@
 """Whatever a file calls things: no control character of it reaches a terminal, a notebook or a log, on any way out."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -10,11 +8,14 @@ import shlex
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 
 import ckptool
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef, TensorEntry
@@ -23,29 +24,21 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.tree import walk
 from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
-from ckptool.commands import command
+from ckptool.commands import command, with_verb
 from ckptool.errors import CkptoolError, FileProblem, MissingKey, Text, TextLines, printable
 from ckptool.formats import torch_zip
 from ckptool.output import replace_file
+from tests.support.cli import Run, command_lines
+from tests.support.errors import refused
+from tests.support.files import saved, weights
+from tests.support.processes import soon
 
 # ESC, BEL, backspace, carriage return, C1's CSI, DEL, bidi marks, separators of lines, an invisible space, half of a
 # surrogate pair.
 ODD = (
-    "\x1b[31m",
-    "\x07",
-    "\x08",
-    "\r",
-    "\x9b31m",
-    "\x7f",
-    "\u202e",
-    "\u2066",
-    "\u2028",
-    "\u200b\u200e",
-    "\ufeff",
-    "\n",
-    "\x00",
-    "\udcff",
-)
+    "\x1b[31m|\x07|\x08|\r|\x9b31m|\x7f|\u202e|\u2066|"
+    "\u2028|\u200b\u200e|\ufeff|\n|\x00|\udcff|\U000e0041|\x85|\x1b]0;owned\x07"
+).split("|")
 
 
 def raw(text: str) -> list[str]:
@@ -166,60 +159,26 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "index": lambda folder: index_file(folder / "model", Evil("\udcff\0")),
     "broken": lambda folder: broken_file(folder / "broken.pt", Evil("\udcff\0")),
 }
-COMMAND_LINES = {
-    "inspect": ("inspect FILE --all", "inspect FILE --stats --json", "inspect FILE --depth 9"),
-    "show": ("show FILE#state_dict", "show FILE", "show FILE#0"),
-    "diff": ("diff FILE OTHER", "diff OTHER FILE --json", "diff FILE#state_dict OTHER"),
-    "verify": ("verify FILE", "verify FILE --json"),
-    "doctor": ("doctor FILE", "doctor FILE --json", "doctor FILE --against OTHER"),
-    "scan": ("scan FILE", "scan FILE --json", "scan FOLDER"),
-    "report": ("report FILE -o OUT.html", "report FILE OTHER --against OTHER --json"),
-    "browse": ("browse FILE",),
-    "strip-module": (
-        "strip-module FILE -n",
-        "strip-module FILE -o OUT.pt --keep-unknown",
-        "strip-module FILE -n --json",
-    ),
-    "add-module": ("add-module FILE -n", "add-module FILE -o OUT.pt"),
-    "rename": ("rename FILE '* => x.*' -n --keep-unknown", "rename FILE '* => x' -n", "rename FILE nothing=>at.all -n"),
-    "remap": ("remap FILE --to cpu -n --keep-unknown", "remap FILE --map cuda:1=cpu -n"),
-    "cast": ("cast FILE --dtype bf16 -n --keep-unknown", "cast FILE --dtype f16 -o OUT.pt"),
-    "edit": ("edit FILE --drop '*' -n --keep-unknown", "edit FILE --set nothing:=1 -n", "edit FILE --set w -n"),
-    "translate": (
-        "translate FILE '{a}.* => x.{a}.* : transpose' --rest keep -n --keep-unknown",
-        "translate FILE nothing=>at.all -n",
-        "translate FILE '* => x.*' -n --json",
-    ),
-    "slim": ("slim FILE -n --keep-unknown", "slim FILE -o OUT.pt --dedup"),
-    "convert": (
-        "convert FILE -o OUT.safetensors",
-        "convert FILE --all -o OUT.safetensors",
-        "convert FILE --weights-only -o OUT.pt -f",
-    ),
-    "recover": ("recover FILE -o OUT.pt",),
-    "bundle": ("bundle -o OUT.pt a=FILE b=OTHER",),
-    "unbundle": ("unbundle FILE -d OUT.d", "unbundle FILE -d OUT.d -n"),
-    "average": ("average FILE OTHER -o OUT.pt", "average FILE FILE -o OUT.pt -n"),
-    "lora extract": ("lora extract FILE OTHER --rank 1 -n", "lora extract FILE FILE --rank 1 -n"),
-    "lora resize": ("lora resize FILE --rank 1 -n",),
-    "lora convert": ("lora convert FILE --to peft -n", "lora convert FILE --to kohya --base OTHER -n"),
-    "lora merge": ("lora merge FILE OTHER -n", "lora merge OTHER FILE -n", "lora merge FILE FILE -n"),
-    "bake": ("bake FILE -n",),
-    "warm-start": ("warm-start FILE --against OTHER", "warm-start OTHER --against FILE --json"),
-    "spec": ("spec FILE -o OUT.spec.json", "spec FILE"),
-    "train": (),
-    "resume": ("resume FILE",),
-    "eval": ("eval FILE",),
-    "prove": ("prove FILE",),
-    "prune": ("prune FILE -n",),
-    "plot": ("plot FILE",),
-    "demo": ("demo OUT.demo",),
-    "explain": ("explain FILE", "explain FILE --json"),
-    "schema": ("schema FILE",),
-    "completion": ("completion zsh",),
-    "git-setup": ("git-setup --textconv FILE", "git-setup --global -n"),
-    "git-check": ("git-check FILE", "git-check FILE --json"),
-}
+COMMAND_LINES = command_lines(r"""
+inspect FILE --all|inspect FILE --stats --json|inspect FILE --depth 9|show FILE#state_dict|show FILE|show FILE#0
+diff FILE OTHER|diff OTHER FILE --json|diff FILE#state_dict OTHER|verify FILE|verify FILE --json|doctor FILE
+doctor FILE --json|doctor FILE --against OTHER|scan FILE|scan FILE --json|scan FOLDER|report FILE -o OUT.html
+report FILE OTHER --against OTHER --json|browse FILE|strip-module FILE -n|strip-module FILE -o OUT.pt --keep-unknown
+strip-module FILE -n --json|add-module FILE -n|add-module FILE -o OUT.pt|rename FILE '* => x.*' -n --keep-unknown
+rename FILE '* => x' -n|rename FILE nothing=>at.all -n|remap FILE --to cpu -n --keep-unknown
+remap FILE --map cuda:1=cpu -n|cast FILE --dtype bf16 -n --keep-unknown|cast FILE --dtype f16 -o OUT.pt
+edit FILE --drop '*' -n --keep-unknown|edit FILE --set nothing:=1 -n|edit FILE --set w -n
+translate FILE '{a}.* => x.{a}.* : transpose' --rest keep -n --keep-unknown|translate FILE nothing=>at.all -n
+translate FILE '* => x.*' -n --json|slim FILE -n --keep-unknown|slim FILE -o OUT.pt --dedup
+convert FILE -o OUT.safetensors|convert FILE --all -o OUT.safetensors|convert FILE --weights-only -o OUT.pt -f
+recover FILE -o OUT.pt|bundle -o OUT.pt a=FILE b=OTHER|unbundle FILE -d OUT.d|unbundle FILE -d OUT.d -n
+average FILE OTHER -o OUT.pt|average FILE FILE -o OUT.pt -n|lora extract FILE OTHER --rank 1 -n
+lora extract FILE FILE --rank 1 -n|lora resize FILE --rank 1 -n|lora convert FILE --to peft -n
+lora convert FILE --to kohya --base OTHER -n|lora merge FILE OTHER -n|lora merge OTHER FILE -n|lora merge FILE FILE -n
+bake FILE -n|warm-start FILE --against OTHER|warm-start OTHER --against FILE --json|spec FILE -o OUT.spec.json
+spec FILE|resume FILE|eval FILE|prove FILE|prune FILE -n|plot FILE|demo OUT.demo|explain FILE|explain FILE --json
+schema FILE|completion zsh|git-setup --textconv FILE|git-setup --global -n|git-check FILE|git-check FILE --json
+""")
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +190,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_program_prints_no_control_character_of_a_file(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert set(COMMAND_LINES) == set(COMMANDS)
+    assert {with_verb(line.split())[0] for line in COMMAND_LINES} == {*COMMANDS} - {"train"}
     file, other = FILES[kind](folder), plain_file(folder / "other.pt", Evil("\udcff"))
     wrong = []
-    for number, line in enumerate(itertools.chain(*COMMAND_LINES.values())):
+    for number, line in enumerate(COMMAND_LINES):
         words = shlex.split(
             line.replace("OUT", f"{folder}/{kind}{number}").replace("FILE", str(file)).replace("OTHER", str(other))
         )
@@ -249,29 +208,25 @@ def test_the_program_prints_no_control_character_of_a_file(
     assert not wrong, "\n".join(f"{line}: {found}: {text[:500]!r}" for line, found, text in wrong)
 
 
+LOOKING = "open inspect show verify doctor scan spec load".split()
+WRITING: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("strip_module", "convert", "recover")},
+    "slim": {"keep_unknown": True},
+    "cast": {"dtype": "bf16", "keep_unknown": True},
+    "remap": {"to": "cpu"},
+    "rename": {"rules": ["* => x"]},
+    "translate": {"rules": "{a}.* => x.{a}.*"},
+}
+
+
 def answers(file: Path, other: Path) -> Iterator[tuple[str, Any]]:
     """What the library gives of a file, or raises."""
-    calls: dict[str, Callable[[], Any]] = {
-        "open": lambda: ckptool.open(file),
-        "inspect": lambda: ckptool.inspect(file),
-        "show": lambda: ckptool.show(file),
-        "diff": lambda: ckptool.diff(file, other),
-        "verify": lambda: ckptool.verify(file),
-        "doctor": lambda: ckptool.doctor(file),
-        "scan": lambda: ckptool.scan(file),
-        "report": lambda: ckptool.report(file, against=other),
-        "strip_module": lambda: ckptool.strip_module(file, file.with_suffix(".out.pt"), dry_run=True),
-        "convert": lambda: ckptool.convert(file, file.with_suffix(".out.safetensors"), dry_run=True),
-        "slim": lambda: ckptool.slim(file, file.with_suffix(".out.pt"), dry_run=True, keep_unknown=True),
-        "cast": lambda: ckptool.cast(file, file.with_suffix(".out.pt"), dtype="bf16", dry_run=True, keep_unknown=True),
-        "rename": lambda: ckptool.rename(file, ["* => x"], file.with_suffix(".out.pt"), dry_run=True),
-        "translate": lambda: ckptool.translate(file, "{a}.* => x.{a}.*", file.with_suffix(".out.pt"), dry_run=True),
-        "remap": lambda: ckptool.remap(file, file.with_suffix(".out.pt"), to="cpu", dry_run=True),
-        "warm_start": lambda: ckptool.warm_start(file, against=other),
-        "spec": lambda: ckptool.spec(file),
-        "load": lambda: ckptool.load(file),
-        "recover": lambda: ckptool.recover(file, file.with_suffix(".out.pt"), dry_run=True),
-    }
+    calls: dict[str, Callable[[], Any]] = {name: partial(getattr(ckptool, name), file) for name in LOOKING}
+    for name, options in WRITING.items():
+        out = file.with_suffix(".out.safetensors" if name == "convert" else ".out.pt")
+        calls[name] = partial(getattr(ckptool, name), file, out=out, dry_run=True, **options)
+    calls |= {name: partial(getattr(ckptool, name), file, against=other) for name in ("report", "warm_start")}
+    calls["diff"] = partial(ckptool.diff, file, other)
     for name, call in calls.items():
         try:
             yield name, call()
@@ -345,3 +300,70 @@ def test_advice_notes_and_names_looked_for_are_escaped(odd: str) -> None:
     note = Note("odd", f"{name} is odd", ("ckptool", "show", name))
     assert note.message == f"{printable(name)} is odd" and note.fix[-1] == name and Note("", note.message).message
     assert Note("odd", note.message).message == note.message
+
+
+# Names that are more than odd letters, which tests/test_escaped.py has.
+NAMES = {
+    "CR and LF": "a\r\nerror: fake",
+    "markup": "<img src=x onerror=alert(1)>&amp;\"'",
+    "256 kB": "k" * (1 << 18),
+    "256 kB, raw": "\x1b" * (1 << 18),
+}
+
+
+class Texts(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_are_escaped_in_every_output(kind: str, tmp_path: Path, run: Run) -> None:
+    name = NAMES[kind]
+    state = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.full((2,), float("nan"))}
+    path = saved({"model": state, name: 1, "text": name, "list": [{name: name}]}, tmp_path / "in.pt")
+    out, flat = tmp_path / "out.pt", tmp_path / "out.safetensors"
+    commands: list[list[Any]] = [
+        ["inspect", path],
+        ["inspect", path, "--all"],
+        ["show", path],
+        ["show", f"{path}#text"],
+    ]
+    commands += [["show", f"{path}#model/{name}.missing"]] if len(name) < 99 else []
+    commands += [["add-module", path, "-o", out], ["diff", path, out], ["diff", path, out, "--json"]]
+    commands += [["convert", path, "-o", flat, "-f", "--all"], ["inspect", flat, "--all"]]
+    for words in commands:
+        code, out_text, err = run(*words)
+        assert code in (0, 1, 2) and "error[bug]" not in err, err[:500]
+        raw = {c for c in {*out_text, *err} if not c.isprintable()} - {"\n"}
+        assert not raw, (words, raw)
+        if kind == "CR and LF" and not str(words[1]).endswith("#text"):  # a text that was asked for has its lines
+            assert not any(line.strip().startswith("error: fake") for line in (out_text + err).split("\n"))
+        if "--json" in words:
+            json.loads(out_text)
+            assert out_text.isascii() or kind in ("markup", "256 kB")
+    page = ckptool.inspect(path)._repr_html_() + ckptool.open(path)._repr_html_()
+    assert Texts(page).tags <= {"div", "b", "table", "tr", "td", "span", "pre"}
+    assert not {c for c in {*page} if not c.isprintable()} - {"\n"}
+    assert list(ckptool.open(path)["model"]) == list(state), "the library has the names as they are"
+
+
+LONG = "a" * 60 + "!"
+
+
+def test_rules_with_many_stars_are_refused_or_quick(tmp_path: Path) -> None:
+    path, long = saved(weights(LONG), tmp_path / "in.pt"), saved(weights("ab." * 20_000 + "b"), tmp_path / "long.pt")
+    for rule, file, says in (
+        ("*a*a*a*a*a*a*a*a*a*a*a*a*b => x", path, "13 *"),
+        ("*a*.{x}*.b => x", long, "60,001 characters"),
+    ):
+        with soon(5):
+            error = refused("usage", tmp_path, lambda: ckptool.rename(file, [rule], tmp_path / "out.pt"))  # noqa: B023
+        assert says in error.what

@@ -5,8 +5,6 @@ A zip carries checksums, so that no value may come out wrong. A safetensors file
 data is seen in that tensor and nowhere else, and a changed header means what the stock library takes it to mean.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -51,7 +49,6 @@ def _all(layout: Layout, **changes: Any) -> Layout:
 
 
 ZIPS = zips()
-NAMES = pytest.mark.parametrize("name", ZIPS)
 
 
 def seeded(length: int, each: int) -> Iterable[tuple[int, int]]:
@@ -63,9 +60,15 @@ def seeded(length: int, each: int) -> Iterable[tuple[int, int]]:
 
 
 def bits(length: int) -> Iterable[tuple[int, int]]:
-    for place in range(length):
-        for bit in range(8):
-            yield place, 1 << bit
+    return ((place, 1 << bit) for place in range(length) for bit in range(8))
+
+
+each_bit = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.soak)])
+
+
+def changes(data: bytes, each: int, whole: bool) -> Iterable[tuple[int, int]]:
+    """So many of each place; where it is whole, every bit of it too."""
+    return [*seeded(len(data), 6 if whole else each), *(bits(len(data)) if whole else ())]
 
 
 def sweep(
@@ -102,21 +105,13 @@ def same_as(expected: Checkpoint) -> Callable[[Path, int], None]:
     return check
 
 
-@NAMES
-def test_any_byte_of_a_zip_changed(name: str, tmp_path: Path) -> None:
+@each_bit
+@pytest.mark.parametrize("name", ZIPS)
+def test_any_byte_of_a_zip_changed(name: str, whole: bool, tmp_path: Path) -> None:
     data = ZIPS[name]
     check = same_as(read(written(data, tmp_path / "right.pt")))
-    refused, passed = sweep(data, seeded(len(data), 2 if name == "torch" else 1), tmp_path / "a.pt", check)
+    refused, passed = sweep(data, changes(data, 2 if name == "torch" else 1, whole), tmp_path / "a.pt", check)
     assert refused > passed > 0  # what is read has changed in a date, in padding, or in a hint
-
-
-@pytest.mark.soak
-@NAMES
-def test_any_bit_of_a_zip_changed(name: str, tmp_path: Path) -> None:
-    data = ZIPS[name]
-    check = same_as(read(written(data, tmp_path / "right.pt")))
-    sweep(data, bits(len(data)), tmp_path / "a.pt", check)
-    sweep(data, seeded(len(data), 6), tmp_path / "a.pt", check)
 
 
 def test_any_changed_byte_of_data_stops_a_conversion(tmp_path: Path) -> None:
@@ -134,15 +129,6 @@ def test_any_changed_byte_of_data_stops_a_conversion(tmp_path: Path) -> None:
     start = data.index(bytes(STATE["w"].numpy()))
     refused, passed = sweep(data, [*places, *((start + n, 1) for n in range(12))], tmp_path / "a.pt", check)
     assert refused >= 12 and passed
-
-
-@pytest.mark.parametrize("name", ["deflated", "streamed"])  # of the others in test_row_017
-def test_any_length_of_a_zip(name: str, tmp_path: Path) -> None:
-    path = written(ZIPS[name], tmp_path / "a.pt")
-    for size in reversed(range(len(ZIPS[name]))):
-        os.truncate(path, size)
-        with pytest.raises(CkptoolError):
-            read(path)
 
 
 # safetensors ----------------------------------------------------------------------------------------------------------
@@ -177,9 +163,10 @@ def as_stock_reads(data: bytes) -> Callable[[Path, int], None]:
     return check
 
 
-def test_any_byte_of_a_safetensors_file_changed(tmp_path: Path) -> None:
+@each_bit
+def test_any_byte_of_a_safetensors_file_changed(whole: bool, tmp_path: Path) -> None:
     data = plain_file(tmp_path / "right.safetensors").read_bytes()
-    refused, passed = sweep(data, seeded(len(data), 6), tmp_path / "a.safetensors", as_stock_reads(data))
+    refused, passed = sweep(data, changes(data, 6, whole), tmp_path / "a.safetensors", as_stock_reads(data))
     assert refused > passed > 0
 
 
@@ -197,12 +184,6 @@ def test_any_byte_of_the_data_changed_is_seen_there_and_nowhere_else(tmp_path: P
     assert sweep(data, places, tmp_path / "a.safetensors", check) == (0, 8 * (len(data) - begin))
 
 
-@pytest.mark.soak
-def test_any_bit_of_a_safetensors_file_changed(tmp_path: Path) -> None:
-    data = plain_file(tmp_path / "right.safetensors").read_bytes()
-    sweep(data, bits(len(data)), tmp_path / "a.safetensors", as_stock_reads(data))
-
-
 def readable(path: Path, place: int) -> None:
     """Whatever it is now: reading it, and all of its values, raises nothing but errors of ours."""
     for _, entry in tensors(read(path).tree):
@@ -210,21 +191,17 @@ def readable(path: Path, place: int) -> None:
             entry.bytes()
 
 
-def test_any_byte_of_a_whole_tree_in_safetensors_changed(tmp_path: Path) -> None:
+@each_bit
+def test_any_byte_of_a_whole_tree_in_safetensors_changed(whole: bool, tmp_path: Path) -> None:
     data = whole_tree_file(tmp_path).read_bytes()
-    refused, _ = sweep(data, seeded(len(data), 1), tmp_path / "a.safetensors", readable)
+    refused, _ = sweep(data, changes(data, 1, whole), tmp_path / "a.safetensors", readable)
     assert refused > len(data) // 2
 
 
-@pytest.mark.soak
-def test_any_bit_of_a_whole_tree_in_safetensors_changed(tmp_path: Path) -> None:
-    data = whole_tree_file(tmp_path).read_bytes()
-    sweep(data, bits(len(data)), tmp_path / "a.safetensors", readable)
-
-
-@pytest.mark.parametrize("kind", ["plain", "whole tree"])
-def test_any_length_of_a_safetensors_file(kind: str, tmp_path: Path) -> None:
-    path = plain_file(tmp_path / "right.safetensors") if kind == "plain" else whole_tree_file(tmp_path)
+@pytest.mark.parametrize("kind", ["plain", "whole tree", "deflated", "streamed"])  # other zips: tests/formats
+def test_any_length_of_a_file(kind: str, tmp_path: Path) -> None:
+    path = written(ZIPS[kind], tmp_path / "a.pt") if kind in ZIPS else whole_tree_file(tmp_path)
+    path = plain_file(tmp_path / "right.safetensors") if kind == "plain" else path
     for size in reversed(range(path.stat().st_size)):
         os.truncate(path, size)
         with pytest.raises(CkptoolError):
@@ -277,7 +254,7 @@ def test_any_byte_of_other_files_changed(name: str, tmp_path: Path) -> None:
     check: Callable[[Path, int], None] = readable
     if name.startswith("npz"):  # whose values have checksums
         check = same_as(read(written(data, tmp_path / "right.npz")))
-    step = max(1, len(data) // 700)
+    step = max(1, len(data) // 350)
     refused, passed = sweep(data, [*seeded(len(data), 1)][::step], tmp_path / "a.bin", check)
     assert refused and passed
 
@@ -286,7 +263,7 @@ def test_any_byte_of_other_files_changed(name: str, tmp_path: Path) -> None:
 def test_any_length_of_other_files(name: str, tmp_path: Path) -> None:
     data, cut_off = OTHERS[name]
     whole = data.rstrip(b"\0") if name == "tar" else data  # blocks of zeros end it
-    for size in range(1, len(whole), max(1, len(whole) // 700)):
+    for size in range(1, len(whole), max(1, len(whole) // 250)):
         with pytest.raises((Truncated, Corrupt, NotACheckpoint, Unsupported, Ambiguous)) as caught:
             read(written(data[:size], tmp_path / "a.bin"))
         assert size < cut_off or isinstance(caught.value, (Truncated, Corrupt)), (size, caught.value)

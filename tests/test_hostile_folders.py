@@ -1,7 +1,5 @@
 """Folders of real engines with one file broken: an error that names it, or the same values; never a wrong `ok`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The folder, the variables and the locale that the program runs in decide nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -115,10 +113,9 @@ def start(folder: Path, way: str, verb: str) -> None:
 @pytest.mark.permissions
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_beside_the_checkpoint_is_imported_or_read(way: str, full: Path) -> None:
-    """One verb in each way, and some in one way each; `make soak` has each in each way."""
+    """Some verb in each way; `make soak` has each in each way."""
     assert set(LINES) == set(VERBS)
-    for verb in ("inspect", random.Random(way).choice(sorted(VERBS))):
-        start(full, way, verb)
+    start(full, way, random.Random(f"{way}, once").choice(sorted({*VERBS} - ENDS_BADLY)))
 
 
 @pytest.mark.soak
@@ -135,20 +132,14 @@ def test_a_path_that_names_the_working_directory_in_full_is_kept(tmp_path: Path)
     subprocess.run(words, cwd=tmp_path, env=environment, check=True)
 
 
-ODD = {
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
-    "PYTHONINSPECT": "",
-    "CKPTOOL_CONFIG": "/nowhere",
-    "COLUMNS": "\x1b[31m",
-    "TERM": "\x1b",
-    "TMPDIR": "/nowhere",
-    "HOME": "/nowhere",
-    "LC_ALL": "C",
-    "LANG": "xx_YY.nonsense",
-    "PYTHONUTF8": "0",
-    "PYTHONCOERCECLOCALE": "0",
-}
+ODD = dict(
+    each.split("=", 1)
+    for each in (
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 TORCH_FORCE_WEIGHTS_ONLY_LOAD=1 PYTHONINSPECT= "
+        "CKPTOOL_CONFIG=/nowhere COLUMNS=\x1b[31m TERM=\x1b TMPDIR=/nowhere HOME=/nowhere LC_ALL=C "
+        "LANG=xx_YY.nonsense PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+    ).split(" ")
+)
 
 
 def traced(path: Path, trace: Path) -> Path:

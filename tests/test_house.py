@@ -1,10 +1,8 @@
 """What `make house` counts, and that what was reached stays (tests/lint.py)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from tests.support.house import AIMS, WALKS, Contract, House, counts, lost, walked
+from tests.support.house import AIMS, WALKS, House, counts, walked
 
 
 def small_house(folder: Path, **modules: str) -> House:
@@ -27,51 +25,6 @@ def test_imports_inside_functions_close_a_circle(tmp_path: Path) -> None:
         e="from ckptool.d import z\n",
     )
     assert house.circle == ["ckptool.a", "ckptool.b", "ckptool.c"]
-
-
-def test_names_designs_and_what_says_are_counted(tmp_path: Path) -> None:
-    house = small_house(
-        tmp_path,
-        formats__npy="from ckptool.checkpoint.blocks import CHUNK\n",
-        transforms__bake="from ckptool.checkpoint.blocks import CHUNK\n",
-        verbs__slim='@verb("change")\ndef slim(\n    file: File,\n) -> Written:\n    """Help."""\n    _one(file)\n'
-        "def _one(file):\n    return file\n\n\nclass Slimmed(Report):\n    def told(self):\n        return ()\n",
-        render__slim="class Same: ...\n",
-        render__lines="class Same: ...\n",
-        names__pieces="class Joiner: ...\n",
-        render__page="",
-        cli__page="",
-    )
-    assert house.entries == ["cli", "formats", "names", "render", "transforms", "verbs"]
-    assert house.repeated_names == {
-        "page": ["ckptool.cli.page", "ckptool.render.page"],
-        "Same": ["ckptool.render.lines", "ckptool.render.slim"],
-    }
-    assert house.loops_over_blocks == ["ckptool.transforms.bake"]
-    assert house.designs("ways of joining ranks") == ["ckptool.names.pieces.Joiner"]
-    assert {module.name: module.saying for module in house.path if module.saying} == {
-        "ckptool.render.slim": 1,
-        "ckptool.verbs.slim": 8,
-    }
-    assert house.modules["ckptool.verbs.slim"].called_once == ["ckptool.verbs.slim._one"]
-    assert [row.split(":")[0] for row in lost(house, {"names of several things": 1, "entries at the top": 6})] == [
-        "names of several things"
-    ]
-
-
-def test_contract_is_read_from_its_text() -> None:
-    contract = Contract(
-        """
-[[tool.importlinter.contracts]]
-type = "layers"
-layers = [
-    "(ckptool.cli) : ckptool.verbs",
-    "ckptool.errors",  # "low"
-]
-"""
-    )
-    assert contract.layers == ["(ckptool.cli) : ckptool.verbs", "ckptool.errors"]
-    assert contract.any_direction == ["(ckptool.cli) : ckptool.verbs"]
 
 
 def test_every_row_is_counted() -> None:

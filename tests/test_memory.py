@@ -4,11 +4,10 @@ The files are sparse: their tensors are holes. `make test` uses 300 MB, `make so
 is the same.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from fixtures.sparse import make_sparse
 from tests.support.memory import LIMIT, READING, REWRITING, peak, peak_of
 
 EACH = 2_000
-MANY = 15_000
 
 # These hold the tables of two files.
 TWO = ("strip-module, verified", "diff")
@@ -35,82 +33,58 @@ TWO = ("strip-module, verified", "diff")
 HEAVIER = {"cast": 1.5, "convert --all": 1.1}
 # Of those that are alike, `make test` tries one; `make soak` all.
 ALIKE = {"add-module", "rename", "edit", "convert to a compact file", "inspect", "convert back"}
-
-verbs = pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=pytest.mark.soak if verb in ALIKE else ()) for verb in REWRITING | READING]
-)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("large") / "large.pt"
-    make_sparse(path, 300_000_000)
-    yield path
-    path.unlink()
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("many") / "many.pt"
-    many_tensors(path, MANY)
-    yield path
-    path.unlink()
+VERBS = REWRITING | READING
+HERE = {
+    "300 MB": {*VERBS} - ALIKE,
+    "15,000 tensors": {"strip-module", "cast", "convert to safetensors", "inspect --stats", "diff"},
+}
 
 
 def many_tensors(path: Path, count: int) -> None:
     """A file of small tensors."""
-    storages = [Storage(InlineBytes(number.to_bytes(4, "little")), "cuda:0") for number in range(count)]
-    f32 = by_name("f32")
-    save(
-        OrderedDict(
-            (f"module.layer{n}.weight", TensorEntry(storage, f32, (1,), (1,))) for n, storage in enumerate(storages)
-        ),
-        path,
-    )
+    storages = (Storage(InlineBytes(number.to_bytes(4, "little")), "cuda:0") for number in range(count))
+    entries = (TensorEntry(storage, by_name("f32"), (1,), (1,)) for storage in storages)
+    save(OrderedDict((f"module.layer{n}.weight", entry) for n, entry in enumerate(entries)), path)
 
 
-def limit(verb: str, tensors: int) -> int:
-    return LIMIT + tensors * EACH * 4 // 3 * (2 if verb in TWO else HEAVIER.get(verb, 1))
+KINDS: dict[str, Callable[[Path], object]] = {
+    "300 MB": lambda path: make_sparse(path, 300_000_000),
+    "15,000 tensors": lambda path: many_tensors(path, 15_000),
+    "50,000 tensors": lambda path: many_tensors(path, 50_000),
+    "2 GB": lambda path: make_sparse(path, 2 << 30),
+}
 
 
-@verbs
-def test_a_large_file(verb: str, large: Path, tmp_path: Path) -> None:
-    found = peak(verb, copy_if_in_place(verb, large, tmp_path), tmp_path)
-    assert found <= limit(verb, 50), f"{found:,}"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A file of a kind, made once."""
+    folder = tmp_path_factory.mktemp("large")
+
+    @cache
+    def file(kind: str) -> Path:
+        KINDS[kind](folder / f"{kind}.pt")
+        return folder / f"{kind}.pt"
+
+    return file
 
 
-@verbs
-def test_many_tensors(verb: str, many: Path, tmp_path: Path) -> None:
-    found = peak(verb, copy_if_in_place(verb, many, tmp_path), tmp_path)
-    assert found <= limit(verb, MANY), f"{found:,}"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("verb", REWRITING | READING)
-def test_50000_tensors(verb: str, tmp_path: Path) -> None:
-    many_tensors(tmp_path / "many.pt", 50_000)
-    found = peak(verb, tmp_path / "many.pt", tmp_path)
-    assert found <= limit(verb, 50_000), f"{found:,}"
-
-
-def copy_if_in_place(verb: str, file: Path, folder: Path) -> Path:
-    if "in place" not in verb:
-        return file
-    copy = folder / "copy.pt"
-    if file.name == "large.pt":
-        make_sparse(copy, 300_000_000)  # holes, where a copy may have none
+@pytest.mark.parametrize(
+    ("kind", "verb"),
+    [
+        pytest.param(kind, verb, marks=() if verb in HERE.get(kind, ()) else pytest.mark.soak)
+        for kind in KINDS
+        for verb in VERBS
+    ],
+)
+def test_a_verb_takes_little(kind: str, verb: str, made: Callable[[str], Path], tmp_path: Path) -> None:
+    if "in place" in verb:
+        KINDS[kind](file := tmp_path / "own.pt")
     else:
-        copy.write_bytes(file.read_bytes())
-    return copy
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("verb", REWRITING | READING)
-def test_a_file_of_2_gb(verb: str, tmp_path: Path) -> None:
-    file = tmp_path / "large.pt"
-    make_sparse(file, 2 << 30)
+        file = made(kind)
+    tensors = int(kind.split()[0].replace(",", "")) if "tensors" in kind else 50
+    limit = LIMIT + tensors * EACH * 4 // 3 * (2 if verb in TWO else HEAVIER.get(verb, 1))
     found = peak(verb, file, tmp_path)
-    assert found <= limit(verb, 50), f"{found:,}"
+    assert found <= limit, f"{found:,}"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 CKPTOOL_UPDATE_README=1 pytest tests/test_notebook.py     stores them
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,23 +1,28 @@
 """What `import ckptool` offers, and what it costs."""
 
-from __future__ import annotations
-
 import ast
+import copy
+import errno
 import inspect
+import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import numpy
 import pytest
+import torch
 
 import ckptool
 from ckptool import errors
 from ckptool.checkpoint.protocols import provide
+from ckptool.errors import CkptoolError, FileProblem
 from ckptool.facts import Report, facts_of, schema_of
 from ckptool.verbs import _save, _schema
+from tests.support.files import saved
 from tests.support.looped import looped
 
 VERBS = sorted(
@@ -141,30 +146,6 @@ def test_lists_and_escapes() -> None:
     assert errors.is_text("é") and not errors.is_text("\ud800")
 
 
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [
-        ("ckptool.load_into()", "missing-extra"),
-        ("ckptool.save_for_cpu(None, 'out.pt')", "missing-extra"),
-        ("ckptool.spec('torch.nn:Linear')", "missing-extra"),
-        ("ckptool.open('model.npz')['a'].torch()", "missing-extra"),
-    ],
-)
-def test_without_torch_the_error_says_which_extra_is_missing(call: str, code: str, tmp_path: Path) -> None:
-    numpy.savez(tmp_path / "model.npz", a=numpy.zeros(3))
-    program = f"""
-import sys
-sys.modules["torch"] = None
-import ckptool
-try:
-    {call}
-except ckptool.CkptoolError as error:
-    print(error.code, error.fix)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ended.stdout == f"{code} pip install 'ckptool[torch]'\n"
-
-
 # What a layer above does ----------------------------------------------------------------------------------------------
 
 
@@ -187,3 +168,114 @@ def test_the_functions_of_a_noun_are_where_the_package_says(name: str) -> None:
 def test_a_type_without_a_renderer_is_named() -> None:
     with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
         provide("text", {})
+
+
+# Standard errors -----------------------------------------------------------------------------------------------------
+
+
+STANDARD: dict[str, type[Exception]] = {
+    **dict.fromkeys(("FileProblem", "DiskFull", "FileChanged"), OSError),
+    **dict.fromkeys(("FileMissing", "BrokenLink"), FileNotFoundError),
+    **dict.fromkeys(("NoCheckpointInside", "IsAFolder"), IsADirectoryError),
+    "NoPermission": PermissionError,
+    "NotAFolder": NotADirectoryError,
+    "OutputExists": FileExistsError,
+    "Truncated": EOFError,
+    "MissingExtra": ImportError,
+    "MissingKey": KeyError,
+    "UsageError": ValueError,
+    "LimitExceeded": MemoryError,
+}
+
+
+def test_every_error_survives_copies_and_other_processes() -> None:
+    assert len(CLASSES) > 25
+    for kind in CLASSES:
+        assert issubclass(kind, STANDARD.get(kind.__name__, Exception))
+        error: Any = kind("what 'it' is", "why", "fix")
+        if isinstance(error, FileProblem):
+            error.about(errno.ENOENT, "a.pt")
+        for other in (error, copy.copy(error), pickle.loads(pickle.dumps(error)), error.within("b.pt: what")):
+            assert type(other) is kind and "what 'it' is\nwhy\nfix" in str(other)
+            if isinstance(error, FileProblem):
+                assert (other.errno, other.filename) == (errno.ENOENT, "a.pt")
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(FileNotFoundError) as raised:
+        pool.apply(ckptool.inspect, ["/nowhere/a.pt"])
+    assert raised.value.errno == errno.ENOENT
+
+
+def test_functions_raise_what_open_raises(tmp_path: Path) -> None:
+    missing, there = tmp_path / "missing.pt", saved({"w": [1]}, tmp_path / "a.pt")
+    one = "open inspect show convert slim strip_module load".split()
+    for name in one:
+        with pytest.raises(FileNotFoundError) as raised:
+            getattr(ckptool, name)(
+                missing, *([tmp_path / "o.pt"] if name in ("convert", "slim", "strip_module") else [])
+            )
+        assert isinstance(raised.value, CkptoolError), name
+        assert (raised.value.errno, raised.value.filename) == (errno.ENOENT, str(missing)), name
+    with pytest.raises(FileNotFoundError):
+        ckptool.diff(there, missing)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        ckptool.load(tmp_path)
+    with pytest.raises(NotADirectoryError):
+        ckptool.inspect(there / "below.pt")
+    (tmp_path / "link.pt").symlink_to(missing)
+    with pytest.raises(FileNotFoundError):
+        ckptool.inspect(tmp_path / "link.pt")
+
+
+WITHOUT = """
+import sys
+sys.modules["torch"] = None
+import ckptool
+assert not {"numpy", "ckptool.bridge"} & sys.modules.keys()
+import inspect, numpy, pydoc
+pydoc.render_doc(ckptool)
+assert {name for name, _ in inspect.getmembers(ckptool)} >= {*ckptool.__all__}
+for name in ckptool.__all__:
+    assert hasattr(ckptool, name), name
+space = {}
+exec("from ckptool import *", space)
+assert {*ckptool.__all__} <= {*space}
+numpy.savez("a.npz", a=numpy.zeros(3))
+calls = {name: (lambda name=name: space[name](1, 2)) for name in ("Run", "load_into", "save_for_cpu")}
+calls |= {"spec": lambda: ckptool.spec("torch.nn:Linear"), "open": lambda: ckptool.open("a.npz")["a"].torch()}
+for name, call in calls.items():
+    for error in (ImportError, ckptool.CkptoolError):
+        try:
+            call()
+        except error as raised:
+            assert raised.code == "missing-extra" and "pip install 'ckptool[torch]'" in str(raised), str(raised)
+        else:
+            raise AssertionError(name)
+    assert name in pydoc.render_doc(space[name])
+assert isinstance(ckptool.Run, type)
+"""
+
+
+def test_without_torch_every_name_is_there_and_says_what_it_needs(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_of_ours_is_not_told_in_the_words_of_another(tmp_path: Path) -> None:
+    """Where a standard error is caught, and made one of ours, such an error itself stays what it is."""
+    file = saved({"w": torch.ones(2)}, tmp_path / "a.pt")
+    (tmp_path / "made.pt").touch()
+    with pytest.raises(FileExistsError, match="exists already") as raised:
+        ckptool.convert(file, tmp_path / "made.pt")
+    assert (raised.value.errno, type(raised.value).__name__) == (errno.EEXIST, "OutputExists")
+    for call in (
+        lambda: ckptool.cast(file, tmp_path / "o.pt", dtype="f99"),
+        lambda: ckptool.remap(file, tmp_path / "o.pt", to="moon"),
+        lambda: ckptool.rename(file, ["w"], tmp_path / "o.pt"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            call()
+        assert isinstance(refused.value, errors.UsageError) and refused.value.what, refused.value
+    exists = errors.OutputExists("a.pt exists already", "It was left as it is.")
+    from ckptool.checkpoint.paths import file_problem
+    from ckptool.output.durable import write_problem
+
+    assert file_problem(exists, "a.pt", "write") is exists is write_problem(exists, "a.pt")

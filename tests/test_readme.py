@@ -6,8 +6,6 @@ A line of output that ends in `…` may go on differently (times, versions); a l
 lines. The README works on what `ckptool demo` writes; its consoles are a terminal of 120 columns without torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

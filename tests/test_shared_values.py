@@ -4,8 +4,6 @@ that hold each other have more paths than atoms in the universe.
 Walks visit an object once; what is listed by path, as the names of a tensor are, has a bound, and says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -19,7 +17,7 @@ import torch
 
 from tests.support.all_hostile import everything
 from tests.support.budget import SMALL, command_meets_budget
-from tests.support.cli import Run
+from tests.support.cli import Run, command_lines
 from tests.support.memory import PROMISED, peak_of
 
 
@@ -61,7 +59,7 @@ warm-start FILE --against BASE|spec FILE -o OUT.json
 
 
 def commands(file: Path, out: Path) -> list[list[str]]:
-    lines = COMMANDS.replace("\n", "|").strip("|").split("|")
+    lines = command_lines(COMMANDS)
     places = {"FILE": str(file), "BASE": str(file.with_name("base.pt")), "OUT": str(out)}
     return [[_placed(word, places) for word in line.split(" ")] for line in lines]
 

@@ -1,7 +1,5 @@
 """The site of `make docs`: what is generated, that every link leads somewhere, and that a browser needs no network."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,20 +1,23 @@
 """Messages name options as the command line has them; what Python shows names the arguments that they are there."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ckptool
 from ckptool import errors
+from ckptool.analysis.fixes import Chain
+from ckptool.checkpoint.paths import parted
 from ckptool.cli import main
 from ckptool.cli.parser import typed_parameters
 from ckptool.commands import (
@@ -33,7 +36,9 @@ from ckptool.commands import (
     other_program,
     signature_of,
 )
-from ckptool.errors import CkptoolError, Text, TextLines, UsageError, printable
+from ckptool.errors import CkptoolError, Text, TextLines, UsageError, counted, form, printable
+from tests.lint import NO_PLURAL
+from tests.support.cli import command_lines
 from tests.support.errors import of_a_shell
 from tests.support.looped import looped
 
@@ -150,48 +155,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CALLS: dict[str, Callable[[], Any]] = {
-    "exists": lambda: ckptool.strip_module("one.pt", "there.pt"),
-    "the input": lambda: ckptool.strip_module("one.pt", "one.pt"),
-    "nowhere": lambda: ckptool.strip_module("one.pt"),
-    "both": lambda: ckptool.strip_module("one.pt", "x.pt", in_place=True),
-    "some keys": lambda: ckptool.strip_module("two.pt", "x.pt", at="sd"),
-    "no prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix="zzz."),
-    "empty prefix": lambda: ckptool.strip_module("one.pt", "x.pt", prefix=""),
-    "two roots": lambda: ckptool.convert("two.pt", "x.safetensors", at="epoch"),
-    "no rule": lambda: ckptool.rename("one.pt", [], "x.pt"),
-    "not a rule": lambda: ckptool.rename("one.pt", "a", "x.pt"),
-    "no match": lambda: ckptool.rename("one.pt", "a => b", "x.pt"),
-    "no device": lambda: ckptool.remap("one.pt", "x.pt"),
-    "bad device": lambda: ckptool.remap("one.pt", "x.pt", to="gpu"),
-    "nothing to edit": lambda: ckptool.edit("one.pt", "x.pt"),
-    "nothing to drop": lambda: ckptool.edit("one.pt", "x.pt", drop="zzz"),
-    "shards": lambda: ckptool.convert("one.pt", "x.pt", shard_size="5GB"),
-    "all and only": lambda: ckptool.convert("one.pt", "x.safetensors", all=True, only="a"),
-    "in place to another": lambda: ckptool.cast("one.pt", dtype="bf16", in_place=True, container="npz"),
-    "one to average": lambda: ckptool.average(["one.pt"], "x.pt"),
-    "decay": lambda: ckptool.average(["one.pt", "one.pt"], "x.pt", ema=3),
-    "slim in place": lambda: ckptool.slim("one.pt", in_place=True),
-    "unbundle": lambda: ckptool.unbundle("one.pt"),
-    "recover": lambda: ckptool.recover("one.pt", "there.pt"),
-    "digest": lambda: ckptool.verify("one.pt", write_digest="there.pt"),
-    "spec": lambda: ckptool.spec("one.pt", "there.pt"),
-    "report": lambda: ckptool.report("one.pt", out="there.pt"),
-    "load_into": lambda: ckptool.load_into(torch.nn.Linear(2, 2), "flat.pt"),
-    "remote": lambda: ckptool.convert("one.pt", "s3://a/b.safetensors"),
-    "stdout": lambda: ckptool.convert("one.pt", "-"),
-}
-
-
-@looped("name", CALLS)
-def test_an_error_in_python_advises_arguments(name: str, folder: Path) -> None:
-    with pytest.raises(CkptoolError) as caught:
-        CALLS[name]()
-    text = str(caught.value)
-    assert of_a_shell(text) == [], text
-    assert all(fits(call) for call in re.findall(r"ckptool\.\w+\((?:'[^']*'|[^'()])*\)", text)), text
-
-
 INPUTS = ["none.pt", "notes.txt", "empty.pt", "cut.pt", "odd.pt", "one.pt#zzz", "two.pt#sd", ".", "there.pt", 7]
 PUBLIC = [name for name in ckptool.__all__ if inspect.isfunction(getattr(ckptool, name))]
 
@@ -228,3 +191,103 @@ def test_the_same_error_on_the_command_line_advises_options(folder: Path, capsys
     assert "Overwrite it: -f, or" in capsys.readouterr().err
     with pytest.raises(CkptoolError, match="overwrite=True"):
         ckptool.strip_module("one.pt", "there.pt")
+
+
+# Commands that are printed -------------------------------------------------------------------------------------------
+
+
+def test_options_are_words() -> None:
+    line = command("edit", "-a.pt", drop=["a b", "c"], all=True, at="", partial=False, out=OUT)
+    assert str(line) == "ckptool edit ./-a.pt --drop 'a b' --drop c --all -o OUT"
+
+
+@pytest.mark.parametrize(
+    "name", ["two words.pt", "it's.pt", "-dash.pt", "a\nb.pt", "$HOME.pt", "a#b.pt", "ünï.pt", "*.pt", "~x"]
+)
+def test_a_name_is_quoted_once(name: str) -> None:
+    line = str(Chain(name).fill(command("convert", FILE / "state_dict/a b", out=OUT)))
+    said = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True).stdout
+    words = said.split("\0")[:-1]
+    prefix = "./" if name.startswith("-") else ""
+    stem, suffix = parted(name)
+    assert words == ["ckptool", "convert", f"{prefix}{name}#state_dict/a b", "-o", f"{prefix}{stem}.fixed{suffix}"]
+
+
+def test_the_output_of_one_command_is_the_input_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "x.fixed2.pth.tar").touch()
+    chain = Chain(str(tmp_path / "x.pth.tar"))
+    steps = [command("strip-module", FILE, out=OUT), command("inspect", FILE), command("convert", FILE, out=OUT_PT)]
+    lines = [str(chain.fill(step)).replace(f"{tmp_path}/", "") for step in steps]
+    assert lines == [
+        "ckptool strip-module x.pth.tar -o x.fixed.pth.tar",
+        "ckptool inspect x.fixed.pth.tar",
+        "ckptool convert x.fixed.pth.tar -o x.fixed.pt",
+    ]
+    assert str(chain.fill(steps[0])).endswith("x.fixed2.pt"), "what was written last has that suffix"
+
+
+@pytest.mark.parametrize(
+    ("path", "stem"),
+    [("m.pt", "m"), ("a/x.pth.tar", "a/x"), ("m.safetensors.index.json", "m"), ("noend", "noend"), ("a.b/c", "a.b/c")],
+)
+def test_double_suffixes_stay_together(path: str, stem: str) -> None:
+    assert parted(path) == (stem, path[len(stem) :])
+
+
+def test_what_is_written_for_a_folder_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    convert = command("convert", FILE, out=OUT_PT)
+    assert str(Chain(".").fill(convert)) == "ckptool convert . -o ../run.fixed.pt"
+    assert str(Chain("../run/").fill(convert)) == "ckptool convert ../run/ -o ../run.fixed.pt"
+
+
+def test_advice_knows_its_commands() -> None:
+    advice = Text("Save it: ", command("recover", "a b.pt", out=OUT), "; or copy it again.")
+    assert advice == "Save it: ckptool recover 'a b.pt' -o OUT; or copy it again."
+    assert [*map(str, advice.commands)] == ["ckptool recover 'a b.pt' -o OUT"]
+    unpack = other_program("gzip -dc", "a.gz", into="a b")
+    assert str(unpack) == "gzip -dc a.gz > 'a b'"
+
+
+# Counts of one are told as one ---------------------------------------------------------------------------------------
+
+
+ONE = re.compile(r"(?<![\d.,:×x-])\b1 (?!of\b)(?:more )?([a-z]+s)\b(?! of a)|\b1 [a-z]+ (are|were|have)\b")
+
+
+def test_counts_and_the_words_that_go_with_them() -> None:
+    assert [counted(n, "name is", "names are") for n in (0, 1, 2)] == ["0 names are", "1 name is", "2 names are"]
+    assert [counted(n, "storage") for n in (1, 1234)] == ["1 storage", "1,234 storages"]
+    assert [form(n, "is", "are") for n in (0, 1, 2)] == ["are", "is", "are"]
+
+
+LINES = command_lines("""
+inspect one.pt --all --stats|inspect one.pt|verify one.pt|verify one.pt --digest|doctor one.pt|report one.pt|scan .
+scan one.pt|diff one.pt other.pt|show one.pt|strip-module one.pt -o a.pt|rename one.pt 'module.a => b' -o b.pt
+remap cuda.pt --to cpu -o c.pt|cast one.pt --dtype bf16 -o d.pt|edit one.pt --drop epoch -o e.pt
+convert one.pt -o f.safetensors|convert one.pt --all -o g.safetensors|slim one.pt -o h.pt|recover cut.pt -o i.pt
+bundle a=one.pt -o j.pt|unbundle j.pt -d k|warm-start one.pt --against other.pt|spec one.pt -o l.json
+convert one.pt -o m --shard-size 5GB
+""")
+
+
+@pytest.fixture
+def ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files with one of everything."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"module.a": torch.tensor([1.00001])}, "epoch": 3}, "one.pt")
+    torch.save({"state_dict": {"a": torch.tensor([2.0])}, "epoch": 3}, "other.pt")
+    with mock.patch("torch.serialization.location_tag", lambda storage: "cuda:0"):
+        torch.save({"a": torch.ones(1)}, "cuda.pt")
+    Path("cut.pt").write_bytes(Path("one.pt").read_bytes()[:-300])
+    return tmp_path
+
+
+def test_reports_of_one_of_everything_have_no_plural_of_one(ones: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in LINES:
+        main(shlex.split(line))
+        out, err = capsys.readouterr()
+        for told in (out + err).splitlines():
+            found = ONE.search(told)
+            assert not found or found[1] in NO_PLURAL, f"{line}: {told}"

@@ -3,8 +3,6 @@
 Each is run in a shell, on files that torch saved; what came of it is judged by torch, or by what the user reads.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -152,120 +150,77 @@ def encoder(other: str = "encoder") -> dict[str, torch.Tensor]:
 
 # What the user says: what is typed; and two things that have to agree, or whether it is so. The text is what was said.
 JOBS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "rename a part of my model": (
-        "ckptool rename weights.pt 'encoder.* => backbone.*' -o out.pt",
-        lambda _: ({key: load("out.pt")[key] for key in encoder("backbone")}, encoder("backbone")),
-    ),
-    "what changed between two epochs?": (
-        "ckptool diff epoch3.pt epoch4.pt",
-        lambda said: all(said.index(one) < said.index("parts ") for one in ("epoch ", "/lr ", "}/step  (")),
-    ),
-    "my model has a new head": (
-        "ckptool warm-start weights.pt --against model.py:three --on-mismatch skip -o out.pt",
-        lambda _: ({**load("out.pt"), **encoder()}, load("out.pt")) if len(load("out.pt")["fc.bias"]) == 3 else False,
-    ),
-    "several models in one file": (
-        "ckptool bundle -o out.pt generator=weights.pt discriminator=tied.pt epoch:=3",
-        lambda _: (load("out.pt"), {"generator": weights(), "discriminator": load("tied.pt"), "epoch": 3}),
-    ),
-    "half the size": (
-        "ckptool cast weights.pt --dtype bf16 -o out.pt",
-        lambda _: (load("out.pt"), {key: value.bfloat16() for key, value in weights().items()}),
-    ),
+    "rename a part of my model": ("ckptool rename weights.pt 'encoder.* => backbone.*' -o out.pt",
+        lambda _: ({key: load("out.pt")[key] for key in encoder("backbone")}, encoder("backbone"))),
+    "what changed between two epochs?": ("ckptool diff epoch3.pt epoch4.pt",
+        lambda said: all(said.index(one) < said.index("parts ") for one in ("epoch ", "/lr ", "}/step  ("))),
+    "my model has a new head": ("ckptool warm-start weights.pt --against model.py:three --on-mismatch skip -o out.pt",
+        lambda _: ({**load("out.pt"), **encoder()}, load("out.pt")) if len(load("out.pt")["fc.bias"]) == 3 else False),
+    "several models in one file": ("ckptool bundle -o out.pt generator=weights.pt discriminator=tied.pt epoch:=3",
+        lambda _: (load("out.pt"), {"generator": weights(), "discriminator": load("tied.pt"), "epoch": 3})),
+    "half the size": ("ckptool cast weights.pt --dtype bf16 -o out.pt",
+        lambda _: (load("out.pt"), {key: value.bfloat16() for key, value in weights().items()})),
     "the last five averaged": ("ckptool average epoch*.pt -o out.pt", lambda _: (load("out.pt"), averaged())),
-    "without the optimizer": (
-        "ckptool slim epoch4.pt -o out.pt",
-        lambda _: ({**load("out.pt"), "optimizer": last("optimizer")}, load("epoch4.pt")),
-    ),
-    "why does it not load?": (
-        "ckptool doctor parallel.pt; ckptool doctor parallel.pt --fix -o out.pt",
-        lambda said: (load("out.pt"), weights()) if "Missing key(s)" in said else False,
-    ),
+    "without the optimizer": ("ckptool slim epoch4.pt -o out.pt",
+        lambda _: ({**load("out.pt"), "optimizer": last("optimizer")}, load("epoch4.pt"))),
+    "why does it not load?": ("ckptool doctor parallel.pt; ckptool doctor parallel.pt --fix -o out.pt",
+        lambda said: (load("out.pt"), weights()) if "Missing key(s)" in said else False),
     "merge my LoRA": ("ckptool lora merge weights.pt lora -o out.pt", lambda _: (load("out.pt"), merged())),
     "shards into one file, and back": (
         "ckptool convert weights.pt -o shards/ --shard-size 1KB && ckptool convert shards -o out.safetensors",
-        lambda _: (load("out.safetensors"), weights()) if len(os.listdir("shards")) > 2 else False,
-    ),
+        lambda _: (load("out.safetensors"), weights()) if len(os.listdir("shards")) > 2 else False),
     "tied weights to safetensors": ("ckptool convert tied.pt -o out.safetensors", lambda _: tied()),
-    "my own loop was killed": (
-        f"{PYTHON} loop.py die; {PYTHON} loop.py out.pt; mv run killed; {PYTHON} loop.py whole.pt",
-        lambda _: (load("out.pt"), load("whole.pt")),
-    ),
-    "it was saved on cuda:3, and I have no GPU": (
-        "ckptool remap gpu.pt --to cpu -o out.pt",
-        lambda _: (load("out.pt"), load("epoch4.pt")),
-    ),
+    "my own loop was killed": ("python loop.py die; python loop.py out.pt; mv run killed; python loop.py whole.pt",
+        lambda _: (load("out.pt"), load("whole.pt"))),
+    "it was saved on cuda:3, and I have no GPU": ("ckptool remap gpu.pt --to cpu -o out.pt",
+        lambda _: (load("out.pt"), load("epoch4.pt"))),
     "which of these 200 has the EMA?": ("ckptool scan many | grep EMA", lambda said: said.split()[0] == "137.pt"),
     "exit codes, for CI": (
         "for one in epoch4 cut; do ckptool verify -q $one.pt; echo $?; done; ckptool diff -q epoch[34].pt; echo $?",
-        lambda said: said.split() == ["0", "cut.pt", "1", "1"],
-    ),
-    "200 files at once": (
-        "ckptool convert many/*.pt -d out --to safetensors > log; ls out | wc -l",
-        lambda said: (load("out/7.safetensors"), weights()) if said.strip() == "200" else False,
-    ),
-    "in a notebook": (
-        f"{PYTHON} notebook.py",
-        lambda said: "missing.pt" in said and "line 2" in said and said.count("\n") <= 12,
-    ),
+        lambda said: said.split() == ["0", "cut.pt", "1", "1"]),
+    "200 files at once": ("ckptool convert many/*.pt -d out --to safetensors > log; ls out | wc -l",
+        lambda said: (load("out/7.safetensors"), weights()) if said.strip() == "200" else False),
+    "in a notebook": (f"{PYTHON} notebook.py",
+        lambda said: "missing.pt" in said and "line 2" in said and said.count("\n") <= 12),
     "a ViT at another size, with a new head": (
         "ckptool warm-start vit.pt --against big.pt --resize 'pos_embed=bicubic(cls=1)' --on-mismatch skip -o out.pt",
-        lambda _: [*load("out.pt")["pos_embed"].shape, len(load("out.pt")["head.weight"])] == [1, 50, 8, 3],
-    ),
-    "a whole module, and I do not have its class": (
-        "ckptool convert whole.pt -o out.safetensors",
-        lambda _: (load("out.safetensors")["wte.weight"], torch.load("whole.pt", weights_only=False).wte.weight.data),
-    ),
-    "a file of an old torch": (
-        "ckptool convert legacy.pt -o out.pt",
-        lambda _: (torch.load("out.pt", mmap=True), load("epoch4.pt")),
-    ),
+        lambda _: [*load("out.pt")["pos_embed"].shape, len(load("out.pt")["head.weight"])] == [1, 50, 8, 3]),
+    "a whole module, and I do not have its class": ("ckptool convert whole.pt -o out.safetensors",
+        lambda _: (load("out.safetensors")["wte.weight"], torch.load("whole.pt", weights_only=False).wte.weight.data)),
+    "a file of an old torch": ("ckptool convert legacy.pt -o out.pt",
+        lambda _: (torch.load("out.pt", mmap=True), load("epoch4.pt"))),
     "the EMA alone": ("ckptool convert epoch4.pt#ema -o out.pt", lambda _: (load("out.pt"), last("ema"))),
-    "the encoder alone": (
-        "ckptool convert epoch4.pt#model --only 'encoder.*' -o out.safetensors",
-        lambda _: (load("out.safetensors"), encoder()),
-    ),
-    "which learning rate was it?": (
-        "ckptool show epoch4.pt#optimizer/param_groups/0/lr",
-        lambda said: float(said) == last("optimizer")["param_groups"][0]["lr"],
-    ),
-    "set a value": (
-        "ckptool edit epoch4.pt --set epoch=0 -o out.pt",
-        lambda _: (load("out.pt"), {**load("epoch4.pt"), "epoch": 0}),
-    ),
-    "from one GPU to DataParallel": (
-        "ckptool add-module weights.pt -o out.pt",
-        lambda _: (load("out.pt"), load("parallel.pt")),
-    ),
+    "the encoder alone": ("ckptool convert epoch4.pt#model --only 'encoder.*' -o out.safetensors",
+        lambda _: (load("out.safetensors"), encoder())),
+    "which learning rate was it?": ("ckptool show epoch4.pt#optimizer/param_groups/0/lr",
+        lambda said: float(said) == last("optimizer")["param_groups"][0]["lr"]),
+    "set a value": ("ckptool edit epoch4.pt --set epoch=0 -o out.pt",
+        lambda _: (load("out.pt"), {**load("epoch4.pt"), "epoch": 0})),
+    "from one GPU to DataParallel": ("ckptool add-module weights.pt -o out.pt",
+        lambda _: (load("out.pt"), load("parallel.pt"))),
     "is the .pt the same as the .safetensors?": (
         "ckptool convert weights.pt -o out.safetensors && ckptool diff weights.pt out.safetensors",
-        lambda said: "same: 6 tensors, byte for byte" in said,
-    ),
+        lambda said: "same: 6 tensors, byte for byte" in said),
     "what git says has changed": (
         "git init -q; ckptool git-setup > log; cp epoch3.pt a.pt; git add a.pt; cp epoch4.pt a.pt; git diff | head -40",
-        lambda said: "-epoch  3" in said and "+epoch  4" in said and "Binary" not in said,
-    ),
-    "the download was cut off": (
-        "ckptool recover cut.pt -o out.pt",
-        lambda said: (load("out.pt")["model"], last("model")) if "lost" in said else False,
-    ),
-    "the newest good one": (
-        "mkdir run; cp epoch*.pt run; cp cut.pt run/epoch5.pt; ckptool scan --latest-good -q run",
-        lambda said: said == "run/epoch4.pt\n",
-    ),
+        lambda said: "-epoch  3" in said and "+epoch  4" in said and "Binary" not in said),
+    "the download was cut off": ("ckptool recover cut.pt -o out.pt",
+        lambda said: (load("out.pt")["model"], last("model")) if "lost" in said else False),
+    "the newest good one": ("mkdir run; cp epoch*.pt run; cp cut.pt run/epoch5.pt; ckptool scan --latest-good -q run",
+        lambda said: said == "run/epoch4.pt\n"),
     "in the place of torch.load": (
         'python -c \'import ckptool, torch; torch.save(ckptool.load("gpu.pt", map_location="cpu"), "out.pt")\'',
-        lambda _: (load("out.pt"), load("epoch4.pt")),
-    ),
-}
+        lambda _: (load("out.pt"), load("epoch4.pt"))),
+}  # fmt: skip
 
 
-STARTS = pytest.mark.long("it starts a Python that imports torch or IPython")
+STARTS = pytest.mark.long("it starts a Python that imports IPython")
 
 
 @pytest.mark.parametrize("job", [pytest.param(job, marks=[STARTS] * (PYTHON in JOBS[job][0])) for job in JOBS])
 def test_a_job(job: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    others = () if "many" in JOBS[job][0] else ("many",)
+    shutil.copytree(files, tmp_path, ignore=shutil.ignore_patterns(*others), dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     someone = {f"GIT_{who}_{what}": "someone" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     environment = {**os.environ, **someone, "PATH": path_with(*TORCH), "COLUMNS": "80"}

@@ -1,7 +1,5 @@
 """Our own YAML says the same to both parsers of PyYAML: the one in Python, and libyaml, which not every PyYAML has."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

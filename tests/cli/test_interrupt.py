@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.forks import Forks
 from tests.support.small_files import PLAIN, kinds_and_bytes, plain_words
 
 # Those that train end what they are at, save, and say so; the others are over before a file is opened.
@@ -25,22 +23,17 @@ Ended = tuple[int, str, int, dict[str, bytes | str]]  # exit code, what was show
 @pytest.fixture(scope="module")
 def ended(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ended]]:
     """Runs a command line in a terminal, on a fresh copy of the files, and interrupts it at the moment of a number."""
-    argv = [sys.executable, "-m", "tests.support.interrupted"]
     place = tmp_path_factory.mktemp("interrupted") / "made" / "work"
-    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        answers, questions = process.stdout, process.stdin
+    forks = Forks("-m", "tests.support.interrupted")
 
-        def run(words: list[str], at: int = 0) -> Ended:
-            shutil.rmtree(place.parent, ignore_errors=True)
-            place.parent.mkdir()
-            subprocess.run(["cp", "-a", str(small), str(place)], check=True)
-            questions.write(json.dumps([words, str(place), at]) + "\n")
-            questions.flush()
-            return (*json.loads(answers.readline()), kinds_and_bytes(place))
+    def run(words: list[str], at: int = 0) -> Ended:
+        shutil.rmtree(place.parent, ignore_errors=True)
+        place.parent.mkdir()
+        subprocess.run(["cp", "-a", str(small), str(place)], check=True)
+        return (*forks.ask([words, str(place), at]), kinds_and_bytes(place))
 
-        yield run
-        questions.close()
+    yield run
+    forks.close()
 
 
 def problems(words: list[str], ended: Callable[..., Ended], small: Path, most: int) -> Iterator[object]:

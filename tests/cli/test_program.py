@@ -206,9 +206,9 @@ DRAWN = re.compile(
 def test_what_reads_values_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("big.pt", "other.pt"):
-        make_sparse(name, 400 << 20)
+        make_sparse(name, 300 << 20)
     for line, words in READING.items():
-        code, shown = on_terminal(80, line.split()[0], *words.split(), program=[sys.executable, "-c", AT_ONCE])
+        code, shown = on_terminal(80, line.split()[0], *words.split(), program=[programs() / "python", "-c", AT_ONCE])
         *drawn, answer = shown.split("\r\x1b[K")
         assert code == 0 and drawn and answer and "█" not in answer, (line, code, shown)
         assert all(DRAWN.fullmatch(each) and len(each) < 80 for each in drawn if "%" in each), (line, drawn)

@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from ckptool.commands import VERBS as COMMANDS
-from tests.support.command_options import options_of
 from tests.support.processes import HANG
-from tests.support.small_files import HARNESS, kinds_and_bytes, plain_words
+from tests.support.small_files import HARNESS, kinds_and_bytes, options_of, plain_words
 from tests.support.surroundings import ALL, FULL, MODULE, SCRIPT, Surroundings
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash"), reason="the surroundings are made by bash")

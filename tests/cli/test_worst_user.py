@@ -23,8 +23,7 @@ import pytest
 
 from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
-from tests.support.command_options import Option, options_of
-from tests.support.small_files import HARNESS, PLAIN, kinds_and_bytes, plain_words
+from tests.support.small_files import HARNESS, PLAIN, Option, kinds_and_bytes, options_of, plain_words
 
 LONG = ("--steps", "--kills")  # of `prove`: they take their time when all is well
 SECONDS, SECONDS_OF_RUNS = 10, 40

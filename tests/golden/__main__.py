@@ -1,7 +1,5 @@
 """Runs the cases on some processes, and keeps what comes, or prints how it differs; exit 1 where something does."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -132,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.only and not options.against:
         parser.error("--only needs --against: the record is compared by all verbs of a case")
     shutil.rmtree(WORK, ignore_errors=True)
+    subprocess.run(["git", "init", "--quiet", WORK], check=True)  # what git-setup sets up, and not this repository
     folders = {False: record.HERE / "record", True: record.HERE / "record-corpus"}
     old = {corpus: record.read(folder) for corpus, folder in folders.items()}
     new: dict[bool, record.Record] = {False: {}, True: {}}

@@ -1,8 +1,6 @@
 """What the command lines run on: fixtures, traps, the lab, files of old versions, folders, those of engines, whole and
 broken, hostile files, odd usage, and the corpus if it is there."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,11 +1,11 @@
 """The command lines for one file: every verb, with its usual options and a good set of the others, each on what the
 ones before wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from tests.support.cli import command_lines
 
 Words = list[str]
 VERBS = """
@@ -53,10 +53,8 @@ def facts_of(file: str, inspection: dict[str, Any] | None, model: str) -> Facts:
 
 
 def lines(text: str) -> Iterator[Words]:
-    """Command lines without quotes: words between blanks."""
-    for line in text.strip().splitlines():
-        if line.strip():
-            yield line.split()
+    """Command lines without quotes: words between blanks; bars and ends of lines part them."""
+    return (line.split() for line in command_lines(text))
 
 
 def all_verbs(facts: Facts) -> Iterator[Words]:
@@ -85,11 +83,9 @@ def hostile(facts: Facts) -> Iterator[Words]:
         show {facts.file} --json
         verify {facts.file} --json
         doctor {facts.file} --json
-        scan {facts.file} --json
-        scan {facts.file}
+        scan {facts.file} --json | scan {facts.file}
         diff {facts.file} ref.pt --json
-        convert {facts.file} --all -o all.safetensors --json
-        convert {facts.file} -o c.pt --json
+        convert {facts.file} --all -o all.safetensors --json | convert {facts.file} -o c.pt --json
         remap {facts.file} --to cpu -o cpu.pt --json
         warm-start {facts.file} --against ref.pt --json
         recover {facts.file} -o saved.pt --json
@@ -100,22 +96,12 @@ def usage(facts: Facts) -> Iterator[Words]:
     """What is asked of a verb that it cannot do, or that makes no sense."""
     for verb in VERBS.split():
         yield from lines(f"""
-            {verb} --help
-            {verb} {facts.file} --jsom
-            {verb} {facts.file} -o
-            {verb} missing.pt --json
-            {verb} missing.pt -o out.pt
-            {verb} {facts.file}#nowhere -o out.pt --json
-            {verb} {facts.file} -o {facts.file} --json
-            {verb} {facts.file} -o missing/out.pt
-            {verb} {facts.file} -o out.pt --in-place
-            {verb} {facts.file} -d out -o out.pt
-            {verb} {facts.file} {facts.file} {facts.file} {facts.file}
-            {verb} net.py --json
-            {verb} net.py -o out.pt
-            {verb} .
-            {verb} . -o out.pt
-            {verb} {facts.file} --json --format markdown
+            {verb} --help | {verb} {facts.file} --jsom | {verb} {facts.file} -o | {verb} missing.pt --json
+            {verb} missing.pt -o out.pt | {verb} {facts.file}#nowhere -o out.pt --json
+            {verb} {facts.file} -o {facts.file} --json | {verb} {facts.file} -o missing/out.pt
+            {verb} {facts.file} -o out.pt --in-place | {verb} {facts.file} -d out -o out.pt
+            {verb} {facts.file} {facts.file} {facts.file} {facts.file} | {verb} net.py --json
+            {verb} net.py -o out.pt | {verb} . | {verb} . -o out.pt | {verb} {facts.file} --json --format markdown
             {verb} {facts.file} -n -q -f --all --at state_dict
         """)
         yield [verb]
@@ -125,11 +111,8 @@ def usage(facts: Facts) -> Iterator[Words]:
         --help
         inspct training.pt
         training.pt
-        explain no-match
-        explain no-such-code
-        schema
-        schema inspect
-        schema nonsense
+        explain no-match | explain no-such-code
+        schema | schema inspect | schema nonsense
     """)
 
 
@@ -138,20 +121,16 @@ def looks(facts: Facts) -> Iterator[Words]:
     yield from lines(f"""
         inspect {file} --json --stats
         show {file} --json
-        inspect {file}
-        inspect {file} --all --depth 2
+        inspect {file} | inspect {file} --all --depth 2
         show {file} --all
         verify {file}
         doctor {file}
         scan {file}
         diff {file} ref.pt
-        verify {file} --json --finite --digest
-        verify {file} --write-digest d.digests --json
+        verify {file} --json --finite --digest | verify {file} --write-digest d.digests --json
         verify {file} --against d.digests --json
-        doctor {file} --json
-        doctor {file} --against {facts.model} --json
-        scan {file} --json
-        scan {file} --full --json
+        doctor {file} --json | doctor {file} --against {facts.model} --json
+        scan {file} --json | scan {file} --full --json
         diff {file} ref.pt --json
         spec {file} -o all.spec.json --json
     """)
@@ -167,13 +146,10 @@ def looks(facts: Facts) -> Iterator[Words]:
 def few_changes(facts: Facts) -> Iterator[Words]:
     file = facts.file
     yield from lines(f"""
-        convert {file} -o c.safetensors --json
-        convert {file} --all -o all.safetensors --json
+        convert {file} -o c.safetensors --json | convert {file} --all -o all.safetensors --json
         convert {file} --ties copy -o copied.safetensors --json
-        convert {file} --all --ties copy -o allcopied.safetensors --json
-        convert {file} -o c.pt --json
-        convert {file} --weights-only -o plain.pt --json
-        convert {file} -o c.npz --json
+        convert {file} --all --ties copy -o allcopied.safetensors --json | convert {file} -o c.pt --json
+        convert {file} --weights-only -o plain.pt --json | convert {file} -o c.npz --json
         convert all.safetensors --all -o back.pt --json
         slim {file} -o dedup.pt --json
         strip-module {file} -o strip.pt --json
@@ -182,10 +158,8 @@ def few_changes(facts: Facts) -> Iterator[Words]:
         cast {file} --dtype bf16 -o bf16.pt --json
         bake {file} -o bake.pt --json
         average {file} {file} -o mean.pt --json
-        bundle a={file} b=ref.pt n:=3 -o bundle.pt --json
-        bundle a={file} b=ref.pt n:=3 -o bundle.safetensors --json
-        verify all.safetensors --json
-        verify c.pt --json --digest
+        bundle a={file} b=ref.pt n:=3 -o bundle.pt --json | bundle a={file} b=ref.pt n:=3 -o bundle.safetensors --json
+        verify all.safetensors --json | verify c.pt --json --digest
         inspect dedup.pt --json
         diff {file} back.pt --json
         unbundle bundle.pt -d parts --json
@@ -201,63 +175,43 @@ def changes(facts: Facts) -> Iterator[Words]:
     yield from lines(f"""
         strip-module {file} --partial -o strip2.pt --json
         strip-module {file} --prefix fc1. --partial -o strip3.pt --json
-        strip-module add.pt -o strip4.pt --verify --json
-        strip-module {file} -n -o strip5.pt --json
-        strip-module {file} -o strip6.safetensors --json
-        strip-module {file} -d stripped --json
+        strip-module add.pt -o strip4.pt --verify --json | strip-module {file} -n -o strip5.pt --json
+        strip-module {file} -o strip6.safetensors --json | strip-module {file} -d stripped --json
         add-module {file} --prefix net.inner. -o add2.pt --json
         rename {file} --rules rules.yaml -o renamed2.pt --json
-        remap {file} --map cuda:0=cuda:1 -o cuda1.pt --json
-        remap {file} --to cuda:3 -o cuda3.pt --json
+        remap {file} --map cuda:0=cuda:1 -o cuda1.pt --json | remap {file} --to cuda:3 -o cuda3.pt --json
         remap {file} --to meta -o meta.pt --json
         cast {file} --dtype f16 --only *weight -o f16.pt --json
         cast {file} --dtype float8_e4m3fn --exclude *bias -o f8.pt --json
         cast {file} --dtype f64 -o f64.pt --to torch-zip --json
-        edit {file} --set note:={{"a":[1,2.5,null]}} -o set.pt --json
-        edit {file} --drop epoch -o dropped.pt --json
-        slim {file} -o slim.pt --json
-        slim {file} --keep-optimizer -o kept.pt --json
+        edit {file} --set note:={{"a":[1,2.5,null]}} -o set.pt --json | edit {file} --drop epoch -o dropped.pt --json
+        slim {file} -o slim.pt --json | slim {file} --keep-optimizer -o kept.pt --json
         slim {file} --dedup -o dedup.safetensors --json
-        convert dedup.pt -o dedup2.safetensors --json
-        convert dedup.pt --all -o dedup3.safetensors --json
+        convert dedup.pt -o dedup2.safetensors --json | convert dedup.pt --all -o dedup3.safetensors --json
         convert {file} --all --ties record -o record.safetensors --json
-        convert {file} --ties copy -o copied.pt --json
-        convert {file} --ties copy -o copied.npz --json
-        convert {file} --all -o all.npz --json
-        convert {file} --all -o all.pt --json
-        convert {file} --shard-size 1KB -o shards --json
-        convert {file} --all --shard-size 1KB -o allshards --json
-        convert {file} --to sharded -o whole --json
-        convert {file} --to torch-legacy -o legacy.pt --json
+        convert {file} --ties copy -o copied.pt --json | convert {file} --ties copy -o copied.npz --json
+        convert {file} --all -o all.npz --json | convert {file} --all -o all.pt --json
+        convert {file} --shard-size 1KB -o shards --json | convert {file} --all --shard-size 1KB -o allshards --json
+        convert {file} --to sharded -o whole --json | convert {file} --to torch-legacy -o legacy.pt --json
         convert {file} --only *weight -o only.safetensors --json
         convert {file} --exclude *weight -o exclude.safetensors --json
-        convert {file} -d converted --to safetensors --json
-        convert {file} -d converted --to npz --json
+        convert {file} -d converted --to safetensors --json | convert {file} -d converted --to npz --json
         convert {file} ref.pt -d several --to safetensors --skip-refused --json
-        convert {file} -o c.safetensors --json
-        convert {file} -f -o c.safetensors --verify --json
-        convert {file} -f --part -o part.safetensors --json
-        convert {file} --keep-unknown --all -o unknown.pt --json
-        convert shards -o unsharded.pt --json
-        convert allshards --all -o allback.pt --json
-        convert all.npz -o npzback.pt --json
-        convert bf16.pt -o bf16.npz --json
-        bake {file} --form old -o old.pt --json
-        bake {file} --form new -o new.pt --json
-        inspect shards --json
-        inspect allshards --json
-        verify shards --json
-        verify c.npz --json --digest
+        convert {file} -o c.safetensors --json | convert {file} -f -o c.safetensors --verify --json
+        convert {file} -f --part -o part.safetensors --json | convert {file} --keep-unknown --all -o unknown.pt --json
+        convert shards -o unsharded.pt --json | convert allshards --all -o allback.pt --json
+        convert all.npz -o npzback.pt --json | convert bf16.pt -o bf16.npz --json
+        bake {file} --form old -o old.pt --json | bake {file} --form new -o new.pt --json
+        inspect shards --json | inspect allshards --json
+        verify shards --json | verify c.npz --json --digest
         inspect plain.pt --json --stats
-        diff {file} c.pt --json
-        diff {file} c.safetensors --atol 1e-3 --rtol 1e-3 --json
+        diff {file} c.pt --json | diff {file} c.safetensors --atol 1e-3 --rtol 1e-3 --json
         diff {file} bf16.pt --json
         scan . --latest-good --json
         :copy {file} inplace-a.pt
         strip-module inplace-a.pt --in-place --json
         :copy {file} inplace-b.pt
-        edit inplace-b.pt --set x:=3 --in-place --json
-        edit inplace-b.pt --set x:=4 --in-place --verify --json
+        edit inplace-b.pt --set x:=3 --in-place --json | edit inplace-b.pt --set x:=4 --in-place --verify --json
         :copy {file} inplace-c.pt
         cast inplace-c.pt --dtype f16 --in-place --json
         :copy {file} inplace-d.pt
@@ -283,25 +237,16 @@ def combined(facts: Facts) -> Iterator[Words]:
     file = facts.file
     yield from lines(f"""
         average {file} {file} --weights 0.25,0.75 -o mean2.pt --json
-        average {file} {file} {file} --ema 0.9 -o ema.pt --json
-        average {file} bf16.pt -o mixed.safetensors --json
+        average {file} {file} {file} --ema 0.9 -o ema.pt --json | average {file} bf16.pt -o mixed.safetensors --json
         average {facts.at} {facts.at} -o meanat.pt --json
-        bundle a={facts.at} b={facts.at} -o tied.pt --json
-        bundle a={file} b={file} -o deduped.pt --json
-        bundle a={facts.at} n:=[1,2] -o one.npz --json
-        bundle bundle.pt --add c=ref.pt -o added.pt --json
-        bundle bundle.pt --drop b --rename a=first -o less.pt --json
-        bundle bundle.pt --add m:=4 --in-place --json
+        bundle a={facts.at} b={facts.at} -o tied.pt --json | bundle a={file} b={file} -o deduped.pt --json
+        bundle a={facts.at} n:=[1,2] -o one.npz --json | bundle bundle.pt --add c=ref.pt -o added.pt --json
+        bundle bundle.pt --drop b --rename a=first -o less.pt --json | bundle bundle.pt --add m:=4 --in-place --json
         bundle bundle.safetensors --drop n -o less.safetensors --json
-        unbundle {file} -d members --json
-        unbundle {file} -d tensors --to safetensors --json
-        unbundle bundle.safetensors --only b -d onlyb --json
-        unbundle bundle.pt -n -d none --json
-        bundle --from members -o members.pt --json
-        bundle --from tensors -o tensors.pt --json
-        inspect deduped.pt --json
-        inspect members --json
-        inspect added.pt --json
+        unbundle {file} -d members --json | unbundle {file} -d tensors --to safetensors --json
+        unbundle bundle.safetensors --only b -d onlyb --json | unbundle bundle.pt -n -d none --json
+        bundle --from members -o members.pt --json | bundle --from tensors -o tensors.pt --json
+        inspect deduped.pt --json | inspect members --json | inspect added.pt --json
     """)
 
 
@@ -313,8 +258,7 @@ def damaged(facts: Facts) -> Iterator[Words]:
         yield from lines(f"""
             inspect {name} --json
             doctor {name} --json
-            recover {name} -o saved-{name} --json
-            recover {name} --fill-from ref.pt -o filled-{name} --json
+            recover {name} -o saved-{name} --json | recover {name} --fill-from ref.pt -o filled-{name} --json
             convert {name} -o from-{name} --json
         """)
     for share in ("0.1", "0.5", "0.8", "0.995"):
@@ -328,10 +272,8 @@ def damaged(facts: Facts) -> Iterator[Words]:
             convert {name} --all -o all-{name} --json
         """)
     yield from lines(f"""
-        recover {file} -o saved.pt --json
-        recover {file} -n -o saved.pt --json
-        inspect saved.pt --json
-        inspect filled-cut85.pt --json
+        recover {file} -o saved.pt --json | recover {file} -n -o saved.pt --json
+        inspect saved.pt --json | inspect filled-cut85.pt --json
         convert filled-cut85.pt --all -o filled.safetensors --json
     """)
 
@@ -339,8 +281,7 @@ def damaged(facts: Facts) -> Iterator[Words]:
 def used(facts: Facts) -> Iterator[Words]:
     file = facts.file
     yield from lines(f"""
-        warm-start {file} --against {facts.model} --json
-        warm-start {file} --against add.pt -o warm.pt --json
+        warm-start {file} --against {facts.model} --json | warm-start {file} --against add.pt -o warm.pt --json
         warm-start {file} --against ref.pt --on-mismatch skip -o warmref.pt --json
         warm-start add.pt --against all.spec.json --strict -o warmspec.safetensors --json
         warm-start {file} --against ref.pt --on-mismatch pad --suggest suggested.yaml --json
@@ -351,15 +292,11 @@ def used(facts: Facts) -> Iterator[Words]:
 def training(_: Facts) -> Iterator[Words]:
     """A run of the harness: its checkpoints are files like others."""
     yield from lines("""
-        train --schema
-        train run.yaml -q
-        train run.yaml -n --json
+        train --schema | train run.yaml -q | train run.yaml -n --json
         inspect run --json
         scan run --json
         train run.yaml --set train.steps=3 --set run=short -q
-        resume short --set train.steps=6 -q
-        resume run -q
-        prune run --set save.keep_last=1 -n --json
-        prune run --set save.keep_last=1 --json
+        resume short --set train.steps=6 -q | resume run -q
+        prune run --set save.keep_last=1 -n --json | prune run --set save.keep_last=1 --json
         scan run/checkpoints --json
     """)

@@ -1,7 +1,5 @@
 """What differs between two answers: exit codes, error codes, JSON, files. Words of messages are a kind of their own."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

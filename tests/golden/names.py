@@ -1,7 +1,5 @@
 """Cases for the verbs that match names: adapters, ranks joined by rules, and rules that rename or change tensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -290,31 +288,14 @@ def rule_lines(_: Facts) -> Iterator[Words]:
         for number, rule in enumerate(CHANGES):
             words = ["translate", f"{file}.pt", rule, "--set", "h=2", "--rest", "keep"]
             yield [*words, "-o", f"c{number}-{file}.pt", "--json"]
-            yield [
-                *words[:2],
-                rule.replace("a.", "module.a."),
-                *words[3:],
-                "--at",
-                "model",
-                "-o",
-                f"d{number}-{file}.pt",
-                "--json",
-            ]
+            other = f"--at model -o d{number}-{file}.pt --json".split()
+            yield [*words[:2], rule.replace("a.", "module.a."), *words[3:], *other]
             yield ["translate", f"c{number}-{file}.pt", *words[2:], "--reverse", "-o", f"e{number}-{file}.pt", "--json"]
         for number in range(5):
             yield ["rename", f"{file}.pt", "--rules", f"rename{number}.yaml", "-o", f"f{number}-{file}.pt", "--json"]
             yield ["warm-start", f"{file}.pt", "--against", "named.pt", "--rules", f"rename{number}.yaml", "--json"]
         for number in range(7):
-            yield [
-                "translate",
-                f"{file}.pt",
-                "--rules",
-                f"change{number}.yaml",
-                "--rest",
-                "keep",
-                "-o",
-                f"g{number}-{file}.pt",
-            ]
+            yield f"translate {file}.pt --rules change{number}.yaml --rest keep -o g{number}-{file}.pt".split()
             yield ["translate", f"{file}.pt", "--rules", f"change{number}.yaml", "-o", f"h{number}-{file}.pt", "--json"]
         yield from lines(f"""
             strip-module {file}.pt -o s-{file}.pt --json
@@ -353,20 +334,11 @@ def layout_lines(_: Facts) -> Iterator[Words]:
         there, back = ([word for each in case.get(key, ()) for word in ("--set", each)] for key in ("set", "back"))
         yield ["translate", name, "--rules", case["layout"], *there, "-o", f"{name}.safetensors", "--json"]
         yield ["translate", name, "--rules", case["layout"], *there, "-n"]
-        yield [
-            "translate",
-            f"{name}.safetensors",
-            "--rules",
-            case["layout"],
-            *back,
-            "--reverse",
-            "-o",
-            f"{name}-b.safetensors",
-            "--json",
-        ]
-        yield ["translate", f"{name}.safetensors", "--rules", case["layout"], "-o", f"{name}-c.safetensors", "--json"]
-        for other in sorted(LAYOUT_CASES.iterdir()):
-            yield ["translate", name, "--rules", other.name, "-o", f"{name}-{other.name}.safetensors"]
+        other = ["translate", f"{name}.safetensors", "--rules", case["layout"]]
+        yield [*other, *back, "--reverse", "-o", f"{name}-b.safetensors", "--json"]
+        yield [*other, "-o", f"{name}-c.safetensors", "--json"]
+        for each in sorted(LAYOUT_CASES.iterdir()):
+            yield ["translate", name, "--rules", each.name, "-o", f"{name}-{each.name}.safetensors"]
         yield ["translate", "--list", "--rules", case["layout"], "--json"]
         yield ["doctor", f"{name}.safetensors", "--against", name, "--json"]
     yield ["translate", "--list"]

@@ -1,7 +1,5 @@
 """A line for each case and verb, with a word for each command: what is kept, and how it differs from what is found."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping

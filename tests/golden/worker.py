@@ -5,8 +5,6 @@ and what it wrote. `:copy A B`, `:cut A B SHARE` and `:flip A B SHARE` are comma
 files for the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

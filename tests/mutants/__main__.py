@@ -1,7 +1,5 @@
 """Tries the edits in clones, and compares with the list."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

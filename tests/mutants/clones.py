@@ -1,7 +1,5 @@
 """Clones of the checkout with an environment of their own, where the package can be edited."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Edits of operators, constants and branches, drawn with a seed."""
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator
@@ -12,24 +10,14 @@ SEED = 12
 COUNT = 300
 FEWEST = 6  # of a room
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Continue: ast.Break,
+    getattr(ast, old): getattr(ast, new)
+    for old, new in (
+        pair.split(":")
+        for pair in (
+            "Lt:LtE LtE:Lt Gt:GtE GtE:Gt Eq:NotEq NotEq:Eq Is:IsNot IsNot:Is In:NotIn NotIn:In And:Or Or:And Add:Sub "
+            "Sub:Add Mult:Add FloorDiv:Mult Mod:FloorDiv Continue:Break"
+        ).split()
+    )
 }
 
 

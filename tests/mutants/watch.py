@@ -1,8 +1,6 @@
 """A plugin of pytest for the run that finds which tests run which function: numbers the tests, and keeps how each
 went."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

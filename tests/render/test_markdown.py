@@ -14,8 +14,8 @@ from ckptool.commands import VERBS as COMMANDS
 from ckptool.commands import function_of
 from ckptool.render.html import markdown
 from tests.support.cli import Run
-from tests.support.command_options import options_of
 from tests.support.looped import looped
+from tests.support.small_files import options_of
 
 BREAKING = [
     "```\n# heading\n<script>alert(1)</script>",

@@ -1,7 +1,5 @@
 """Adapters of PEFT, and bases for them, made by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

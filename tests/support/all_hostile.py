@@ -3,8 +3,6 @@
 The modules of such inputs have them in a dictionary `INPUTS`: name -> bytes, or a function that gives them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tests.support import hostile_pickles, hostile_streams, hostile_tensors

@@ -1,7 +1,5 @@
 """A real Chromium, driven by selenium: what a person sees of a page, what it requests, what it complains of."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

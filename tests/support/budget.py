@@ -5,22 +5,22 @@ A server without torch forks one child for each input, so that a measurement tak
 process.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tests.guard import slowness
+from tests.support.forks import Forks, serve_forked
 
 SMALL = 1 << 20  # bytes of input that the budget is promised for
 SECONDS, MEGABYTES = 1.0, 300.0
@@ -78,63 +78,29 @@ def command_meets_budget(*words: str | Path, characters: int = 2_000_000) -> Out
 
 # The server ----------------------------------------------------------------------------------------------------------
 
-_server: subprocess.Popen[str] | None = None
+
+@cache
+def _server() -> Forks:
+    server = Forks("-m", "tests.support.budget")
+    atexit.register(server.close)
+    return server
 
 
 def _ask(task: Path | list[str]) -> Outcome:
-    global _server
-    if _server is None:
-        _server = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.budget"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        atexit.register(_stop, _server)
-    assert _server.stdin is not None and _server.stdout is not None
-    _server.stdin.write(json.dumps(task if isinstance(task, list) else os.fspath(task)) + "\n")
-    _server.stdin.flush()
-    return Outcome(**json.loads(_server.stdout.readline()))
+    return Outcome(**_server().ask(task if isinstance(task, list) else os.fspath(task)))
 
 
-def _stop(server: subprocess.Popen[str]) -> None:
-    server.communicate()
+def _measured(task: str | list[str]) -> dict[str, Any]:
+    """Looks at a file, or runs a command line."""
+    _bounded()
+    before, started = _memory(), time.process_time()
+    code, text = _look(task) if isinstance(task, str) else _run(task)
+    return asdict(Outcome(code, text[: 10 << 20], time.process_time() - started, _memory() - before))
 
 
-def _serve() -> None:
-    import ckptool.cli  # imported once, before the forks
-    from ckptool.formats import FORMATS
-    from ckptool.render import json as as_json
-    from ckptool.render import lines
-    from ckptool.verbs import inspect
-
-    assert ckptool.cli and FORMATS and as_json and lines and inspect and "torch" not in sys.modules
-    _look(__file__)
-    for line in sys.stdin:
-        print(json.dumps(asdict(_measured(json.loads(line)))), flush=True)
-
-
-def _measured(task: str | list[str]) -> Outcome:
-    """Looks at a file, or runs a command line, in a child."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        _bounded()
-        before, started = _memory(), time.process_time()
-        code, text = _look(task) if isinstance(task, str) else _run(task)
-        answer = Outcome(code, text[: 10 << 20], time.process_time() - started, _memory() - before)
-        with open(writing, "w", encoding="utf-8", errors="backslashreplace") as pipe:
-            pipe.write(json.dumps(asdict(answer)))
-        os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        said = pipe.read()
-    _, status, used = os.wait4(child, 0)
-    if said:
-        return Outcome(**json.loads(said))
-    return Outcome(f"crash: stopped, status {status}", "", used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+def _stopped(status: int, used: Any) -> dict[str, Any]:
+    seconds = used.ru_utime + used.ru_stime
+    return asdict(Outcome(f"crash: stopped, status {status}", "", seconds, used.ru_maxrss / 1024))
 
 
 def _bounded() -> None:
@@ -176,4 +142,12 @@ def _look(path: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    _serve()
+    import ckptool.cli  # imported once, before the forks
+    from ckptool.formats import FORMATS
+    from ckptool.render import json as as_json
+    from ckptool.render import lines
+    from ckptool.verbs import inspect
+
+    assert ckptool.cli and FORMATS and as_json and lines and inspect and "torch" not in sys.modules
+    _look(__file__)
+    serve_forked(_measured, _stopped)

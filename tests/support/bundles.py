@@ -1,7 +1,5 @@
 """Members of bundles; and files of 0.1.0, in which equal storages lie once and are no ties."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The program run in this process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +14,11 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
+
+
+def command_lines(text: str) -> list[str]:
+    """The command lines of a text: bars and ends of lines part them."""
+    return [line.strip() for line in re.split(r"[|\n]", text) if line.strip()]
 
 
 def done(ran: Ran) -> str:

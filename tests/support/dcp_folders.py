@@ -1,7 +1,5 @@
 """Folders of torch.distributed.checkpoint that tests save, and change as its own classes would write them."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Folders as DeepSpeed lays them out, of any world and of wrong ones; without DeepSpeed, whose source they follow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of every container, each larger than what is read of both ends, to be served."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fixtures.torch_tar import tar_bytes, tar_members
+from tests.support.cli import command_lines
 from tests.support.dcp_folders import save_dcp
 from tests.support.deepspeed_folders import write_zero
 from tests.support.sharded_folders import hub
@@ -21,29 +20,13 @@ FILES = ("model.pt", "legacy.pt", "old.tar", "script.pt", "m.safetensors", "a.np
 FOLDERS = ("hub", "hub/model.safetensors.index.json", "dcp", "zero")
 
 # Every command that takes a file, where it takes one.
-READS = (
-    "inspect {0}",
-    "show {0}",
-    "diff {0} dp.pt",
-    "verify {0}",
-    "verify dp.pt --against {0}",
-    "doctor {0}",
-    "doctor dp.pt --against {0}",
-    "scan {0}",
-    "scan --latest-good -q {0}",
-    "strip-module {0} -o out.pt",
-    "rename {0} 'a => b' -o out.pt",
-    "rename dp.pt --rules {0} -o out.pt",
-    "edit dp.pt --tensor module.fc1.bias={0} -o out.pt",
-    "convert {0} -o out.safetensors",
-    "recover {0} -o out.pt",
-    "average {0} dp.pt -o out.pt",
-    "bundle a={0} b=dp.pt -o out.pt",
-    "unbundle {0} -d out",
-    "warm-start {0} --against dp.pt",
-    "warm-start dp.pt --against {0}",
-    "spec {0}",
-)
+READS = command_lines("""
+inspect {0}|show {0}|diff {0} dp.pt|verify {0}|verify dp.pt --against {0}|doctor {0}|doctor dp.pt --against {0}
+scan {0}|scan --latest-good -q {0}|strip-module {0} -o out.pt|rename {0} 'a => b' -o out.pt
+rename dp.pt --rules {0} -o out.pt|edit dp.pt --tensor module.fc1.bias={0} -o out.pt|convert {0} -o out.safetensors
+recover {0} -o out.pt|average {0} dp.pt -o out.pt|bundle a={0} b=dp.pt -o out.pt|unbundle {0} -d out
+warm-start {0} --against dp.pt|warm-start dp.pt --against {0}|spec {0}
+""")
 
 
 def layered(tensors: int = TENSORS, size: int = 128) -> dict[str, torch.Tensor]:

@@ -1,8 +1,6 @@
 """What has to hold for a folder that an engine wrote: every verb takes it for one checkpoint, with the values that the
 engine itself gives."""
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Errors as a user sees them: refused for what is wrong, in three parts, with nothing touched."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The keys that the text of a group stands for."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

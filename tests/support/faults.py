@@ -6,8 +6,6 @@ as events, and at the chosen event the child is killed, gets an error or a signa
 Everything else is real.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Checkpoints written for tests, by torch and by ckptool, and opened again."""
 
-from __future__ import annotations
-
 import io
 import os
 import warnings

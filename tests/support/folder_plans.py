@@ -1,7 +1,5 @@
 """What the tests of folders share: plans of small files, and what is in a folder."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

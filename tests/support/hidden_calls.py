@@ -5,8 +5,6 @@ A case is three choices. What is hidden would leave a trace if it ran: functions
 an audit hook sees.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -35,16 +33,12 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
     "INST without arguments": (f"(i{DECOY}\nrun\n".encode(), DECOY),
     "OBJ": (b"(" + RUN + text("trace") + b"o", DECOY),
     "OBJ without arguments": (b"(" + RUN + b"o", DECOY),
-    "map": (
-        name("builtins", "map") + b"(" + name("posix", "system") + b"](" + text("trace") + b"et\x81",
-        "posix.system",
-    ),
+    "map": (name("builtins", "map") + b"(" + name("posix", "system") + b"](" + text("trace") + b"et\x81",
+        "posix.system"),
     "a dotted name": (_stacked("collections", "OrderedDict.fromkeys") + b"]\x85R", "OrderedDict.fromkeys"),
     "a dotted name of a known module": (_stacked("omegaconf.nodes", "Path.write_text") + b")R", "Path.write_text"),
-    "a name that a known module imports": (
-        name("omegaconf.nodes", "Path") + text("trace") + b"\x85R",
-        "omegaconf.nodes",
-    ),
+    "a name that a known module imports": (name("omegaconf.nodes", "Path") + text("trace") + b"\x85R",
+        "omegaconf.nodes"),
     "a class that touches files": (name("numpy", "memmap") + text("trace") + text("w+") + b"\x86\x81", "numpy.memmap"),
     "an unlisted class of torch": (name("torch.package", "PackageImporter") + b")\x81", "torch.package"),
     "an unlisted class of Python's": (name("zipfile", "ZipFile") + b")\x81", "zipfile"),
@@ -55,7 +49,7 @@ UNKNOWN: dict[str, tuple[bytes, str]] = {
     "a nested pickle": (name("pickle", "loads") + b"C\x03K\x01.\x85R", "pickle.loads"),
     "a partial": (name("functools", "partial") + RUN + b"\x85R", DECOY),
     "a state with a class": (name("models", "Net") + b")\x81N}" + text("__class__") + RUN + b"s\x86b", DECOY),
-}
+}  # fmt: skip
 
 # How it is hidden in the use of a known name. {0}: the name, {1}: what is hidden.
 _WAYS: dict[str, tuple[bytes, ...]] = {
@@ -93,27 +87,17 @@ _ALONE: dict[str, tuple[bytes, ...]] = {
     "key in a tuple": (b"}", b"{1}", b"\x85K\x01s"),
     "hooks of a tensor": (
         name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + integer(0) + b"K\x04\x85K\x01\x85\x89}K\x00",
-        b"{1}",
-        b"stR",
-    ),
+        b"{1}", b"stR"),
     "attribute of a parameter": (
         name("torch._utils", "_rebuild_parameter_with_state") + b"(" + tensor((4,), (1,)) + b"\x88",
-        name("collections", "OrderedDict") + b")R}" + text("k"),
-        b"{1}",
-        b"stR",
-    ),
+        name("collections", "OrderedDict") + b")R}" + text("k"), b"{1}", b"stR"),
     "class of a tensor": (
-        name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_tensor_v2"),
-        b"{1}",
-        b"(" + storage() + integer(0) + b"K\x04\x85K\x01\x85\x89" + name("collections", "OrderedDict") + b")Rt}tR",
-    ),
-    "function of a tensor": (
-        name("torch._tensor", "_rebuild_from_type_v2") + b"(",
-        b"{1}",
-        name("torch", "Tensor") + b")}tR",
-    ),
+        name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_tensor_v2"), b"{1}",
+        b"(" + storage() + integer(0) + b"K\x04\x85K\x01\x85\x89" + name("collections", "OrderedDict") + b")Rt}tR"),
+    "function of a tensor": (name("torch._tensor", "_rebuild_from_type_v2") + b"(", b"{1}",
+        name("torch", "Tensor") + b")}tR"),
     "attribute of an OrderedDict": (name("collections", "OrderedDict") + b")R}" + text("_metadata"), b"{1}", b"sb"),
-}
+}  # fmt: skip
 
 
 class HiddenCall(NamedTuple):

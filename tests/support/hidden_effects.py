@@ -4,21 +4,22 @@ word on them, in a process of its own.
 A case is an object for `torch.save`, or a whole file; what runs leaves a file behind, crashes, or goes on for ever.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fractions
 import io
+import logging
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,10 +173,10 @@ def constructor(rng: random.Random) -> HiddenEffect:
             (torch.Generator, (), True),
             (_reconstruct, (np.ndarray, (many, 100), b"b"), False),
             (scalar, (np.dtype(f"V{many}"),), False),
-            (__import__("re")._compile, ("[a-z]+", 34), True),
-            (__import__("re")._compile, ("[\0-\U0010ffff]" * 20_000, 34), False),
-            (__import__("logging").getLogger, ("a.b",), True),
-            (__import__("logging").getLogger, ("a." * 60_000,), False),
+            (re._compile, ("[a-z]+", 34), True),
+            (re._compile, ("[\0-\U0010ffff]" * 20_000, 34), False),
+            (logging.getLogger, ("a.b",), True),
+            (logging.getLogger, ("a." * 60_000,), False),
         ]
     )
     return HiddenEffect(f"{kind.__name__} {str(args)[:40]}", torch_saved(Call(kind, args)), fine)
@@ -213,20 +214,18 @@ class _Net(nn.Module):
         return self.inner(self.first(x))  # type: ignore[no-any-return]
 
 
+@cache
 def _script() -> bytes:
     stream = io.BytesIO()
     torch.jit.save(torch.jit.script(_Net()), stream)
     return stream.getvalue()
 
 
-_SCRIPT: list[bytes] = []
 TRACE = "TRACE-"  # replaced by the path of the file that is left behind, of the same length
 
 
 def script_program(rng: random.Random) -> HiddenEffect:
     """A TorchScript archive in which a class has a `__setstate__` that writes a file; or only methods that would."""
-    if not _SCRIPT:
-        _SCRIPT.append(_script())
     runs = rng.random() < 0.8
     kind = rng.choice(("Any", "Dict[str, Tensor]", "Tuple[int, Tensor]", "int"))
     where = rng.choice(("linear", "container", "activation", "hidden_effects"))
@@ -236,7 +235,7 @@ def script_program(rng: random.Random) -> HiddenEffect:
     body = f"{own}    ops.aten.save(torch.zeros([1]), {TRACE!r})\n    return None\n".replace("'", '"')
     done = False
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(_SCRIPT[0])) as archive, zipfile.ZipFile(out, "w", deflated) as made:
+    with zipfile.ZipFile(io.BytesIO(_script())) as archive, zipfile.ZipFile(out, "w", deflated) as made:
         for record in archive.namelist():
             data = archive.read(record)
             if re.search(rf"/code/.*\b{where}(/___torch_mangle_\d+)?\.py$", record) and not done:
@@ -292,7 +291,7 @@ def fate(content: bytes, folder: Path) -> str:
     _, status = os.waitpid(child, 0)
     if any(trace.parent.glob("TRACE*")) or trace.exists():
         for left in trace.parent.glob("TRACE*"):
-            left.unlink() if left.is_file() else __import__("shutil").rmtree(left)
+            left.unlink() if left.is_file() else shutil.rmtree(left)
         return "ran"
     if os.WIFSIGNALED(status):
         return "took for ever" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL) else "crashed"

@@ -1,7 +1,5 @@
 """Folders of engines, broken in one way each, and what no verb may do with any of them."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Pieces of which hostile inputs are made by code; nothing in them would do anything but leave a trace if it ran."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pickles that nobody should send: they would call something, contradict themselves, or exhaust their reader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported

@@ -1,7 +1,5 @@
 """Legacy streams and tar archives that cost their reader more than they are."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 

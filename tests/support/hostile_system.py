@@ -1,7 +1,6 @@
 """What the tests of hostile systems share: a checkpoint, the program, commands that write."""
 
-from __future__ import annotations
-
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 
 PROGRAM = [sys.executable, "-c", "from ckptool.cli import main; main()"]
+
+
+def ran(words: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
 
 def wrapped_state(rows: int = 300) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Tensors and storages that contradict themselves, or ask for more than there is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Unsupported

@@ -4,8 +4,6 @@
 without xet (`HF_HUB_DISABLE_XET=1`): large files go by LFS.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -5,9 +5,6 @@ moments there were. Moments are those at which the program asks the system about
 This is a process of its own, which imports once what all of them need, and has no threads when it forks.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import pty
 import signal
@@ -15,12 +12,14 @@ import sys
 from typing import Any
 
 from ckptool import cli
+from tests.support.forks import serve_forked
 from tests.support.processes import shown_in
 
 EVENTS = {"open", *(f"os.{call}" for call in "rename remove mkdir rmdir scandir listdir truncate link".split())}
 
 
-def ended(words: list[str], folder: str, at: int) -> tuple[int, str, int]:
+def ended(request: list[Any]) -> tuple[int, str, int]:
+    words, folder, at = request
     reading, writing = os.pipe()
     child, terminal = pty.fork()
     if not child:
@@ -28,9 +27,7 @@ def ended(words: list[str], folder: str, at: int) -> tuple[int, str, int]:
     os.close(writing)
     shown = b"".join(shown_in(terminal))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    moments = len(os.read(reading, 1 << 16))
-    os.close(reading)
-    return code, shown.decode(errors="replace"), moments
+    return code, shown.decode(errors="replace"), len(os.read(reading, 1 << 16))
 
 
 def in_terminal(words: list[str], folder: str, at: int, writing: int) -> int:
@@ -59,5 +56,4 @@ if __name__ == "__main__":
     import ckptool.cli.answers
     import ckptool.verbs.convert  # noqa: F401
 
-    for line in sys.stdin:
-        print(json.dumps(ended(*json.loads(line))), flush=True)
+    serve_forked(ended, lambda status, _: [status, "", 0])

@@ -1,7 +1,5 @@
 """Scripts with a loop, run in forked processes: quickly, and each a program of its own."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

@@ -5,8 +5,6 @@ options of the script's `main`; `world`, a number of processes that run it toget
 `event`, the number of the change in the folder at which it ends itself; and `folder`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The small vectors of layouts in `fixtures/surgery/layouts`: weights of one library, and what the other has."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Legacy streams made by hand: each of the five pickles and each number can be another than torch would write."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """What the tests of live modules share: models before and after, and which traps need code of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

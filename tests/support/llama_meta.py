@@ -3,8 +3,6 @@
 Source: meta-llama/llama, llama/model.py (`precompute_freqs_cis`, `apply_rotary_emb`) and llama/generation.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

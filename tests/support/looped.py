@@ -1,14 +1,11 @@
 """Many values in one test, and a few of very many here while the others are for `make soak`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
 import os
 import random
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +75,8 @@ def looped(
                 with pytest.MonkeyPatch.context() as patch:
                     own: dict[str, Any] = {}
                     if "tmp_path" in wanted:
-                        own["tmp_path"] = _folder(fixtures["tmp_path"] / str(index))
+                        own["tmp_path"] = fixtures["tmp_path"] / str(index)
+                        own["tmp_path"].mkdir()
                     if "monkeypatch" in wanted:
                         own["monkeypatch"] = patch
                     try:
@@ -102,8 +100,3 @@ def looped(
         return pytest.mark.parametrize(part, numbers)(all_of_them)
 
     return decorate
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path

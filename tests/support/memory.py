@@ -1,7 +1,5 @@
 """The memory that a verb takes, in a process of its own."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 Transcribed from karpathy/nanoGPT, model.py (MIT License, Copyright (c) 2022 Andrej Karpathy), without what only trains.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

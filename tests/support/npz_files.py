@@ -1,7 +1,5 @@
 """Archives of arrays and bare pickles, as numpy and Python write them, and what numpy reads."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

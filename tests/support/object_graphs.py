@@ -5,8 +5,6 @@ anything under `extra`: containers with keys of every kind, shared and cyclic, t
 dates, paths, whole modules, people's own classes. The same seed gives the same graph.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

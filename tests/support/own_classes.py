@@ -1,7 +1,5 @@
 """Classes of people's own, as they stand in checkpoints: plain objects, records, slots, names in classes, models."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A small model of a loop of one's own, whose training draws from every global generator; and a script of it."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ Tensors of torch.distributed are saved by two real processes; DeepSpeed's and Me
 files hold.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests.support.deepspeed_folders import write_zero
 from tests.support.ranks import save_on_two_ranks
+from tests.support.sharded_folders import hub
 
 # Their shares of one model: FSDP2, ShardedTensor, and two ways of torch.distributed.checkpoint.
 SAVE = """
@@ -62,19 +61,9 @@ def saved_below(value: Any, path: Path) -> Path:
     return path
 
 
-def sharded_folder(folder: Path, count: int = 3, variant: str = "") -> Path:
-    """A folder of safetensors shards and their index, as the hub's savers write it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = {}
-    for number in range(1, count + 1):
-        file = f"model{'.' + variant if variant else ''}-{number:05}-of-{count:05}.safetensors"
-        part = random_weights(f"layers.{number}.weight", f"layers.{number}.bias")
-        save_file(part, folder / file, metadata={"format": "pt"})
-        table |= dict.fromkeys(part, file)
-    size = sum(48 for _ in table)
-    index = f"model.safetensors.index{'.' + variant if variant else ''}.json"
-    (folder / index).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": table}))
-    return folder
+def sharded_folder(folder: Path) -> Path:
+    """A folder of three safetensors shards and their index, as the hub's savers write it."""
+    return hub(folder, random_weights(*(f"layers.{n}.{part}" for n in (1, 2, 3) for part in ("weight", "bias"))))
 
 
 def megatron_folder(folder: Path, ranks: int = 2) -> Path:
@@ -114,9 +103,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "zero-3 optimizer": (lambda f: write_zero(f, 3, 2) / "zero_pp_rank_0_mp_rank_00_optim_states.pt", "rank 0 of 2"),
     "zero-2 optimizer": (lambda f: write_zero(f, 2, 2) / "zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 of 2"),
     "a layer of a pipeline": (
-        lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"),
-        "layer 3",
-    ),
+        lambda f: saved_below(random_weights("attention.weight"), f / "layer_03-model_00-model_states.pt"), "layer 3"),
     "an expert": (
         lambda f: saved_below(
             random_weights("deepspeed_moe.weight"), f / "layer_1_expert_2_mp_rank_00_model_states.pt"
@@ -124,15 +111,13 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
         "layer 1, expert 2",
     ),
     "one of two consolidated": (
-        lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"),
-        "rank 1 of 2",
-    ),
+        lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"), "rank 1 of 2"),
     "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),
     "flattened": (flattened, "what one rank saved"),
-}
+}  # fmt: skip
 
 
 def trainer_folder(folder: Path, ranks: int = 1, step: int = 500) -> Path:

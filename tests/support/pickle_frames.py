@@ -1,7 +1,5 @@
 """Frames of protocol 4: whole ones, and such as tear what is in them."""
 
-from __future__ import annotations
-
 import struct
 
 

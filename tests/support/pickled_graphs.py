@@ -1,7 +1,5 @@
 """Random graphs of plain Python values and the tree that a decoder should make of them; a pickle decoded alone."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

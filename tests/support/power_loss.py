@@ -1,7 +1,5 @@
 """What a disk may hold after the power is lost: any of what was written since the last sync."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Signals, processor time and terminals of the processes that tests start."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -4,8 +4,6 @@ What a start itself does (imports, the interpreter's own options, signals, a ter
 real program.
 """
 
-from __future__ import annotations
-
 import gc
 import marshal
 import os
@@ -148,10 +146,16 @@ def _ran(words: list[str]) -> int:
             runpy.run_path(own)
     sys.argv = words
     try:
-        if os.path.basename(words[0]) == "python":  # -W error -c TEXT
+        if os.path.basename(words[0]) == "python":  # FILE.py WORDS, -c TEXT WORDS, or anything before a TEXT
             warnings.simplefilter("error") if "-W" in words else None
             sys.path.insert(0, "")
-            exec(compile(words[-1], "<string>", "exec"), {"__name__": "__main__"})
+            at = words.index("-c") + 1 if "-c" in words else len(words) - 1
+            if "-c" not in words and words[1].endswith(".py"):
+                sys.argv = words[1:]
+                runpy.run_path(words[1], run_name="__main__")
+            else:
+                sys.argv = ["-c", *words[at + 1 :]]
+                exec(compile(words[at], "<string>", "exec"), {"__name__": "__main__"})
             return 0
         return int(import_module("ckptool.__main__").main() or 0)
     except SystemExit as error:

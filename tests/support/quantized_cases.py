@@ -1,7 +1,5 @@
 """Quantized weights on disk: the libraries' vectors, and GPTQ and AWQ packed by hand, as their formats are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

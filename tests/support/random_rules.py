@@ -1,7 +1,5 @@
 """Random rules that change tensors, weights that they fit, and what torch makes of those."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Files that each rank of a run saved for itself, made in one process: a process group that only says which rank it
 is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

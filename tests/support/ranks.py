@@ -3,17 +3,16 @@
 They are forked from one process that has torch imported, which each process of the tests starts when it needs it.
 """
 
-from __future__ import annotations
-
 import atexit
-import json
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from tests.support.forks import Forks, serve_forked
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -93,44 +92,32 @@ os._exit(max(bool(os.waitpid(rank, 0)[1]) for rank in ranks))
 
 
 def _run(script: str, errors: Path, words: list[str]) -> int:
-    server = _server()
-    assert server.stdin and server.stdout
-    server.stdin.write(json.dumps([script, str(errors), words]) + "\n")
-    server.stdin.flush()
-    return int(server.stdout.readline())
+    return int(_server().ask([script, str(errors), words]))
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    server = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+def _server() -> Forks:
+    server = Forks("-m", __name__)
     atexit.register(close)
     return server
 
 
 def close() -> None:
     """Ends the process that forks, if it was started."""
-    if _server.cache_info().currsize:
-        server = _server()
-        assert server.stdin
-        server.stdin.close()
-        server.wait()
+    if _server.cache_info().currsize and _server().process.poll() is None:
+        _server().close()
 
 
-def _serve() -> None:
-    """Forks for each line of input, a script with its words; answers with its exit code."""
-    exec(HEAD, {})
-    for line in sys.stdin:
-        script, errors, words = json.loads(line)
-        child = os.fork()
-        if not child:
-            os.setsid()
-            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
-            os.dup2(2, 1)
-            sys.argv = words
-            exec(compile(script, words[0], "exec"), {"__name__": "__main__"})
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+def _as_told(request: Any) -> None:
+    """A script with its words, which ends the process."""
+    script, errors, words = request
+    os.setsid()
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 2)
+    os.dup2(2, 1)
+    sys.argv = words
+    exec(compile(script, words[0], "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":
-    _serve()
+    exec(HEAD, {})
+    serve_forked(_as_told, lambda status, _: os.waitstatus_to_exitcode(status))

@@ -1,7 +1,5 @@
 """Random trees of names with random new names, of which it is known which is which."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Real git repositories, with a home of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

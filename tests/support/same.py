@@ -1,7 +1,5 @@
 """Two trees compared as graphs, and two live objects bit for bit."""
 
-from __future__ import annotations
-
 import struct
 import types
 import warnings
@@ -57,16 +55,13 @@ def assert_same_tree(a: Any, b: Any, *, locations: bool = True) -> None:
             if objects.met(x, y, where):
                 continue
             if isinstance(x, TensorEntry):
-                _same_entry(x, y, where)
+                for name in ("dtype", "shape", "stride", "offset", "flags"):
+                    one, other = getattr(x, name), getattr(y, name)
+                    assert one == other, f"{where}: {name} {one} became {other}"
                 _same_storage(x.storage, y.storage, storages, where, locations)
             pending += [(p, q, f"{where}/{name}") for p, q, name in _parts(x, y, where)]
         else:
             assert _scalar(x) == _scalar(y), f"{where}: {x!r:.80} became {y!r:.80}"
-
-
-def _same_entry(x: TensorEntry, y: TensorEntry, where: str) -> None:
-    for name in ("dtype", "shape", "stride", "offset", "flags"):
-        assert getattr(x, name) == getattr(y, name), f"{where}: {name} {getattr(x, name)} became {getattr(y, name)}"
 
 
 def _same_storage(x: Storage, y: Storage, storages: Mapping, where: str, locations: bool) -> None:
@@ -117,18 +112,8 @@ def _scalar(value: Any) -> Any:
 # Live objects ---------------------------------------------------------------------------------------------------------
 
 _ATOMS = (
-    bool,
-    int,
-    str,
-    bytes,
-    type(None),
-    type,
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+    *(bool, int, str, bytes, type(None), type, type(...), types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout),
 )
 
 

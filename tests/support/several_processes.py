@@ -1,7 +1,5 @@
 """Processes of torch.distributed (gloo, on this machine), as torchrun starts them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

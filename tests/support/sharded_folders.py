@@ -1,7 +1,5 @@
 """Sharded checkpoints as the hub's savers write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real shells at a terminal: what is typed at their prompt, and what the programs that they start are given."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

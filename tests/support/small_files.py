@@ -1,10 +1,9 @@
 """Small files of all kinds, and for every command a line about them that ends well."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -13,53 +12,31 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckptool.cli import main
+from ckptool.cli.parser import typed_parameters
+from ckptool.commands import function_of
+from tests.support.cli import command_lines
 from tests.support.small_runs import MLP
 
 HARNESS = ("train", "resume", "eval", "prove", "prune")
 
 # A command line of each command that ends well, with the output that it writes.
-PLAIN = {
-    "inspect": "m.pt",
-    "show": "m.pt#epoch",
-    "diff": "m.pt n.pt",
-    "verify": "m.pt",
-    "doctor": "m.pt",
-    "scan": "there",
-    "report": "m.pt n.pt -o out.html",
-    "browse": "m.pt",
-    "strip-module": "m.pt -o out.pt",
-    "add-module": "m.pt -o out.pt",
-    "rename": "m.pt,*weight => *w,-o,out.pt",
-    "remap": "m.pt --to cpu -o out.pt",
-    "cast": "m.pt --dtype bf16 -o out.pt",
-    "edit": "m.pt --drop epoch -o out.pt",
-    "slim": "m.pt -o out.pt",
-    "translate": "m.pt,{m}.a.weight => w : transpose,--rest,keep,-o,out.pt",
-    "convert": "m.pt -o out.safetensors",
-    "recover": "m.pt -o out.pt",
-    "bundle": "a=m.pt b=n.pt -o out.pt",
-    "unbundle": "g.pt -d out",
-    "average": "m.pt n.pt -o out.pt",
-    "lora merge": "m.pt lora.safetensors -o out.pt",
-    "lora extract": "n.pt m.pt --rank 1 -o adapter/",
-    "lora resize": "lora.safetensors --rank 1 -o out.safetensors",
-    "lora convert": "lora.safetensors --to kohya -o out.safetensors",
-    "bake": "m.pt -o out.pt",
-    "warm-start": "m.pt --against n.pt -o out.pt",
-    "spec": "m.pt -o out.json",
-    "train": "run.yaml",
-    "resume": "run",
-    "eval": "run",
-    "prove": "run.yaml --steps 2 --kills 1",
-    "prune": "run",
-    "plot": "run",
-    "explain": "io",
-    "demo": "playground",
-    "schema": "inspect",
-    "completion": "bash",
-    "git-setup": "--global -n",
-    "git-check": "m.pt",
-}
+PLAIN = dict(
+    line.split(": ", 1)
+    for line in command_lines("""
+inspect: m.pt | show: m.pt#epoch | diff: m.pt n.pt | verify: m.pt | doctor: m.pt | scan: there
+report: m.pt n.pt -o out.html | browse: m.pt | strip-module: m.pt -o out.pt | add-module: m.pt -o out.pt
+rename: m.pt,*weight => *w,-o,out.pt | remap: m.pt --to cpu -o out.pt | cast: m.pt --dtype bf16 -o out.pt
+edit: m.pt --drop epoch -o out.pt | slim: m.pt -o out.pt
+translate: m.pt,{m}.a.weight => w : transpose,--rest,keep,-o,out.pt | convert: m.pt -o out.safetensors
+recover: m.pt -o out.pt | bundle: a=m.pt b=n.pt -o out.pt | unbundle: g.pt -d out | average: m.pt n.pt -o out.pt
+lora merge: m.pt lora.safetensors -o out.pt | lora extract: n.pt m.pt --rank 1 -o adapter/
+lora resize: lora.safetensors --rank 1 -o out.safetensors
+lora convert: lora.safetensors --to kohya -o out.safetensors | bake: m.pt -o out.pt
+warm-start: m.pt --against n.pt -o out.pt | spec: m.pt -o out.json | train: run.yaml | resume: run | eval: run
+prove: run.yaml --steps 2 --kills 1 | prune: run | plot: run | explain: io | demo: playground | schema: inspect
+completion: bash | git-setup: --global -n | git-check: m.pt
+""")
+)
 
 
 def make_small_files(folder: Path) -> None:
@@ -101,4 +78,30 @@ def kinds_and_bytes(place: Path) -> dict[str, bytes | str]:
         found[name] = (
             "" if path.is_dir() else path.read_bytes() if path.is_file() and not path.is_symlink() else "other"
         )
+    return found
+
+
+class Option(NamedTuple):
+    """An argument or option as the program declares it.
+
+    flag: `--out`, or empty for an argument.  metavar: what its help calls the value.  choices, number: what it takes.
+    """
+
+    name: str
+    flag: str
+    metavar: str
+    is_flag: bool
+    required: bool
+    choices: tuple[str, ...]
+    number: type | None
+
+
+def options_of(command: str) -> list[Option]:
+    """Every argument and option of a command: what a new one is tried with, too."""
+    found = []
+    for parameter in typed_parameters(function_of(command)):
+        name, kind, _, option = parameter
+        flag, number = (option.flags or ("",))[-1], kind if kind in (int, float) else None
+        needed = parameter.is_needed
+        found.append(Option(name, flag, option.metavar, kind is bool, needed, option.choices, number))
     return found

@@ -1,8 +1,6 @@
 """Small runs for the tests of the harness: configurations, trainers without a folder, and their state compared bit for
 bit."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,12 +50,10 @@ IMAGES = {"name": toy("data.py:images"), "args": {"samples": 60, "size": 6}, "ba
 GAN: dict[str, Any] = {
     "task": "gan",
     "data": {"name": toy("data.py:ring"), "args": {"samples": 60}, "batch": 8},
-    "models": {
-        "generator": {"name": toy("models.py:Generator")},
-        "discriminator": {"name": toy("models.py:Discriminator")},
-    },
+    "models":
+        {"generator": {"name": toy("models.py:Generator")}, "discriminator": {"name": toy("models.py:Discriminator")}},
     "optim": {"generator": {"name": "adam"}, "discriminator": {"name": "adam"}},
-}
+}  # fmt: skip
 TEXT: dict[str, Any] = {
     "task": "lm",
     "data": {"name": toy("data.py:text"), "args": {"samples": 40, "length": 4}, "batch": 8},

@@ -1,8 +1,6 @@
 """What a program can be started in: streams that are closed or full, odd variables, folders that are gone or may not be
 written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

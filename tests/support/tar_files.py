@@ -1,7 +1,5 @@
 """Tar files of torch's first format, written by hand, and what is wrong with some of them."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tarfile
@@ -109,9 +107,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "views are a number": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes(3)},
     "view outside": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(5, 7, 2, 3)])},
     "view before": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(5, 7, -1, 3)])},
-    "view of nothing": {
-        "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(5, 6, 0, 3)])
-    },
+    "view of nothing":
+        {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(5, 6, 0, 3)])},
     "view of itself": {"storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(7, 7, 0, 3)])},
     "view of a view": {
         "storages": count(1) + triple(7, "cpu", "FloatStorage") + four() + pickle_bytes([(5, 7, 0, 3), (6, 5, 0, 1)])
@@ -126,4 +123,4 @@ WRONG: dict[str, dict[str, Any]] = {
     "no sys_info": {"sys_info": b""},
     "sys_info is a list": {"sys_info": pickle_bytes([])},
     "another version": {"sys_info": pickle_bytes({**SYS_INFO, "protocol_version": 1001})},
-}
+}  # fmt: skip

@@ -1,7 +1,5 @@
 """A model of the user to start from a checkpoint, and what comes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,23 +1,19 @@
 """A process that runs verbs on untrusted files under an audit hook, each file in a fork of its own, and says what it
 saw.
 
-`Watched` is the side of the tests. The other side is this file run as a script: it loads what the verbs need on a
+`Watched` is the side of the tests. The other side is `main`: it loads what the verbs need on a
 warm-up file, then every import, compilation, call of a program or connection that follows is a violation: the file must
 have caused it.
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
 import importlib
 import io
-import json
 import os
 import pkgutil
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -26,34 +22,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from tests.support.forks import ROOT, Forks, serve_forked
 
 SECONDS, MEGABYTES = 1.0, 300  # what a file of at most 1 MB may take (docs/design.md)
 USUAL = 0.026  # seconds of CPU that `_pace` takes on a machine with nothing else to do
 PATIENCE = 25  # seconds of a fork's CPU, after which it is ended
 
-FORBIDDEN = (
-    "import",
-    "exec",
-    "compile",
-    "code.__new__",
-    "marshal.",
-    "pickle.",
-    "os.system",
-    "os.exec",
-    "os.spawn",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.",
-    "pty.",
-    "socket.",
-    "ctypes.dlopen",  # of anything but the C library that is there already
-    "webbrowser.",
-    "urllib.",
-    "ftplib.",
-    "http.",
-    "smtplib.",
-    "builtins.input",
+# `ctypes.dlopen`: of anything but the C library that is there already.
+FORBIDDEN = tuple(
+    (
+        "import exec compile code.__new__ marshal. pickle. os.system os.exec os.spawn os.posix_spawn os.fork "
+        "subprocess. pty. socket. ctypes.dlopen webbrowser. urllib. ftplib. http. smtplib. builtins.input"
+    ).split()
 )
 
 LOOKING = ("inspect", "inspect --all", "inspect --stats", "html", "show", "diff itself", "diff")
@@ -106,29 +88,18 @@ def limit(command: str) -> float:
     return SECONDS * (2 if command in ("inspect", "show", "html") else 4)
 
 
-class Watched:
+class Watched(Forks):
     """The process. Its working directory, `folder`, may hold decoys."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-B", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, text=True
-        )
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import watched; watched.main()"
+        super().__init__("-I", "-B", "-c", program, cwd=folder)
 
     def run(self, file: Path, commands: Sequence[str] = LOOKING + WRITING + OPTIONAL, **more: Any) -> Seen:
         """Runs the commands on `file`; their outputs go to a folder beside it and are removed."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        request = {"file": os.fspath(file), "commands": commands, **more}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        answer = self.ask({"file": os.fspath(file), "commands": commands, **more})
         steps = tuple(Step(*step) for step in answer["steps"])
         return Seen(steps, tuple(answer["violations"]), answer["megabytes"], answer["ended_by"])
-
-    def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(30)
-        self.process.stdout.close()
 
 
 @contextmanager
@@ -234,6 +205,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     import shutil
     import tempfile
 
+    gc.disable()  # as the program does
+    resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     steps = []
     folder = tempfile.mkdtemp(prefix="watched-", dir=os.path.dirname(request["file"]))
@@ -273,28 +246,6 @@ def _control(program: str) -> None:
     _ARMED.clear()
 
 
-def _serve(lines: IO[str], answers: int) -> None:
-    for line in lines:
-        request = json.loads(line)
-        back, front = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(back)
-            gc.disable()  # as the program does
-            resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
-            with os.fdopen(front, "w") as pipe:
-                pipe.write(json.dumps(_answer(request)))
-            os._exit(0)
-        os.close(front)
-        with os.fdopen(back) as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if not answer:
-            ended = {"steps": [], "violations": [], "megabytes": 0, "ended_by": os.WTERMSIG(status) or -1}
-            answer = json.dumps(ended)
-        os.write(answers, answer.encode() + b"\n")
-
-
 def _warm_up() -> None:
     """Runs every command on a file with something of everything, so that all that is imported later is there."""
     import codecs
@@ -324,12 +275,13 @@ def _warm_up() -> None:
         _step("show", os.path.join(folder, "0.pt#nowhere"), "", "")
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[2]))
+def _ended(status: int, _: Any) -> dict[str, Any]:
+    return {"steps": [], "violations": [], "megabytes": 0, "ended_by": os.WTERMSIG(status) or -1}
+
+
+def main() -> None:
     os.environ["CKPTOOL_DEBUG"] = "1"
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    answers = os.dup(1)
-    os.dup2(2, 1)
     _warm_up()
     sys.addaudithook(_hook)
-    _serve(sys.stdin, answers)
+    serve_forked(_answer, _ended)

@@ -1,7 +1,5 @@
 """What tests have done in other processes, which import this and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

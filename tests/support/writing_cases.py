@@ -1,7 +1,5 @@
 """Command lines that write, with what lies in their folder before and what they change."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile
@@ -157,13 +155,11 @@ CASES = {
     "warm start": Case("warm-start in.pt --against other.pt -o out.pt -f", two, old=OLD),
     "spec": Case("spec in.pt -o spec.json -f", changes=("spec.json",), old=OLD),
     "shards, new": Case("convert in.pt --shard-size 100KB -o out", changes=SHARDS, folder="out"),
-    "shards, over others": Case(
-        "convert in.pt --shard-size 100KB -o out -f", lambda: pt() | shards(), changes=SHARDS, folder="out"
-    ),
+    "shards, over others":
+        Case("convert in.pt --shard-size 100KB -o out -f", lambda: pt() | shards(), changes=SHARDS, folder="out"),
     "dcp, new": Case("convert in.pt -o out.dcp --ranks 2", changes=(*RANKS, "out.dcp/__1_0.distcp"), folder="out.dcp"),
     "dcp, over others": Case("convert in.pt -o out.dcp -f", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"),
-    "dcp, over others, verified": Case(
-        "strip-module in.pt -o out.dcp -f --verify", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"
-    ),
+    "dcp, over others, verified":
+        Case("strip-module in.pt -o out.dcp -f --verify", lambda: pt() | ranks(), changes=RANKS, folder="out.dcp"),
     "dcp to a file": Case("convert out.dcp -o out.pt -f", ranks, old=OLD),
-}
+}  # fmt: skip

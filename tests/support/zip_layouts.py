@@ -4,8 +4,6 @@
 sizes that lie, comments, prefixes and odd flags; most are nearly right, as hostile files are.
 """
 
-from __future__ import annotations
-
 import io
 import random
 import struct

@@ -330,12 +330,9 @@ def interrupted(data: bytes, folder: Path, rng: random.Random) -> bytes:
 @cache
 def benign(folder: Path) -> tuple[bytes, ...]:
     """Healthy archives of all kinds, small."""
-    made = []
-    for tensors in range(5):
-        plain = by_torch(tree(tensors, 1))
-        made += [plain, rezipped_mutant(plain, zipfile.ZIP_STORED), rezipped_mutant(plain, zipfile.ZIP_DEFLATED)]
     plain = by_torch(tree(2, 1))
-    made += [
+    made = [
+        *_zipped(1),
         by_torch(tree(3, 2), "m"),
         without_checksums(tree(2, 3)),
         rezipped_mutant(plain, zipfile.ZIP_STORED, streamed=True),
@@ -355,18 +352,16 @@ Rng = random.Random
 
 
 @cache
-def _others() -> tuple[bytes, ...]:
-    return tuple(
-        made
-        for tensors in range(5)
-        for plain in (by_torch(tree(tensors, 50)),)
-        for made in (plain, rezipped_mutant(plain, zipfile.ZIP_STORED), rezipped_mutant(plain, zipfile.ZIP_DEFLATED))
-    )
+def _zipped(salt: int) -> tuple[bytes, ...]:
+    """Small checkpoints as torch writes them, stored again and deflated."""
+    made = [by_torch(tree(tensors, salt)) for tensors in range(5)]
+    ways = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    return tuple(each for plain in made for each in (plain, *(rezipped_mutant(plain, way) for way in ways)))
 
 
 def other(rng: Rng) -> bytes:
     """Another benign archive, with other values."""
-    return rng.choice(_others())
+    return rng.choice(_zipped(50))
 
 
 def read_record(archive: zipfile.ZipFile, name: str, has_checksums: bool) -> bytes:

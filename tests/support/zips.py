@@ -1,7 +1,5 @@
 """Zip archives taken apart and put together otherwise than torch does, and what several readers make of them."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -40,10 +40,19 @@ def written(path: Path, **sections: Any) -> str:
     return str(path / "run.yaml")
 
 
-@pytest.mark.long("the harness, started four times")
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_configuration_is_proved_by_the_command_that_trains_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def once(words: list[str], **options: Any) -> Proof:
+        """In place of all the starts of a proof (tests/training/test_prove_command.py), the command once."""
+        assert options["kills"] == 1 and cli.main([word.format(run=tmp_path / "run") for word in words[3:]]) == 0
+        steps = max(int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").glob("*.pt"))
+        compared = (f"checkpoints/step-{steps:08d}.pt",)
+        return Proof(tuple(words), "preload", steps, 1.5, {"rename": 2}, compared, [Kill(9, "rename", 5)], starts=4)
+
+    if not real:
+        monkeypatch.setattr("ckptool.training.prove.command.prove_command", once)
     assert cli.main(["prove", written(tmp_path), "--steps", "12", "--kills", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert not list(judge(schema("prove").document, found))
@@ -81,7 +90,7 @@ def test_a_run_with_chance_in_it_is_told_before_anything_is_killed(tmp_path: Pat
     assert found.unstable[1:] == ["from step 1 on", "`dice`, a generator, is in another state"]
 
 
-@pytest.mark.long("the harness, started once")
+@pytest.mark.soak
 def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def task():\n    raise ValueError('my own mistake')\n")
     with pytest.raises(RunFailed, match="exit code 2") as raised:
