@@ -16,7 +16,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -93,10 +93,10 @@ class Choice:
         """
         found, takes = self.find(name), ""
         try:
-            signature = inspect.signature(found)
-            takes = ", ".join([*signature.parameters][len(first) :])
-            signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
-            signature.bind(*first, **args)
+            if (signature := signature_of(found)) is not None:
+                takes = ", ".join([*signature.parameters][len(first) :])
+                signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
+                signature.bind(*first, **args)
             return call_user_code(found, self.key, name, *first, **args) if names_code(name) else found(*first, **args)
         except CkptoolError:
             raise
@@ -105,6 +105,13 @@ class Choice:
                 f"{self.key}: {name} does not take these arguments: {error}",
                 f"It takes: {takes}." if takes else self.typed,
             ) from error
+
+
+def signature_of(found: Any) -> inspect.Signature | None:
+    """What something takes; None for C code that does not say it. Raises `TypeError` for what cannot be called."""
+    with suppress(ValueError):
+        return inspect.signature(found)
+    return None
 
 
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching
+from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
 from ckptool.training.parallel import divided_like, is_divided, local
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
     """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
     name, args = settings.name, settings.args
     found = SCHEDULES.find(name)
-    if inspect.isroutine(found) and "optimizer" not in inspect.signature(found).parameters:
+    if inspect.isroutine(found) and "optimizer" not in getattr(signature_of(found), "parameters", ()):
         numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # which say what is wrong with it
         return lr_scheduler.LambdaLR(
             optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **args))
