@@ -32,8 +32,7 @@ from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import WHOLE, Report, Table, Told, dim, green, number, red
-from ckptool.formats import members, named
-from ckptool.formats.opening import CheckpointLike, Opened, open_file
+from ckptool.formats import CheckpointLike, Opened, members, named, open_file
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.

@@ -32,7 +32,7 @@ from ckptool.checkpoint.progress import reading
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
-from ckptool.formats.opening import PathLike
+from ckptool.formats import PathLike
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20

@@ -25,11 +25,10 @@ from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
-from ckptool.formats import marks, members, sharded
-from ckptool.formats.files_beside import all_uses, is_pickled
+from ckptool.formats import PathLike, counting_whole, marks, members, sharded
+from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
-from ckptool.formats.opening import PathLike, counting_whole
-from ckptool.formats.parts import MEMBERS
+from ckptool.formats.members import all_uses, is_pickled
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.pickles.skeleton import reaches_a_call
 

@@ -1,9 +1,9 @@
 """The rules by which torch's own modules accept state dicts that older versions of them saved.
 
-Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py,
-nn/utils/parametrizations.py, nn/utils/spectral_norm.py). A module tells the version of what it loads by `_metadata`; a
-state dict without it (safetensors, a plain dictionary) is of the oldest. Modules are known by the names of their
-parameters and buffers.
+Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py, nn/utils/parametrizations.py,
+nn/utils/spectral_norm.py, ao/nn/intrinsic/qat/modules/conv_fused.py, ao/quantization/observer.py). A module tells the
+version of what it loads by `_metadata`; a state dict without it (safetensors, a plain dictionary) is of the oldest.
+Modules are known by the names of their parameters and buffers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 COUNTER = "num_batches_tracked"  # of BatchNorm and InstanceNorm, since version 2 (torch 0.4.1)
 _WEIGHT_NORM = {"original0": "_g", "original1": "_v"}  # of `parametrizations.weight` -> of torch before 2.1
+# Of the `bn` that QAT fuses with a convolution -> beside that, before torch 1.6.
+_FUSED = {"weight": "gamma", "bias": "beta"} | {name: name for name in ("running_mean", "running_var", COUNTER)}
 
 
 def accepted(
@@ -27,12 +29,19 @@ def accepted(
     renamed, supplied, dropped = dict[str, str](), list[str](), list[str]()
     for name in missing:
         *outer, last = name.split(".")
-        old = ".".join([*outer[:-2], *outer[-1:]])
+        old, around = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
+        gamma, mean = free.get(f"{around}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
         is_norm = last in _WEIGHT_NORM and outer[-2:-1] == ["parametrizations"]
         if is_norm and f"{old}_g" in free and f"{old}_v" in free:
             renamed[name] = free[old + _WEIGHT_NORM[last]]
-        elif last == COUNTER and (mean := pairs.get(_mean_beside(name))) is not None and _version(metadata, mean) < 2:
-            supplied.append(name)
+        elif gamma and f"{around}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
+            renamed[name] = free[around + _FUSED[last]]
+        elif last == COUNTER and (key := renamed.get(mean) or pairs.get(mean)) and _version(metadata, key) < 2:
+            # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
+            quantizer = pairs.get(f"{around}weight_fake_quant.scale", "")
+            supplied += [name] if not quantizer or _version(metadata, quantizer.removesuffix(".scale")) >= 2 else []
+        elif last == "eps" and (low := pairs.get(".".join([*outer, "min_val"]))) and _version(metadata, low) < 2:
+            supplied.append(name)  # of an observer
         elif {f"{name[:-2]}_orig", f"{name[:-2]}_u"} <= pairs.keys() and name[:-2] in free and last.endswith("_v"):
             # The second vector of `nn.utils.spectral_norm`: torch before 1.0 saved the weight itself instead.
             supplied.append(name)

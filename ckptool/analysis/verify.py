@@ -28,9 +28,9 @@ from ckptool.checkpoint.workers import Jobs, checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
-from ckptool.formats import marks, members, parts, sharded
+from ckptool.formats import counting_whole, marks, members, part_of, sharded
 from ckptool.formats.checksums import Progress, checksums
-from ckptool.formats.opening import counting_whole, part_of
+from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
 from ckptool.formats.zip.record import LOCAL, Record
@@ -48,7 +48,7 @@ _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of
 # Notes on whether a file is whole.
 _SAID = (
     "link-elsewhere",
-    *("interrupted-edit", "unused-record", "stale-shards", parts.CODE, parts.MEMBERS, DIFFERENT, NOT_COMPARED),
+    *("interrupted-edit", "unused-record", "stale-shards", CODE, MEMBERS, DIFFERENT, NOT_COMPARED),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
     *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
@@ -285,7 +285,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
                     others += member.files
     part = checkpoint.part
     if folder is not None and not problems and part is not None and part.kind is PartKind.MEMBERS:
-        lacks = Problem(parts.CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
+        lacks = Problem(CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
         if not part.is_complete:
             problems.append(lacks)
     path = source.path if source is not None else ""

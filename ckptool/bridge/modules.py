@@ -28,7 +28,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.paths import matcher
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
-from ckptool.formats.opening import CheckpointLike, Opened, open_file, refuse_part
+from ckptool.formats import CheckpointLike, Opened, open_file, refuse_part
 from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.warm_start import Assignment, carried, match_options, plan_warm_start

@@ -413,7 +413,7 @@ class Checkpoint(TreeMapping):
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
     listed, not written.
-    part: of what it is only a part; None for a whole checkpoint (see `formats.parts`, which decides).
+    part: of what it is only a part; None for a whole checkpoint (see `formats.folder`, which decides).
     base: of a part of a file, the path that leads to it.  untied: files of a folder that no step ties to the others.
     """
 

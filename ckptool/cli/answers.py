@@ -120,7 +120,7 @@ def _answer(function: Any, given: Arguments, first: str, style: Style | None, fi
 
     output: where a verb that writes many files writes this one.
     """
-    from ckptool.formats.opening import split
+    from ckptool.formats import split
 
     given = {**given, **({first: file} if first else {}), **output}
     declared: Declared = function.verb

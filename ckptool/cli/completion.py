@@ -106,7 +106,7 @@ NOT_OFFERED = {*"N X D R T SHARE SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTE
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     """The continuations of a word after others, of which the first is the verb; None where a file is meant."""
     for text in (typed, typed.partition("=")[2]) if "#" in typed else ():  # FILE#ADDRESS, NAME=FILE#ADDRESS
-        path, at = _of("formats.opening").split(text)
+        path, at = _of("formats").split(text)
         path = path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
         if at is not None and os.path.lexists(path):
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
@@ -171,7 +171,7 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     Raises `CkptoolError` for what cannot be opened, and where nothing is at the part before the last `/`.
     """
     from ckptool.checkpoint.tree import children, find, module_state_dict, segment_text
-    from ckptool.formats.opening import open_file
+    from ckptool.formats import open_file
 
     above, slash, begun = typed.rpartition("/")
     node = find(open_file(path).checkpoint.tree, above)[1]

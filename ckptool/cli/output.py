@@ -266,6 +266,6 @@ def unknown_command(name: str, known: Iterable[str]) -> UsageError:
 
 def names_place(word: str) -> bool:
     """True for what is a file or folder, a part of one, or an address elsewhere: no command."""
-    from ckptool.formats.opening import split
+    from ckptool.formats import split
 
     return may_exist(split(word)[0])

@@ -125,12 +125,10 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
         where = str(checkpoint.source or "the checkpoint")
         take = command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS)
         place = f"#{whole[0].address}" if whole[0].path else ""
-        raise UsageError(
-            f"{where}{place} is a {whole[0].detail}, pickled with its class",
-            "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
-            " Nothing was written.",
-            f"Write only its weights, then change those: {take}",
-        )
+        what = f"{where}{place} is a {whole[0].detail}, pickled with its class"
+        why = "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
+        why += " Nothing was written."
+        raise UsageError(what, why, f"Write only its weights, then change those: {take}")
     return roots
 
 
@@ -172,11 +170,9 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
         return models[0], f"took {printable(models[0].address)}, not its average {averages}"
     where = str(checkpoint.source or "the checkpoint")
-    raise UsageError(
-        f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}",
-        "This command takes one of them.",
-        f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}",
-    )
+    what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
+    fix = f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
+    raise UsageError(what, "This command takes one of them.", fix)
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:

@@ -5,6 +5,10 @@ Members are known by the names that one program writes, and each is opened as wh
 for the folder (an index, `model.safetensors`) the folder is read as those, and its other members are only looked at:
 whether each is whole. Those beside what another format joined (`meta.pt` beside .distcp files) come into its tree.
 
+Engines load what lies beside the weights (`optimizer.bin`, `training_args.bin`, a rank's random states) with `pickle`,
+whatever its name. So of what a folder would run, every file below it that is a pickle by content is judged as if it had
+been named alone, but for those of DCP, whose table is read whole.
+
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
 `trainer_state.json` last), accelerate/checkpointing.py (random states last), lightning/fabric/strategies/fsdp.py
 (`meta.pt`), megatron/training/checkpointing.py, diffusers (`model_index.json`),
@@ -19,24 +23,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json
+from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json, while_open
 from ckptool.checkpoint.nodes import fields
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, counted, listed, printable
-from ckptool.formats import FORMATS, named, read_alone
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
+from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
     CONSOLIDATED,
+    FOLDER,
     FSDP_RANKS,
+    MEMBERS,
     MODEL_PARALLEL,
     OF_WORLD,
     PIECES,
     NamePattern,
+    as_part,
     missing_names,
     names_in,
     number_in,
 )
-from ckptool.formats.parts import MEMBERS, part_of
+from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
@@ -141,7 +148,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         except CkptoolError as error:
             wrong[name] = error.what.replace(printable(os.path.join(folder.path, name)), printable(name))
             continue
-        if (part := each.part or part_of(each)) is not None:
+        if (part := each.part or as_part(each)) is not None:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
                 wrong[name] = part.meaning
@@ -409,3 +416,73 @@ def step_of(folder: str) -> dict[str, Any]:
     except CkptoolError:
         return {}
     return {key: value for key, value in (found or {}).items() if key in ("global_step", "epoch")}
+
+
+# What they would run --------------------------------------------------------------------------------------------------
+
+MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
+_OF_DCP = (".distcp", ".metadata")
+
+
+def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:
+    """Everything that is not inert in a checkpoint, and what is unknown in other files of its folder, with addresses.
+
+    In another file the address begins with its name: `optimizer.bin: state/0`.
+    """
+    known = set()
+    for use, place in uses_of(checkpoint):
+        known.add((use.how, use.name))
+        yield use, place
+    yield from ((use, place) for use, place in _judged(checkpoint)[0] if (use.how, use.name) not in known)
+
+
+def unjudged(checkpoint: Checkpoint) -> list[str]:
+    """The names of files of its folder that look like pickles, and could not be read as such."""
+    return _judged(checkpoint)[1]
+
+
+@while_open()
+def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
+    folder: str = checkpoint.kept.get(FOLDER, "")
+    uses, failed = list[tuple[NameUse, str]](), list[str]()
+    known = checkpoint.source.files if isinstance(checkpoint.source, Folder) and checkpoint.source.far else {}
+    if "beside" not in checkpoint.kept:
+        for name in _names_below(folder) if folder else ():
+            try:
+                source = known.get(name) or Source(os.path.join(folder, name))
+                source.share_descriptors()  # there may be thousands of them
+                found = list(uses_of(read_alone(source))) if is_pickled(source) else []
+            except NotACheckpoint:
+                continue
+            except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+                failed.append(name)
+                continue
+            uses += ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
+        checkpoint.kept["beside"] = uses, failed
+    judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept["beside"]
+    return judged
+
+
+def is_pickled(source: Source) -> bool:
+    """True for a file that is a pickle, or has one inside, by its content."""
+    head = source.read(0, min(HEAD, source.size))
+    return any(kind.pickled and kind.detect(head, source) for kind in FORMATS)
+
+
+def _names_below(folder: str) -> Iterator[str]:
+    """The files below a folder by their names in it, not those of hidden folders."""
+    stack, count = [("", 0)], 0
+    while stack:
+        below, depth = stack.pop()
+        try:
+            inside = [os.path.join(below, name) for name in Folder(os.path.join(folder, below)).names]
+        except CkptoolError:
+            continue
+        for name in inside:
+            path = os.path.join(folder, name)
+            if folder_at(path):
+                if depth < MAX_DEPTH and not os.path.basename(name).startswith(".") and not os.path.islink(path):
+                    stack.append((name, depth + 1))
+            elif not name.endswith(_OF_DCP) and count < MAX_FILES:
+                count += 1
+                yield name

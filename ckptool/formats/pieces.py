@@ -31,8 +31,8 @@ from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
-from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
+from ckptool.formats.placements import Box, Piece, overlap
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes

@@ -39,7 +39,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
-from ckptool.pickles.decode import Decoded, decode, protocol_notes
+from ckptool.pickles.decode import Decoded, decode, no_storage, protocol_notes
 from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
 from ckptool.pickles.strings import StubbedValue, whole
 from ckptool.pickles.torch_objects import StorageView, storage_class
@@ -144,15 +144,11 @@ def small_pickle(data: Data, at: int, name: str) -> Decoded:
     """One of the pickles around the value, without storages; no call in it is understood. Its `end` counts as `at`."""
     window = data.read(at, min(_WINDOW, data.length - at))
     try:
-        found = decode(window, _no_storage, {}, name=name)
+        found = decode(window, no_storage, {}, name=name)
         return replace(found, end=at + found.end)
     except CkptoolError:  # longer than the window, or wrong: then this says where
         made = skeleton(data, at, name=name)
-    return replace(decode_lazily(made, _no_storage, {}, name=name, file_bytes=data.length), end=made.end)
-
-
-def _no_storage(_: Any) -> Any:
-    raise Corrupt("a persistent id beside the value", "torch writes them in the value's pickle only.")
+    return replace(decode_lazily(made, no_storage, {}, name=name, file_bytes=data.length), end=made.end)
 
 
 def machine_order(info: Any, version: int, name: str) -> bool:

@@ -32,11 +32,10 @@ from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, bold, dim
-from ckptool.names.arithmetic import Unbound, parse_arithmetic
-from ckptool.names.pattern import Name, parse_name
+from ckptool.names.pattern import Name, Unbound, parse_arithmetic, parse_name
 from ckptool.names.rule_files import FUNCTIONS, dropping, items, rules_tree, scalar_text, translation_of
 from ckptool.names.rules import LOOK, Translation
-from ckptool.names.scope import Scope
+from ckptool.names.steps import Scope
 
 FOLDER = "layouts"
 _HEADER = ("title", "source", "old", "new", "notes", "models", "same_config")
@@ -66,11 +65,8 @@ class LayoutSide:
 
     def is_of(self, node: Mapping[Any, Any]) -> bool:
         """True for a set of weights with the names of this side."""
-        return (
-            bool(self.has)
-            and all(_holds(each, node) for each in self.has)
-            and not any(_holds(each, node) for each in self.lacks)
-        )
+        has = bool(self.has) and all(_holds(each, node) for each in self.has)
+        return has and not any(_holds(each, node) for each in self.lacks)
 
     def check(self, node: Mapping[Any, Any], config: Mapping[str, Any]) -> None:
         """Raises `Conflict` for what the rules have no place for."""
@@ -127,17 +123,15 @@ def _holds(text: str, node: Mapping[Any, Any], config: Mapping[str, Any] | None 
     if (equation := _EQUATION.fullmatch(text)) is not None:
         scope = Scope({}, {}, config or {}, node)
         try:
-            left, right = (
-                parse_arithmetic(side, FUNCTIONS).value(scope.lookup, scope.functions) for side in equation.group(1, 3)
-            )
+            sides = (parse_arithmetic(side, FUNCTIONS) for side in equation.group(1, 3))
+            left, right = (side.value(scope.lookup, scope.functions) for side in sides)
         except Unbound:
             return False
         return (left == right) == (equation[2] == "=")
     name, rank = match.groups() if (match := _RANKED.fullmatch(text)) else (text, None)
     pattern = parse_name(name).pattern
     keys = [name] if name in node else [key for key in node if type(key) is str and pattern.fullmatch(key)]
-    wanted = int(rank) if rank else None
-    return any(wanted is None or len(getattr(node[key], "shape", None) or ()) == wanted for key in keys)
+    return any(rank is None or len(getattr(node[key], "shape", None) or ()) == int(rank) for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +170,8 @@ class LayoutRules:
         if self.models and isinstance(model, str) and model not in self.models:
             what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
-            raise Conflict(
-                what, why, f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
-            )
+            fix = f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
+            raise Conflict(what, why, fix)
         found[0][1].check(node, config)
         return found[0][0]
 
@@ -201,10 +194,8 @@ class LayoutRules:
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
         if any(each.is_of(node) for each, _ in self.sides()):  # of the first side, and it is not to be that
-            what = f"the weights are already those of {self.old.name}"
-            return NoMatch(
-                what, f"{arg(reverse=True)} is the way from {self.new.name}.", f"Leave out {arg(reverse=True)}."
-            )
+            what, reverse = f"the weights are already those of {self.old.name}", arg(reverse=True)
+            return NoMatch(what, f"{reverse} is the way from {self.new.name}.", f"Leave out {reverse}.")
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides()):
             what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
@@ -253,15 +244,14 @@ def read_layout(path: str) -> LayoutRules:
 def _side(node: Any, path: str) -> LayoutSide:
     try:
         parts = {scalar_text(key): value for key, value in node.value}
-        refuse = parts["refuse"].value if "refuse" in parts else []
-        refused = tuple(Refused(scalar_text(key), scalar_text(why)) for key, why in refuse)
-        has, lacks = (
-            tuple(scalar_text(each) for each in parts[name].value) if name in parts else () for name in ("has", "lacks")
+        has, lacks, refuse, needs = (
+            parts[name].value if name in parts else () for name in ("has", "lacks", "refuse", "needs")
         )
+        refused = tuple(Refused(scalar_text(key), scalar_text(why)) for key, why in refuse)
         base = scalar_text(parts["base"]) if "base" in parts else ""
-        needs = parts["needs"].value if "needs" in parts else []
-        needed = tuple((scalar_text(key), tuple(scalar_text(each) for each in values.value)) for key, values in needs)
-        return LayoutSide(scalar_text(parts["name"]), has, lacks, refused, base, needed)
+        needed = tuple((scalar_text(key), tuple(map(scalar_text, values.value))) for key, values in needs)
+        own = tuple(map(scalar_text, has)), tuple(map(scalar_text, lacks))
+        return LayoutSide(scalar_text(parts["name"]), *own, refused, base, needed)
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{path}, line {node.start_mark.line + 1}"
         raise UsageError(f"{where}: a side has name, has, lacks, refuse, needs and base", "", LOOK) from None
@@ -303,11 +293,16 @@ def shipped() -> dict[str, str]:
     return {name: os.path.join(folder, f"{name}.yaml") for name in names}
 
 
+@cache
+def shipped_layout(name: str) -> LayoutRules:
+    return read_layout(shipped()[name])
+
+
 def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     """The rules in a file, or the layout of that name. Raises `FileProblem` for what is neither."""
     given = os.fspath(name)
     if given in shipped() and not os.path.isfile(given):
-        return read_layout(shipped()[given])
+        return shipped_layout(given)
     if not os.path.lexists(given) and os.sep not in given and "." not in given:
         what = f"{given!r} is neither a file nor a layout that ships"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
@@ -316,7 +311,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
 
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
-    layouts = map(read_layout, shipped().values())
+    layouts = map(shipped_layout, shipped())
     return [(each, turned) for each in layouts for side, turned in each.sides() if side.is_of(node)]
 
 

@@ -32,10 +32,8 @@ from typing import Any
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import FILE, FOLDER, OUT, Slot, command
 from ckptool.errors import UsageError, listed, printable
-from ckptool.names.arithmetic import Arithmetic, parse_arithmetic
-from ckptool.names.chain import JOIN_WAYS, Operation
-from ckptool.names.pattern import Name, parse_name, split_names
-from ckptool.names.rules import LOOK, Rule, Translation, parse_rules
+from ckptool.names.pattern import Arithmetic, Name, parse_arithmetic, parse_name, split_names
+from ckptool.names.rules import JOIN_WAYS, LOOK, Operation, Rule, Translation, parse_rules
 
 JOIN_LOOK = "A file of them: join: {'*.linear_fc1.*': glu, '*.linear_fc2.weight': row, '*': replicated}"
 FUNCTIONS = ("size", "count", "root")

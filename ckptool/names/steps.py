@@ -1,16 +1,110 @@
-"""Which names go into which steps: the rules that rename, change, join or leave out tensors are all matched here."""
+"""Which names go into which steps: the rules that rename, change, join or leave out tensors are all matched here.
+
+The numbers that names stand for are in a scope: those that were set, the rules' variables, the model's configuration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import isqrt, prod
+from typing import Any
 
+from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.names.pattern import Groups
+from ckptool.names.pattern import Arithmetic, Functions, Groups, Lookup, Unbound, parse_name, unbound
 from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
-from ckptool.names.scope import Scope
+
+Number = Callable[[Arithmetic], int]
+"""The value of an expression, with the variables of one match and of the rules."""
+
+MAX_DEPTH = 64  # of variables that are computed of each other
+
+
+@dataclass(slots=True)
+class Scope:
+    """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, which are computed
+    of the configuration, of the shapes (`size('NAME', AXIS)`) and of how many keys there are (`count('NAME.{n}.*')`).
+    """
+
+    given: Mapping[str, int]
+    variables: Mapping[str, Arithmetic]
+    config: Mapping[str, Any]
+    node: Mapping[Any, Any]
+    used: set[str] = field(default_factory=set)
+    _pending: list[str] = field(default_factory=list)
+    _found: dict[str, int | Unbound] = field(default_factory=dict)
+
+    def lookup(self, name: str) -> int | None:
+        """The number of a name; None where it has none. Raises `UsageError` for variables that are each other."""
+        if name in self.given:
+            self.used.add(name)
+            return self.given[name]
+        if name in self.variables and name not in self._pending[-1:]:
+            if len(self._pending) > MAX_DEPTH:
+                raise UsageError(f"{name} is computed of more than {MAX_DEPTH} variables in turn")
+            if name in self._pending:
+                cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
+                raise UsageError(f"the variables are computed of each other: {cycle}", "None has a value.")
+            if name not in self._found:
+                self._pending.append(name)
+                try:
+                    self._found[name] = self.variables[name].value(self.lookup, self.functions)
+                except Unbound as error:  # of what the variable is computed of: the variable itself can be set
+                    error = error if error.of_rules else unbound(name, self.variables[name].text, error.name)
+                    error.of_rules = True
+                    self._found[name] = error
+                finally:
+                    self._pending.pop()
+            if isinstance(found := self._found[name], Unbound):
+                raise found
+            return found
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return int(value) if isinstance(value, int) else None
+
+    @property
+    def functions(self) -> Functions:
+        def size(name: Any = None, axis: Any = None, *more: Any) -> int | None:
+            shape = getattr(self.node.get(name), "shape", None) or ()
+            return shape[axis] if not more and type(axis) is int and -len(shape) <= axis < len(shape) else None
+
+        def count(name: Any = "", *more: Any) -> int | None:
+            """How many values the first variable of a name has among the keys; None where no key matches."""
+            parsed = parse_name(str(name))
+            group = next(iter(parsed.variables), None)
+            matches = ((key, parsed.pattern.fullmatch(key)) for key in self.node if type(key) is str)
+            found = {match[group] if group else key for key, match in matches if match is not None}
+            return None if more else len(found) or None
+
+        def root(number: Any = None, *more: Any) -> int | None:
+            return isqrt(number) if not more and type(number) is int and number >= 0 else None
+
+        return {"size": size, "count": count, "root": root}
+
+    def ranges(self, ranges: Mapping[str, Arithmetic]) -> dict[str, int]:
+        """How many values each variable with a range has, as far as that is known."""
+        return {name: min(1 << 16, max(0, size.value(self.lookup, self.functions))) for name, size in ranges.items()}
+
+    def number(self, groups: Groups) -> Number:
+        """A function that evaluates expressions where the variables of names stand for these texts."""
+
+        def lookup(name: str) -> int | None:
+            text = groups.get(f"v_{name}", "")
+            return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else self.lookup(name)
+
+        return lambda expression: expression.value(lookup)
+
+    def refuse_unused(self, known: Collection[str]) -> None:
+        """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
+        if idle := [name for name in self.given if name not in known]:
+            what = f"{arg(set=idle[0])}: no rule has a variable of that name"
+            raise UsageError(what, f"The rules have {listed(sorted(known)) or 'none'}.")
+
+
+# Steps ---------------------------------------------------------------------------------------------------------------
 
 Overs = tuple[tuple[str, int], ...]
 """The numbers of the variables that a step puts together: of one of its tensors."""
@@ -39,6 +133,11 @@ class Step:
     def with_numbers(self, overs: Overs) -> dict[str, str]:
         """The groups of one of the tensors that it puts together, or that come out of it."""
         return {**self.groups, **{f"v_{name}": str(number) for name, number in overs}}
+
+    def names(self, lookup: Lookup, overs: Overs = ()) -> list[str]:
+        """The new names, of one of the tensors that come out of it where these have numbers of their own."""
+        groups = self.with_numbers(overs)
+        return [name.fill(groups, lookup) for name in self.rule.new]
 
 
 def steps_of(
@@ -81,28 +180,23 @@ def steps_of(
             break
         else:
             rest.append(key)
-    for step in found.values():
-        _refuse_incomplete(step)
+    for step in found.values():  # one may lack some of the tensors that belong together
+        rule = step.rule
+        for overs, keys in step.inputs.items():
+            if None in keys:
+                lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
+                here = listed([key for key in keys if key is not None], 3)
+                raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
+        over = sorted(rule.over)
+        counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in over]
+        if over and len(step.inputs) != prod(counts):
+            few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
+            each = (tuple(zip(over, values, strict=True)) for values in product(*few))
+            first = next(overs for overs in each if overs not in step.inputs)
+            missing = ", ".join(f"{name} = {number}" for name, number in first)
+            what = f"there is nothing for {missing}, of {counted(prod(counts), 'tensor')}"
+            raise rule.error(what, _TOGETHER, kind=Conflict)
     return [*found.values()], rest
-
-
-def _refuse_incomplete(step: Step) -> None:
-    """Raises `Conflict` for a step that lacks one of the tensors that belong together."""
-    rule = step.rule
-    for overs, keys in step.inputs.items():
-        if None in keys:
-            lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
-            here = listed([key for key in keys if key is not None], 3)
-            raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
-    names = sorted(rule.over)
-    counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in names]
-    expected = prod(counts)
-    if names and len(step.inputs) != expected:
-        few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
-        each = (tuple(zip(names, values, strict=True)) for values in product(*few))
-        first = next(overs for overs in each if overs not in step.inputs)
-        missing = ", ".join(f"{name} = {number}" for name, number in first)
-        raise rule.error(f"there is nothing for {missing}, of {counted(expected, 'tensor')}", _TOGETHER, kind=Conflict)
 
 
 def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule, str]]:

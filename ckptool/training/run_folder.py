@@ -27,7 +27,7 @@ from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
-from ckptool.formats.opening import PathLike
+from ckptool.formats import PathLike
 from ckptool.output import make_folder, sweep_folder
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run

@@ -421,11 +421,9 @@ def average(
     last = nodes[-1]
     others = zip(nodes[:-1], names, strict=False)
     if problems := [line for node, name in others for line in _differences(node, last, name, names[-1])]:
-        raise Conflict(
-            f"the files do not hold the same weights: {listed(problems, 6)}",
-            "The mean of different models is not a model. Nothing was written.",
-            f"See all of it: {command('diff', names[0], names[-1])}",
-        )
+        what = f"the files do not hold the same weights: {listed(problems, 6)}"
+        why = "The mean of different models is not a model. Nothing was written."
+        raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
     first: dict[Any, str] = {}  # of the names of a tensor that has several, whatever order they are in
     for name, value in sorted((str(key), value) for key, value in last.items() if isinstance(value, TensorEntry)):
         first.setdefault(value.view, name)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
+from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.commands import Slot, arg
 from ckptool.conventions.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.facts import size
 from ckptool.formats import DEFAULT, WRITERS
-from ckptool.transforms.slim import equal
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
 _NAME = (
@@ -107,11 +108,9 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
         what = f"{where} is not a bundle: it is of type {type(tree).__name__}"
         raise UsageError(what, "A bundle is a dictionary with names as keys.")
     if one := one_thing(checkpoint):
-        raise UsageError(
-            f"{where} is not a bundle, but {one}",
-            "Its entries are the tensors of one model or optimizer.",
-            f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT",
-        )
+        why = "Its entries are the tensors of one model or optimizer."
+        fix = f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT"
+        raise UsageError(f"{where} is not a bundle, but {one}", why, fix)
     return dict(tree)
 
 
@@ -241,11 +240,9 @@ def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any,
         tied = list({id(at[place]): at[place] for place in names}.values())
         same = list(equal([(storage.location, storage) for storage in tied]))
         if len(tied) > 1 and [len(storages) for storages in same] != [len(tied)]:
-            raise Conflict(
-                f"{listed(names)} were one tensor in the bundle, and differ now",
-                "Tied again, one of them would lose its values. Nothing was written.",
-                'To keep both, take them out of "ties" in bundle.json.',
-            )
+            what = f"{listed(names)} were one tensor in the bundle, and differ now"
+            why = "Tied again, one of them would lose its values. Nothing was written."
+            raise Conflict(what, why, 'To keep both, take them out of "ties" in bundle.json.')
         one.update((id(storage), tied[0]) for storage in tied)
     return map_storages(tree, lambda storage: one.get(id(storage), storage)) if one else tree
 
@@ -263,3 +260,17 @@ def refuse_unnamed(like: Any) -> None:
     if isinstance(like, OrderedDict) and like.attributes:
         what = "the bundle's dictionary has attributes of its own, which no file of a member can hold"
         raise Unsupported(what, f"They are: {listed(list(like.attributes))}.")
+
+
+def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
+    """Groups of storages of one kind with the same sha256; those that no checksum equals are not read."""
+    alike: dict[Any, list[Storage]] = defaultdict(list)
+    for kind, storage in candidates:
+        alike[kind].append(storage)
+    for group in alike.values():
+        sums = Counter(storage.crc for storage in group)  # None: the container has no checksums
+        same: dict[bytes, list[Storage]] = defaultdict(list)
+        for storage in over(group, lambda each: each.nbytes):
+            if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
+                same[sha256_of(storage.data).digest()].append(storage)
+        yield from (equals for equals in same.values() if len(equals) > 1)

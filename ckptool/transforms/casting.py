@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import each, fold
@@ -49,13 +49,10 @@ class CastTally:
 
 
 def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTally | None = None) -> Storage:
-    """The storage with every element converted, so that shapes, strides and offsets of its views stay what they were.
+    """The storage with every element in another floating type, so that shapes, strides and offsets of its views stay.
 
-    Bytes at the end that make no whole element are dropped. Raises `UsageError` unless both are floating types.
+    Bytes at the end that make no whole element are dropped.
     """
-    if not (source.is_float and target.is_float):
-        what = f"cannot cast {source.name} to {target.name}: one is not a floating-point dtype"
-        raise UsageError(what, "Casting rounds values; integers, complex and quantized tensors are left as they are.")
     if source is target:
         return storage
     flat = TensorEntry(storage, source, (storage.nbytes // source.itemsize,), (1,))
@@ -181,15 +178,16 @@ def compact(entry: TensorEntry) -> TensorEntry:
 
 def _refuse_expanded(entry: TensorEntry) -> None:
     if entry.nbytes > entry.storage.nbytes:
-        raise Conflict(
-            f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored",
-            "Every repeated value would be written out. Nothing was written.",
-            f"Leave it out: {arg(exclude=NAME)}",
-        )
+        what = f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored"
+        why = "Every repeated value would be written out. Nothing was written."
+        raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}")
 
 
-def recast(entry: TensorEntry, storage: Storage, new: DType) -> TensorEntry:
-    """The same view of its storage that was cast to another floating type."""
+def recast(
+    entry: TensorEntry, new: DType, tally: CastTally | None = None, storage: Storage | None = None
+) -> TensorEntry:
+    """The same view of its storage in another floating type. storage: that, where it was cast before."""
+    storage = storage or cast_storage(entry.storage, entry.dtype, new, tally)
     negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
     return replace(entry, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
 
@@ -198,10 +196,9 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
     """The tensor as another type, computed when it is read. Only for pairs that `conversion` has a word for."""
     if entry.dtype is new:
         return entry
-    whole = compact(entry)
     if entry.dtype.is_float and new.is_float:
-        return recast(whole, cast_storage(whole.storage, entry.dtype, new, tally), new)
-    made = each(_Converted(entry.dtype, new, tally), whole.with_flags(NO_FLAGS), dtype=new)
+        return recast(compact(entry), new, tally)
+    made = each(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
     return made.with_flags(entry.flags)
 
 
@@ -210,9 +207,7 @@ def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
     if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:
         what = f"{tensor!r} is not cast to {new.name} without torch"
         raise UsageError(what, "", f"In memory: entry.torch().to(torch.{new.torch})")
-    if tensor.dtype.is_float and new.is_float:
-        return recast(tensor, cast_storage(tensor.storage, tensor.dtype, new), new)
-    return converted(tensor, new)
+    return recast(tensor, new) if tensor.dtype.is_float and new.is_float else converted(tensor, new)
 
 
 def losses(entry: TensorEntry, new: DType) -> CastTally:
@@ -252,8 +247,7 @@ def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
 # State dicts ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(NamedTuple):
     """A cast: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
     tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.
@@ -322,7 +316,7 @@ def cast_roots(
     }
 
     def leaf(node: Any) -> Any:
-        return recast(node, storages[id(node.storage)], target) if id(node) in chosen else node
+        return recast(node, target, storage=storages[id(node.storage)]) if id(node) in chosen else node
 
     return Cast(
         replace(checkpoint, tree=rebuild(checkpoint.tree, leaf)),
@@ -348,8 +342,6 @@ def _refuse_shared(
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
             if clashes and (id(node), segment) not in slots:
                 name, other = names[id(clashes[0].storage)], address((*path, segment))
-                raise Conflict(
-                    f"{name} shares its storage with {other}, which is not cast",
-                    "Both would change, or no longer be tied.",
-                    f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}",
-                )
+                what = f"{name} shares its storage with {other}, which is not cast"
+                fix = f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}"
+                raise Conflict(what, "Both would change, or no longer be tied.", fix)

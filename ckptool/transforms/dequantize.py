@@ -183,11 +183,10 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
         return 0
     if not symmetric and forms and high < largest:
         return 1
-    raise Ambiguous(
-        f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for",
-        f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are.",
-        'Say it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".',
-    )
+    what = f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for"
+    why = f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are."
+    fix = 'Say it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".'
+    raise Ambiguous(what, why, fix)
 
 
 # bitsandbytes --------------------------------------------------------------------------------------------------------

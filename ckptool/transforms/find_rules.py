@@ -27,12 +27,14 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, green, yellow
-from ckptool.names.chain import parse_operation
 from ckptool.names.rule_files import dropping
-from ckptool.names.rules import Translation, parse_rules
+from ckptool.names.rules import Translation, parse_operation, parse_rules
 from ckptool.names.steps import Overs, Step
 from ckptool.transforms.suggest import (
+    HELD,
     HOLE,
+    PLAIN,
+    STACK,
     STACKED,
     VARIABLES,
     Goals,
@@ -45,6 +47,7 @@ from ckptool.transforms.suggest import (
     families,
     fitted,
     fused,
+    named,
     rule_text,
     written_rules,
     yaml_item,
@@ -63,15 +66,14 @@ Columns = tuple[tuple[str, ...], ...]
 
 # Groups --------------------------------------------------------------------------------------------------------------
 
-_STACK, _HELD = chr(0xF0001), re.compile(f"[{HOLE}{chr(0xF0001)}]")  # stands where the number that is stacked was
-_TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{_STACK}]|[^0-9._{HOLE}{_STACK}]+")
+_TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{STACK}]|[^0-9._{HOLE}{STACK}]+")
 _WORD = re.compile(r"[\w.-]+")
 
 
 class NameGroup(NamedTuple):
     """Keys that differ in one of some words, or in a number from zero, or both, for each choice of other numbers.
 
-    texts: of each word, with `HOLE` and `_STACK` in the places of numbers.
+    texts: of each word, with `HOLE` and `STACK` in the places of numbers.
     """
 
     texts: tuple[str, ...]
@@ -107,20 +109,14 @@ class NameGroup(NamedTuple):
         operations = [parse_operation(op) for op in chain.split(" | ") if op]
         operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
         chain, goals = " | ".join(map(str, operations)), Goals()
-        name = choice([_named(escaped(text), VARIABLES, "{{{}}}") for text in self.texts])
+        name = choice([named(escaped(text), PLAIN) for text in self.texts])
         for at, key in wholes.items():
             if splits:
-                goals[key] = (chain, *(_named(text, at, "{}") for text in self.texts))
+                goals[key] = (chain, *(named(text, at) for text in self.texts))
             else:
                 goals |= dict.fromkeys(self.at(at), (chain, key))
         sides = (whole, name) if splits else (name, whole)
         return Link(*sides, goals, chain=chain)
-
-
-def _named(text: str, numbers: Sequence[str], form: str) -> str:
-    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
-    places = iter(numbers)
-    return _HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == _STACK else form.format(next(places)), text)
 
 
 def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
@@ -132,12 +128,13 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
     for family in families(dict.fromkeys(keys), vary):
         alone: dict[Numbers, Columns] = {numbers: ((key,),) for numbers, key in family.keys.items()}
         found[family.text] = NameGroup((family.text,), alone)
-        for place in range(len(family.pieces) - 1):
+        pieces = family.text.split(HOLE)
+        for place in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
             for numbers, key in family.keys.items():
                 rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
-                text = _STACK.join(HOLE.join(half) for half in (family.pieces[: place + 1], family.pieces[place + 1 :]))
+                text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
                 found[text] = NameGroup((text,), {at: (tuple(row.values()),) for at, row in rows.items()})
     yield from found.values()
     alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ at one place, by what is there
@@ -356,7 +353,7 @@ class ValueSearch:
         self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
         self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
         self.prints = [{key: self.print(value) for key, value in side.items()} for side in sides]
-        self.free = [{key: None for key in side if key and not _HELD.search(key)} for side in sides]
+        self.free = [{key: None for key in side if key and not HELD.search(key)} for side in sides]
 
     def print(self, entry: TensorEntry) -> Fingerprint:
         """The fingerprint of a tensor of a side, or of one that rules make."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
@@ -30,8 +30,7 @@ from ckptool.formats.whole_tree import holds
 MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(NamedTuple):
     """A flat dictionary of tensors, the addresses that stay behind, and notes on what the container cannot say."""
 
     checkpoint: Checkpoint
@@ -64,19 +63,15 @@ def export(
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
     refuse_packed(checkpoint, root)
     if wrong := list(_not_plain(root.node, keys)):
-        raise Unsupported(
-            f"{container} cannot hold {listed(wrong)}",
-            "It holds only plain tensors, each under its name. Nothing was written.",
-            f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}",
-        )
+        why = "It holds only plain tensors, each under its name. Nothing was written."
+        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
+        raise Unsupported(f"{container} cannot hold {listed(wrong)}", why, fix)
     plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
-            raise Conflict(
-                f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored",
-                f"{container} has no strides, so every repeated value would be written out.",
-                f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}",
-            )
+            what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
+            why = f"{container} has no strides, so every repeated value would be written out."
+            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}")
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
@@ -134,6 +129,21 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
         for other, _ in children(holder)
         if other != path[depth]
     ]
+
+
+def droppable(tree: Any, path: Path) -> Path:
+    """The path itself, or that of the nearest thing around it that can be dropped; empty where there is none."""
+    around = holders(tree, path)
+    depths = (depth for depth in reversed(range(len(path))) if any(path[depth] in m for m in mappings(around[depth])))
+    return path[: next(depths, -1) + 1]
+
+
+def mappings(node: Any) -> list[dict[Any, Any]]:
+    """The dictionaries whose entries stand right below a node: itself; the items and attributes of an object."""
+    if not isinstance(node, Object):
+        return [node] if isinstance(node, dict) else []
+    states = node.state if isinstance(node.state, tuple) else (node.state,)
+    return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
 
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
@@ -225,8 +235,7 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
         raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
-@dataclass(frozen=True, slots=True)
-class Behind:
+class Behind(NamedTuple):
     """The entries that an output lacks. lines: those with tensors, and the others but for `_metadata`, which containers
     of tensors never have.  facts: the addresses and sums of all."""
 

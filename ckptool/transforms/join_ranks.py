@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -36,26 +36,23 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats.boxes import Piece
+from ckptool.formats import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import Opened, PathLike, open_to_change, open_whole, split
 from ckptool.formats.pieces import Joiner
-from ckptool.names.arithmetic import Lookup
-from ckptool.names.chain import JOIN_WAYS
+from ckptool.formats.placements import Piece
+from ckptool.names.pattern import Lookup
 from ckptool.names.rule_files import JOIN_LOOK
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
-from ckptool.names.scope import Scope
-from ckptool.names.steps import steps_of
+from ckptool.names.rules import JOIN_WAYS, TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
+from ckptool.names.steps import Scope, steps_of
 
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER = "distrib_optim.pt"
 _CHUNK = re.compile(r"model([0-9]{1,3})?")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
+class _Rank(NamedTuple):
     """The place of a file in tensor and pipeline parallelism, and what is in it. name: that of its folder or file."""
 
     name: str

@@ -24,9 +24,9 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
 from ckptool.formats.model_folder import configuration
-from ckptool.names.arithmetic import Arithmetic
-from ckptool.names.chain import Operation, parse_operation
-from ckptool.transforms.translate.operations import applied
+from ckptool.names.pattern import Arithmetic
+from ckptool.names.rules import Operation, parse_operation
+from ckptool.transforms.translate.apply import applied
 
 UNKNOWN = "?"  # an operation that is not known here
 
@@ -150,8 +150,7 @@ def _natural(key: Any) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(key))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One transformation of names, of those below a prefix. operations: of the tensors; empty for a name alone."""
 
     pattern: re.Pattern[str]

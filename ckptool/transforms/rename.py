@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
@@ -23,8 +23,7 @@ from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed
 Rename = Callable[[str], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
+class Renamed(NamedTuple):
     """The renamed checkpoint, the keys that changed of how many, also by root, and the names, old to new."""
 
     checkpoint: Checkpoint
@@ -62,12 +61,10 @@ def strip(
             if len(without) < len(names):
                 found.add(number)
             if not partial and 0 < len(without) < len(names):
-                raise Conflict(
-                    f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
-                    f"begin with {prefix!r}; without it: {listed(without, 3)}",
-                    "A wrapper would have put it on all of them; this may be a submodule of that name.",
-                    f"Remove it where it is: {arg(partial=True)}",
-                )
+                what = f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
+                what += f"begin with {prefix!r}; without it: {listed(without, 3)}"
+                why = "A wrapper would have put it on all of them; this may be a submodule of that name."
+                raise Conflict(what, why, f"Remove it where it is: {arg(partial=True)}")
             names = [name.removeprefix(prefix) for name in names]
     if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in found]:
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
@@ -93,7 +90,7 @@ def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED
     tree = renamed.checkpoint.tree
     nodes = [reduce(lambda node, segment: node[segment], root.path, tree) for root in roots]
     fresh = {id(node): _with_outer_modules(node, prefix) for node in nodes}
-    return replace(renamed, checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
+    return renamed._replace(checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
 
 
 def _with_outer_modules(node: Any, prefix: str) -> Any:
@@ -165,20 +162,13 @@ def _renamed_metadata(
     for path, value in metadata.items():
         if path in emptied:
             continue
-        new = path
-        if type(path) is str and path:
-            new = modules[path] if path in modules else _renamed_module(path, rename)
+        new = modules.get(path, path) if path else path
+        if type(path) is str and path and path not in modules:  # without parameters: as a key below it would be renamed
+            marked = rename(f"{path}.\0")
+            new = "" if marked == "\0" else marked[:-2] if marked.endswith(".\0") else path
         if new not in items or len(path) > depth[new]:
             items[new], depth[new] = value, len(path)
     return items
-
-
-def _renamed_module(path: str, rename: Rename) -> str:
-    """The path of a module without parameters of its own: as that of a key below it would be renamed."""
-    marked = rename(f"{path}.\0")
-    if marked == "\0":
-        return ""
-    return marked[:-2] if marked.endswith(".\0") else path
 
 
 def module_names(names: dict[str, str]) -> dict[str, str]:

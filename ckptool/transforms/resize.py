@@ -8,10 +8,10 @@ it is read, and rounded once, so that no value is further from the exact one tha
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import isqrt, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Flags, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, resolved, stretches
@@ -38,8 +38,7 @@ _WAYS = {
 _EXAMPLE = "For example: bicubic(cls=1), bilinear(from=14x20, to=28x40), rows(mean), channels(sum)"
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
+class Resize(NamedTuple):
     """How a tensor gets another size; `text` as it was written.
 
     grid: tokens [.., N, D] as an image, or each axis of [.., H, W, ..] that differs; mode: `bicubic` or `bilinear`.
@@ -108,11 +107,8 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
     of over 1 M elements.
     """
     if not entry.dtype.is_float:
-        raise Unsupported(
-            f"{name} is {entry!r}, and cannot be resized",
-            "Only floating-point numbers have means and values in between. Nothing was written.",
-            f"Leave it out: {arg(exclude=NAME)}",
-        )
+        why = "Only floating-point numbers have means and values in between. Nothing was written."
+        raise Unsupported(f"{name} is {entry!r}, and cannot be resized", why, f"Leave it out: {arg(exclude=NAME)}")
     try:
         made = {GRID: _grid, OF_ROWS: _rows, CHANNELS: _channels}[how.kind](resolved(compact(entry)), shape, how)
     except _Unfit as unfit:

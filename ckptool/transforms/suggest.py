@@ -28,9 +28,11 @@ Numbers = tuple[str, ...]
 Goals = dict[str, tuple[str, ...]]
 """Where keys go: the operations, and the new names that a key becomes, or a part of."""
 
-HOLE = chr(0xF0000)  # stands where a number was
-STACKED = "e"  # the variable of tensors that are stacked
+HOLE, STACK = chr(0xF0000), chr(0xF0001)  # stand where a number was, and that of tensors that are stacked
+STACKED = "e"  # the variable of those
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
+PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
+HELD = re.compile(f"[{HOLE}{STACK}]")
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
@@ -125,16 +127,12 @@ def words(name: str) -> Words:
 class Family:
     """Keys that differ in their numbers only, by these, in order.
 
-    pieces: the text around the numbers.  traits: of the keys, in their order.
+    text: with `HOLE` in the places of numbers.  traits: of the keys, in their order.
     """
 
-    pieces: tuple[str, ...]
+    text: str
     keys: dict[Numbers, str]
     traits: tuple[Trait, ...]
-
-    @cached_property
-    def text(self) -> str:
-        return HOLE.join(self.pieces)
 
     @cached_property
     def words(self) -> Words:
@@ -144,15 +142,19 @@ class Family:
     def module(self) -> str:
         return self.text.rpartition(".")[0]
 
-    def template(self, numbers: Sequence[str]) -> str:
-        """The name in a rule, with these texts for its numbers."""
-        texts = map(escaped, self.pieces)
-        return "".join(text + number for text, number in zip(texts, [*numbers, ""], strict=True))
-
     @property
-    def variables(self) -> list[str]:
-        """Its numbers in a rule."""
-        return [f"{{{name}}}" for name in VARIABLES[: len(self.pieces) - 1]]
+    def leaf(self) -> str:
+        return self.text.removeprefix(self.module)
+
+    def template(self, numbers: Sequence[str] = PLAIN) -> str:
+        """The name in a rule, with these texts for its numbers."""
+        return named(escaped(self.text), numbers)
+
+
+def named(text: str, numbers: Sequence[str]) -> str:
+    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
+    places = iter(numbers)
+    return HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == STACK else next(places), text)
 
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
@@ -180,13 +182,9 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
                 texts[-1] += first[place] + piece
         rows.sort(key=lambda row: ([*map(int, row[0])], row[0]))
         keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
-        found.append(Family(tuple(texts), keys, tuple(traits[key] for key in keys.values())))
+        found.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
-    return sorted(found, key=lambda family: min(map(order.__getitem__, family.keys.values())))
-
-
-def without_numbers(name: str) -> str:
-    return re.sub(f"[0-9{HOLE}]+", HOLE, name)
+    return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
 
 
 def escaped(text: str) -> str:
@@ -271,13 +269,14 @@ class Link(NamedTuple):
     way: object = None
 
 
-_Modules = Mapping[str, list[Family]]
+Modules = Mapping[str, Mapping[str, Family]]
+"""Families by their modules and the last parts of their names."""
 
 
-def _modules(some: Iterable[Family]) -> _Modules:
-    found: dict[str, list[Family]] = defaultdict(list)
+def _modules(some: Iterable[Family]) -> Modules:
+    found: dict[str, dict[str, Family]] = defaultdict(dict)
     for family in some:
-        found[family.module].append(family)
+        found[family.module][family.leaf] = family
     return found
 
 
@@ -298,27 +297,25 @@ class Search:
             self._by_order(*map(families, self.free, level))
 
     def _is_open(self, match: Match) -> bool:
-        pairs = match.pairs.items()
-        return all(key in self.free[0] and goal in self.free[1] for key, goal in pairs)
+        return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())
 
     def _accept(self, match: Match, why: str, certain: bool = True, way: object = None) -> None:
         goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
-        old, new = match.ours.template(match.ours.variables), match.theirs.template(match.numbers)
+        old, new = match.ours.template(), match.theirs.template(match.numbers)
         self.links.append(Link(old, new, goals, why, certain, way=way))
         for key, goal in match.pairs.items():
             self.free[0].pop(key, None)
             self.free[1].pop(goal, None)
 
-    def _with_its_module(self, match: Match, modules: Sequence[_Modules], why: str, certain: bool = True) -> None:
+    def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
         """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
         self._accept(match, why, certain)
         ours, theirs = match.ours, match.theirs
-        if ours.text.removeprefix(ours.module) == theirs.text.removeprefix(theirs.module):
-            below = {each.text.removeprefix(theirs.module): each for each in modules[1][theirs.module]}
-            for one in modules[0][ours.module]:
-                other = matched(one, below.get(one.text.removeprefix(ours.module)))
-                if other is not None and other.numbers == match.numbers and self._is_open(other):
-                    self._accept(other, "the other tensors of the module fit", certain)
+        below = modules[1][theirs.module]
+        for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
+            other = matched(one, below.get(leaf))
+            if other is not None and other.numbers == match.numbers and self._is_open(other):
+                self._accept(other, "the other tensors of the module fit", certain)
 
     def _by_prefix(self, *sides: list[Family]) -> None:
         """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
@@ -398,8 +395,8 @@ class Search:
 def _cannot_be(match: Match) -> bool:
     """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
     or are counted from elsewhere."""
-    ours, theirs = match.ours, match.theirs
-    return ours.words.contradict(theirs.words) or without_numbers(ours.text) == without_numbers(theirs.text)
+    one, other = (re.sub(f"[0-9{HOLE}]+", HOLE, each.text) for each in (match.ours, match.theirs))
+    return one == other or match.ours.words.contradict(match.theirs.words)
 
 
 def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
@@ -409,37 +406,27 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
         threes: dict[object, dict[str, Family]] = defaultdict(dict)
         for family in families(apart, len(VARIABLES)):
             if len(role := family.words.strong & {"q", "k", "v"}) == 1:
-                same = family.words.strong - role, family.words.weak, family.pieces[-1].rpartition(".")[2]
+                same = family.words.strong - role, family.words.weak, family.text.split(HOLE)[-1].rpartition(".")[2]
                 threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
+        ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
         for three in threes.values():
             parts = [three[role] for role in "qkv" if role in three]
-            shapes = {tuple(part.traits[0] or ()) for part in parts}
-            ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
-            for axis in (0, -1) if len(parts) == 3 and all(shapes) else ():
-                sizes: list[Any] = [(part.traits[0] or ())[axis] for part in parts]
-                total = [*(parts[0].traits[0] or ())]
+            whole_shapes = all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
+            for axis in (0, -1) if len(parts) == 3 and whole_shapes else ():
+                shapes: list[Any] = [part.traits[0] for part in parts]
+                sizes, total = [shape[axis] for shape in shapes], [*shapes[0]]
                 total[axis] = sum(sizes)
-                is_bias = "bias" in parts[0].words.strong
-                fits = [
-                    one
-                    for one in ones
-                    if {*one.traits} == {(*total,)}
-                    and one.keys.keys() == parts[0].keys.keys()
-                    and is_bias == ("bias" in one.words.strong)
-                ]
-                if len(fits) == 1 and all(len({*part.traits}) == 1 for part in parts):
-                    unequal = f" {sizes}" if len(set(sizes)) > 1 else ""
-                    whole, name = (
-                        fits[0].template(fits[0].variables),
-                        choice([part.template(part.variables) for part in parts]),
-                    )
+                kind = parts[0].keys.keys(), "bias" in parts[0].words.strong, {(*total,)}
+                fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
+                if len(fits) == 1:
+                    chain = f"{'split' if splits else 'cat'} {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
+                    names = [choice([part.template() for part in some]) for some in (parts, fits)]
                     goals: Goals = {}
                     for numbers, key in fits[0].keys.items():
                         keys = [part.keys[numbers] for part in parts]
-                        some: Goals = {key: (f"split {axis}{unequal}", *keys)}
-                        goals |= some if splits else dict.fromkeys(keys, (f"cat {axis}{unequal}", key))
-                    sides = (whole, name) if splits else (name, whole)
-                    yield Link(*sides, goals, why, False, f"{'split' if splits else 'cat'} {axis}{unequal}")
+                        goals |= {key: (chain, *keys)} if splits else dict.fromkeys(keys, (chain, key))
+                    old, new = reversed(names) if splits else names
+                    yield Link(old, new, goals, why, False, chain)
                     break
 
 

@@ -4,6 +4,7 @@ formulas by rows share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -12,9 +13,9 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_stri
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
 from ckptool.checkpoint.dtypes import Array
 from ckptool.errors import LimitExceeded, UsageError, counted
-from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
-from ckptool.names.arithmetic import MAX_NUMBER
+from ckptool.formats.placements import Piece
+from ckptool.names.pattern import MAX_NUMBER
 
 MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
@@ -24,16 +25,8 @@ def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
     """The elements in another shape: a view where the strides allow it, as in torch."""
     if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
         raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
-    strides = _view_strides(tensor, shape)
-    if strides is None:
-        return tensor.reshape(tuple(shape))
-    return TensorEntry(tensor.storage, tensor.dtype, tuple(shape), strides, tensor.offset, tensor.flags)
-
-
-def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of the same elements in another shape; None where there are none."""
     if not tensor.numel:
-        return row_major_strides(tuple(shape))
+        return replace(tensor, shape=tuple(shape), stride=row_major_strides(tuple(shape)))
     blocks: list[list[int]] = []  # sizes and steps of dimensions that continue each other
     for size, step in zip(tensor.shape, tensor.stride, strict=True):
         if blocks and blocks[-1][1] == size * step:
@@ -47,10 +40,10 @@ def _view_strides(tensor: TensorEntry, shape: Sequence[int]) -> tuple[int, ...] 
         while prod(shape[place:end]) < size and end < len(shape):
             end += 1
         if prod(shape[place:end]) != size:
-            return None
+            return tensor.reshape(tuple(shape))
         strides += [step * inner for inner in row_major_strides(tuple(shape[place:end]))]
         place = end
-    return (*strides, *[1] * (len(shape) - place))
+    return replace(tensor, shape=tuple(shape), stride=(*strides, *[1] * (len(shape) - place)))
 
 
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:

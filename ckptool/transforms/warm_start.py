@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt, prod
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from ckptool.analysis.warm_start import (
     little,
     unmet,
 )
-from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
@@ -59,8 +59,7 @@ ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
-@dataclass(frozen=True, slots=True)
-class MatchOptions:
+class MatchOptions(NamedTuple):
     """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
     on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
@@ -107,8 +106,7 @@ def _way(text: str) -> tuple[str, Resize]:
     return found[1], parse_resize(found[2])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
+class Assignment(NamedTuple):
     """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
 
     how: it is loaded, as in `Loaded`.
@@ -120,8 +118,7 @@ class Assignment:
     how: str = AS_IT_IS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WarmStartPlan:
+class WarmStartPlan(NamedTuple):
     """`chosen`: the assignment of each name of the target that is loaded (tied names included); `report`: all of it."""
 
     chosen: dict[str, Assignment]
@@ -348,16 +345,14 @@ def _has_same_parts(a: Composite, b: Composite) -> bool:
     parts, others = list(a.parts()), list(b.parts())
     if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
         return False
-    return all(_has_same_size(one, other) for one, other in zip(parts, others, strict=True))
-
-
-def _has_same_size(one: TensorEntry | StorageRef, other: TensorEntry | StorageRef) -> bool:
-    if one.dtype is not other.dtype or type(one) is not type(other):
-        return False
-    if not isinstance(one, TensorEntry) or not isinstance(other, TensorEntry):
-        return one.storage.nbytes == other.storage.nbytes
-    sizes = one.dtype.kind == "int"
-    return one.shape == other.shape and (not sizes or same_bytes(row_major(one), row_major(other)))
+    for one, other in zip(parts, others, strict=True):
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry) and one.dtype is other.dtype:
+            are_sizes = one.dtype.kind == "int"
+            if one.shape != other.shape or (are_sizes and not same_bytes(row_major(one), row_major(other))):
+                return False
+        elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
+            return False
+    return True
 
 
 def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:
@@ -457,8 +452,7 @@ def _advice(report: LoadReport) -> str:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class Filled(NamedTuple):
     """A whole state dict for a target, and the names whose values are the target's own."""
 
     state_dict: OrderedDict
@@ -539,8 +533,7 @@ def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
 # The optimizer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
     """State by the names of the target, the groups of the names, and the report with the names without state."""
 
     state: dict[str, Any]
@@ -598,12 +591,10 @@ def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
         else:
             members[number].append(name)
     if unknown:
-        raise Conflict(
-            f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
-            f"which of them {listed(unknown)} belong to",
-            "The learning rate and weight decay would be a guess. Nothing was written.",
-            "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)",
-        )
+        what = f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
+        what += f"which of them {listed(unknown)} belong to"
+        fix = "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)"
+        raise Conflict(what, "The learning rate and weight decay would be a guess. Nothing was written.", fix)
     named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
     state = {name: found.state[name] for names in members for name in names if name in found.state}
     return Slots({"state": state, "param_groups": named}, "").numbered()
@@ -613,17 +604,12 @@ def _only_one(checkpoint: Checkpoint) -> Slots:
     found = list(optimizers(checkpoint.tree))
     where = checkpoint.source or "the checkpoint"
     if not found:
-        raise NoMatch(
-            f"{where} has no optimizer state",
-            "It would be a dictionary with `state` and `param_groups`. Nothing was changed.",
-            f"Go without it: omit {arg(optimizer=True)}",
-        )
+        why = "It would be a dictionary with `state` and `param_groups`. Nothing was changed."
+        raise NoMatch(f"{where} has no optimizer state", why, f"Go without it: omit {arg(optimizer=True)}")
     if len(found) > 1:
-        raise UsageError(
-            f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}",
-            "Which one belongs to these weights is not known.",
-            f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
-        )
+        what = f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}"
+        fix = f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
+        raise UsageError(what, "Which one belongs to these weights is not known.", fix)
     ((path, optimizer),) = found
     return Slots(optimizer, address(path))
 

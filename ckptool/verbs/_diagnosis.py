@@ -20,10 +20,9 @@ from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, Slot, command
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, Text, listed
-from ckptool.formats import named
-from ckptool.formats.opening import Opened
-from ckptool.formats.parts import CODE as PART
-from ckptool.formats.parts import MEMBERS
+from ckptool.formats import Opened, named
+from ckptool.formats.folder import CODE as PART
+from ckptool.formats.folder import MEMBERS
 from ckptool.pickles.weights_only import weights_only
 from ckptool.training import is_run
 from ckptool.transforms.flatten import lost_tensors

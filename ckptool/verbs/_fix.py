@@ -13,9 +13,8 @@ from ckptool.analysis.targets import Target
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, as_argument, called, command
 from ckptool.errors import CkptoolError, Unsupported, UsageError, counted, quoted
-from ckptool.formats import for_output, marks, named
-from ckptool.formats.opening import CheckpointLike, Opened, open_file, shown
-from ckptool.formats.parts import CODE as PART
+from ckptool.formats import CheckpointLike, Opened, for_output, marks, named, open_file, shown
+from ckptool.formats.folder import CODE as PART
 from ckptool.verbs._diagnosis import of_opened, of_unopened
 from ckptool.verbs._save import Change, Row, Written, lines_of
 

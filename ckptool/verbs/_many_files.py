@@ -95,7 +95,7 @@ def _one(work: Work[Result], options: Given, pair: Pair) -> Result:
 
 def _are_apart(pairs: Sequence[Pair]) -> bool:
     """True where nothing is written that another file is made from, nor beside it: then the order of work is free."""
-    from ckptool.formats.opening import split
+    from ckptool.formats import split
 
     def above(path: str) -> set[str]:
         return {str(folder) for folder in PurePath(path).parents}
@@ -124,7 +124,7 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs
 def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
     from ckptool import formats
-    from ckptool.formats.opening import split
+    from ckptool.formats import split
 
     folder, container = given["folder"], given.get("container")
     if verb == "convert" and container is None:

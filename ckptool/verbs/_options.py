@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from ckptool.checkpoint import workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
-from ckptool.commands import OUT, Watched, argument, command, option, repeated
+from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike, PathLike, split
+from ckptool.formats import CheckpointLike, PathLike, split
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
@@ -99,6 +101,39 @@ def pairs(
         return once(flag, found)
 
     return parse
+
+
+def assignments(flag: str, texts: Iterable[str]) -> dict[str, Any]:
+    """The values of texts `path=value` by their addresses."""
+    return once(flag, list(map(assignment, texts)))
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """The address and value of `path=value`: JSON where it parses, else text; after `:=` nothing but JSON.
+
+    Raises `UsageError` where it is neither.
+    """
+    place, separator, value = text.partition("=")
+    place, is_json = place.removesuffix(":"), place.endswith(":")
+    if not separator or not place:
+        raise UsageError(f"{text!r} is not of the form PATH=VALUE", "", f"For example: {arg(set={'epoch': 3})}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = Counter(name for name, _ in pairs)
+        if names.total() > len(names):
+            raise ValueError(f"the name {names.most_common(1)[0][0]!r} is there twice")
+        return dict(pairs)
+
+    try:
+        return place, json.loads(value, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and not is_json:
+            return place, value
+        raise UsageError(
+            f"{value!r} is not JSON: {error!s}",
+            "A string needs quotes inside the shell's, and an object has each name once.",
+            f"For example: '{place}=text'",
+        ) from None
 
 
 def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

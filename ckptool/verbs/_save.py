@@ -35,10 +35,9 @@ from ckptool.errors import (
     listed,
 )
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
-from ckptool.formats import Format, marks
+from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
+from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_to_change
-from ckptool.formats.parts import MEMBERS, refuse_placeholders
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
@@ -436,7 +435,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     if unknown := [name for name in options if name not in known]:
         what = f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}"
         raise TypeError(f"{what}; for its output it takes {', '.join(known)}")
-    memory = any(map(in_memory, inputs))
+    memory = any(map(is_in_memory, inputs))
     if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
         what = f"{verb} cannot change {elsewhere} in place"
         raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")

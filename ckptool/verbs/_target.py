@@ -12,7 +12,7 @@ from ckptool.checkpoint.files import Source, open_input
 from ckptool.checkpoint.paths import may_exist, refused_place
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, UsageError
-from ckptool.formats.opening import CheckpointLike, in_memory, open_whole, shown, split
+from ckptool.formats import CheckpointLike, is_in_memory, open_whole, shown, split
 
 MAX_SPEC = 64 << 20  # bytes
 
@@ -20,7 +20,7 @@ MAX_SPEC = 64 << 20  # bytes
 def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = False) -> Target:
     """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     if not isinstance(target, (str, os.PathLike)):
-        if in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
+        if is_in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
             from ckptool.bridge.modules import target_of
 
             return target_of(target, shown(target))

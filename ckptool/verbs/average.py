@@ -12,9 +12,9 @@ from ckptool.checkpoint.tree import address
 from ckptool.commands import argument, option, repeated, several, verb
 from ckptool.conventions.state_dicts import is_beside, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.formats import CheckpointLike, open_whole
+from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
-from ckptool.formats.opening import CheckpointLike, open_whole
-from ckptool.formats.parts import refuse_placeholders
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.verbs._options import At, IsPart, Out, Texts, numbers

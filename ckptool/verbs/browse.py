@@ -29,7 +29,7 @@ from ckptool.commands import FILE, command, verb
 from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size
-from ckptool.formats.opening import Opened, open_file
+from ckptool.formats import Opened, open_file
 from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File
 

@@ -15,9 +15,18 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import bundle_json, marks
+from ckptool.formats import (
+    CheckpointLike,
+    PathLike,
+    bundle_json,
+    counting_whole,
+    is_in_memory,
+    marks,
+    open_whole,
+    shown,
+    split,
+)
 from ckptool.formats.in_memory import checkpoint_in_memory, together
-from ckptool.formats.opening import CheckpointLike, PathLike, counting_whole, in_memory, open_whole, shown, split
 from ckptool.transforms.bundles import (
     bundled,
     changed,
@@ -30,8 +39,7 @@ from ckptool.transforms.bundles import (
     table,
     tied_again,
 )
-from ckptool.transforms.edit import parse_assignment
-from ckptool.verbs._options import IsPart, Out, Texts, pairs
+from ckptool.verbs._options import IsPart, Out, Texts, assignment, pairs
 from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
@@ -61,8 +69,8 @@ def _words(
             raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
         check_names([name.removesuffix(":")], [*files, *values])
         if name.endswith(":"):
-            values[name[:-1]] = parse_assignment(word)[1]
-        elif not os.path.lexists(split(file)[0]) and parse_assignment(word)[1] != file:
+            values[name[:-1]] = assignment(word)[1]
+        elif not os.path.lexists(split(file)[0]) and assignment(word)[1] != file:
             what = f"{word!r} names the file {file}, which is not there"
             raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
         else:
@@ -156,7 +164,9 @@ class _Members:
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
         check_names([*files, *values], self.checkpoint.tree)
-        live = {name: given for name, given in files.items() if in_memory(given) and not isinstance(given, Checkpoint)}
+        live = {
+            name: given for name, given in files.items() if is_in_memory(given) and not isinstance(given, Checkpoint)
+        }
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():

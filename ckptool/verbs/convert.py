@@ -17,15 +17,28 @@ from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
-from ckptool.formats import DCP, SHARDED, Format, by_name, for_output, members
+from ckptool.formats import (
+    DCP,
+    SHARDED,
+    CheckpointLike,
+    Format,
+    Opened,
+    PathLike,
+    by_name,
+    for_output,
+    is_in_memory,
+    members,
+    open_whole,
+    shown,
+    split,
+)
 from ckptool.formats.model_folder import ModelFolder, model_folder
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, in_memory, open_whole, shown, split
 from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
-from ckptool.transforms.edit import droppable
 from ckptool.transforms.flatten import (
     around,
+    droppable,
     export,
     left_behind,
     lost_tensors,
@@ -105,7 +118,7 @@ def convert(
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
-    if out is None and not in_memory(file):
+    if out is None and not is_in_memory(file):
         fix = f"For example: {arg(out='model.safetensors')}"
         raise UsageError("convert needs an output", "It writes a new file.", fix)
     if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
@@ -196,7 +209,7 @@ def _opened(
         return open_joined(file, read_join_rules(os.fspath(rules_file)), at, part=part)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
-    from ckptool.formats.layouts.flat_parameters import rebuilt
+    from ckptool.formats.layouts.rank_files import of_flat_parameters
     from ckptool.verbs._target import find_target
 
     path, place = split(file)
@@ -206,7 +219,7 @@ def _opened(
     folder = Folder(path)
     with unchanged(folder):
         ordered = target.checkpoint is None or not target.checkpoint.tensors_only
-        return Opened(rebuilt(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
+        return Opened(of_flat_parameters(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
 
 
 _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="model.dcp", ranks=8)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from ckptool.analysis.diff import IGNORABLE, Diff, diff_files
 from ckptool.commands import argument, option, repeated, verb
-from ckptool.formats.opening import CheckpointLike
+from ckptool.formats import CheckpointLike
 from ckptool.verbs._options import Texts
 
 _KINDS = f"{', '.join(IGNORABLE)}; separate several by commas."

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import FILE, OUT, arg, argument, command, option, verb
 from ckptool.errors import CkptoolError, UsageError
-from ckptool.formats.opening import CheckpointLike, open_file, shown
+from ckptool.formats import CheckpointLike, open_file, shown
 from ckptool.verbs._options import AGAINST, Out, standard_input
 from ckptool.verbs._save import SaveInPlace, Unpack, Written, change_of
 

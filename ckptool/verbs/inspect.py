@@ -9,7 +9,7 @@ from ckptool.checkpoint import Composite
 from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.progress import over
 from ckptool.commands import option, repeated, several, verb
-from ckptool.formats.opening import open_file
+from ckptool.formats import open_file
 from ckptool.training import is_run
 from ckptool.verbs._options import At, Files, Texts
 

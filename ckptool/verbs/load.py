@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint.graph import no_collection
 from ckptool.errors import Corrupt, UsageError, listed
-from ckptool.formats.opening import CheckpointLike, open_whole
+from ckptool.formats import CheckpointLike, open_whole
 
 
 def load(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from ckptool.commands import option, repeated, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
-from ckptool.formats.opening import CheckpointLike, open_whole
+from ckptool.formats import CheckpointLike, open_whole
 from ckptool.transforms.lora.adapters import SCHEMES, convert
 from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, open_adapter, write_adapter
 from ckptool.verbs._options import Out

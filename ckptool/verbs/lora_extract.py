@@ -8,8 +8,8 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.commands import argument, option, several, verb
 from ckptool.conventions.state_dicts import one_state_dict, without_wrappers
 from ckptool.errors import counted, listed, printable
+from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.casting import parse_dtype
 from ckptool.transforms.lora.low_rank import extract
 from ckptool.transforms.memory_names import in_memory

@@ -10,9 +10,9 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.commands import OUT, arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
+from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.opening import CheckpointLike, open_whole
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.merge import AdapterMerge
 from ckptool.transforms.memory_names import in_memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats.opening import CheckpointLike, open_file
+from ckptool.formats import CheckpointLike, open_file
 
 
 def open(file: CheckpointLike) -> Checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ckptool.commands import repeated, several, verb
-from ckptool.formats.opening import refuse_address
+from ckptool.formats import refuse_address
 from ckptool.training.reports import RunHistory, history_of
 from ckptool.training.run_folder import folder_of
 from ckptool.verbs._options import Texts

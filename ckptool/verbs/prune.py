@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 from ckptool.commands import option, several, verb
 from ckptool.errors import counted
 from ckptool.facts import Bytes, Report, Table, Told, bold, size
-from ckptool.formats.opening import refuse_address
+from ckptool.formats import refuse_address
 from ckptool.verbs._training import RunFolder, Set, check_harness
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from ckptool.commands import FILE, OUT, argument, command, option, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import UsageError
-from ckptool.formats.opening import CheckpointLike
+from ckptool.formats import CheckpointLike
 from ckptool.names.rule_files import renaming
 from ckptool.names.steps import by_rules
 from ckptool.transforms.rename import apply

@@ -25,7 +25,7 @@ from ckptool.commands import arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_file, shown, split
+from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
 from ckptool.training.reports import GOOD, RunHistory, RunReport, history_of

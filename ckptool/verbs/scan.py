@@ -7,7 +7,7 @@ from typing import Annotated
 from ckptool.analysis import scan as analysis
 from ckptool.analysis.scan import Scan
 from ckptool.commands import argument, option, verb
-from ckptool.formats.opening import PathLike, refuse_address
+from ckptool.formats import PathLike, refuse_address
 from ckptool.training import is_run
 from ckptool.training.reports import RunReport
 from ckptool.verbs._options import Jobs

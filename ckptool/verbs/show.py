@@ -21,7 +21,7 @@ from ckptool.checkpoint.tree import Path, address, children, find, segment_text,
 from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
-from ckptool.formats.opening import open_file
+from ckptool.formats import open_file
 from ckptool.verbs._options import At, File
 
 LINES = 1_000

@@ -10,7 +10,7 @@ from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC_SCHEMA, SPEC_VERSIO
 from ckptool.commands import argument, verb
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import LIVE, Report, Told, bold, dim, short
-from ckptool.formats.opening import CheckpointLike
+from ckptool.formats import CheckpointLike
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
 from ckptool.verbs._target import find_target

@@ -11,11 +11,10 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import SHARDED
+from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
-from ckptool.formats.opening import CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.sharded import divided
-from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, read_layout, shipped
+from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
@@ -250,7 +249,7 @@ def layouts(name: str | None = None) -> LayoutList:
     if name is not None and name not in shipped():
         what = f"{name!r} is not a layout that ships"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
-    return LayoutList(tuple(read_layout(path) for each, path in shipped().items() if name in (None, each)))
+    return LayoutList(tuple(shipped_layout(each) for each in shipped() if name in (None, each)))
 
 
 def find_rules(

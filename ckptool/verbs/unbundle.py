@@ -16,8 +16,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
-from ckptool.formats import bundle_json, marks
-from ckptool.formats.opening import PathLike, open_whole
+from ckptool.formats import PathLike, bundle_json, marks, open_whole
 from ckptool.transforms.bundles import (
     check_names,
     container_of,

@@ -14,8 +14,8 @@ from ckptool.checkpoint.files import Input
 from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
+from ckptool.formats import PathLike, is_in_memory, open_file, open_source
 from ckptool.formats.checksums import Progress
-from ckptool.formats.opening import PathLike, in_memory, open_file, open_source
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
@@ -56,7 +56,7 @@ def verify(
     of weights could be meant.
     """
     given: tuple[Input | Checkpoint, str | None]
-    given = (open_file(file).checkpoint, None) if in_memory(file) else open_source(file)
+    given = (open_file(file).checkpoint, None) if is_in_memory(file) else open_source(file)
     at = at if at is not None else given[1]
     kept = read_digests(against) if against is not None else None
     if write_digest is not None:

@@ -17,10 +17,9 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
 from ckptool.errors import UsageError
-from ckptool.formats import marks
+from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
-from ckptool.formats.opening import CheckpointLike, PathLike, open_whole
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of

@@ -172,15 +172,6 @@ def test_nothing_is_inflated(tmp_path: Path) -> None:
     unreadable(path, Unsupported, "policy.pth is compressed", "unzip")
 
 
-def test_encrypted_files_are_named(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "e.zip", {"policy.pth": saved(WEIGHTS)})
-    data = bytearray(path.read_bytes())
-    data[6] |= 1
-    data[data.rindex(b"PK\x01\x02") + 8] |= 1
-    path.write_bytes(data)
-    unreadable(path, Unsupported, "encrypted")
-
-
 def test_a_file_that_is_cut_or_none_is_named_with_its_place(tmp_path: Path) -> None:
     unreadable(zipped(tmp_path / "a.zip", {"policy.pth": saved(WEIGHTS)[:200]}), Truncated, "policy.pth")
     unreadable(zipped(tmp_path / "b.zip", {"policy.pth": b"hello"}), Unsupported, "policy.pth", "unzip")

@@ -22,7 +22,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, NotACheckpoint, OnlyAPart, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.formats.dcp import payloads, templates
+from ckptool.formats.dcp import payloads
 from tests.support.cli import Run
 from tests.support.dcp_folders import edit, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
@@ -167,7 +167,7 @@ def values(folder: Path) -> dict[Any, bytes]:
 
 def outcome(folder: Path, most: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(templates, "MOST", most)
+        patch.setattr(payloads, "MOST_TEMPLATES", most)
         try:
             return values(folder)
         except CkptoolError as error:
@@ -182,7 +182,7 @@ def test_a_zip_that_differs_in_any_byte_is_read_in_full(tmp_path: Path) -> None:
     expected = values(folder)
     for at in range(size, 2 * size, 7):
         rank.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        (quick, full) = (outcome(folder, most) for most in (templates.MOST, 0))
+        (quick, full) = (outcome(folder, most) for most in (payloads.MOST_TEMPLATES, 0))
         assert quick == full, at
         assert isinstance(quick, str) or quick.keys() == expected.keys()
 
@@ -197,7 +197,7 @@ def test_values_that_hold_the_end_of_another_zip_are_refused_where_they_were(tmp
     end = 2 * size if at < 2 * size else 3 * size
     data[at : at + 22] = b"PK\5\6" + bytes(16) + (end - at - 22).to_bytes(2, "little")
     rank.write_bytes(data)
-    assert outcome(folder, templates.MOST) == outcome(folder, 0)
+    assert outcome(folder, payloads.MOST_TEMPLATES) == outcome(folder, 0)
     assert "comment of another" in outcome(folder, 0)
 
 

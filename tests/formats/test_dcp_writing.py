@@ -176,9 +176,8 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 def test_a_pickle_that_does_not_fit_is_passed_over(change: str, tmp_path: Path) -> None:
     """In what torch makes of the folder."""
     state, folder = as_torch_reads(written(odd_state(), tmp_path)), tmp_path / "again"
-    state["ckptool.pickle"] = torch.tensor(
-        list(BAD[change](state["ckptool.pickle"].numpy().tobytes())), dtype=torch.uint8
-    )
+    content = BAD[change](state["ckptool.pickle"].numpy().tobytes())
+    state["ckptool.pickle"] = torch.tensor(list(content), dtype=torch.uint8)
     save_dcp(state, folder)
     found = ckptool.open(folder)
     assert [note.code for note in found.notes if note.code == "side-car-ignored"], found.notes
@@ -214,22 +213,14 @@ def in_itself() -> dict[str, Any]:
 
 W = {"w": torch.ones(2)}
 REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [
-    ({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, "x.dcp", {}, "unsupported"),
-    ({0: torch.ones(1), "0": torch.ones(2)}, "x.dcp", {}, "unsupported"),
-    ([torch.ones(2)], "x.dcp", {}, "unsupported"),
-    (torch.ones(2), "x.dcp", {}, "unsupported"),
-    (in_itself(), "x.dcp", {}, "conflict"),
-    (W | {"x": Opaque()}, "x.dcp", {}, "unsafe-global"),
-    (W, "x.pt", {"ranks": 2}, "usage"),
-    (W, "x.safetensors", {"ranks": 2}, "usage"),
-    (W, "x.dcp", {"shard_dim": 1}, "usage"),
-    (W, "x.dcp", {"ranks": 0}, "usage"),
-    (W, "x.dcp", {"ranks": 1 << 20}, "usage"),
-    (W, "x.dcp", {"ranks": 2, "shard_dim": -1}, "usage"),
-    (W, "x.dcp", {"shard_size": "1MB"}, "usage"),
-    (W, "x", {"shard_size": "1MB", "ranks": 2}, "usage"),
-    (W, "x.distcp", {}, "usage"),
-]
+    *((state, "x.dcp", {}, "unsupported") for state in ({"a.b": W["w"], "a": {"b": W["w"]}}, {0: W["w"], "0": W["w"]},
+        [W["w"]], W["w"])),
+    *((in_itself(), "x.dcp", {}, "conflict"), (W | {"x": Opaque()}, "x.dcp", {}, "unsafe-global")),
+    *((W, out, {"ranks": 2}, "usage") for out in ("x.pt", "x.safetensors")),
+    *((W, "x.dcp", options, "usage") for options in ({"shard_dim": 1}, {"ranks": 0}, {"ranks": 1 << 20},
+        {"ranks": 2, "shard_dim": -1}, {"shard_size": "1MB"})),
+    *((W, "x", {"shard_size": "1MB", "ranks": 2}, "usage"), (W, "x.distcp", {}, "usage")),
+]  # fmt: skip
 
 
 @looped(("state", "out", "options", "code"), REFUSED)

@@ -122,28 +122,6 @@ def test_what_is_unexpected_in_one_file_is_the_row_of_that_file(
     assert [row.state for row in found.files] == ["corrupt", "good"] and "TypeError" in found.files[0].problem
 
 
-def test_the_byte_order_is_read_as_torch_reads_it(tmp_path: Path) -> None:
-    file = tmp_path / "x.pt"
-    torch.save({"a": torch.ones(2)}, file)
-    import zipfile
-
-    with zipfile.ZipFile(file) as archive:
-        records = {each: archive.read(each) for each in archive.namelist()}
-    order = next(each for each in records if each.endswith("/byteorder"))
-    for said in (b"little", b"big", b"big\n", b" little", b"Little", b"", b"\xff"):
-        with zipfile.ZipFile(file, "w") as archive:
-            for each, data in {**records, order: said}.items():
-                archive.writestr(each, data)
-        outcomes = []
-        for load in (torch.load, ckptool.inspect):
-            try:
-                load(file)
-                outcomes.append(True)
-            except (ValueError, ckptool.CkptoolError):
-                outcomes.append(False)
-        assert outcomes[0] == outcomes[1], said
-
-
 def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
     trainer(tmp_path)
     assert "not-judged" not in str(ckptool.inspect(tmp_path).notes)

@@ -136,27 +136,18 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], type[CkptoolError], str | Non
     "the table of another": (of_another, CkptoolError, None),
     "no table": (lambda folder: (folder / ".metadata").unlink(), Truncated, r"no \.metadata"),
     "not renamed": (renamed(".metadata.tmp"), Truncated, r"holds \.metadata\.tmp and no \.metadata"),
-    "another program's": (
-        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})),
-        NotACheckpoint,
-        r"not that of torch\.distributed\.checkpoint",
-    ),
+    "another program's": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), NotACheckpoint,
+        r"not that of torch\.distributed\.checkpoint"),
     "a folder by the name of a table": (as_a_folder, NotACheckpoint, None),
-    "more behind the table": (
-        lambda folder: (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes() + b"more"),
-        Ambiguous,
-        "4 bytes after its end",
-    ),
+    "more behind the table": (lambda f: (f / ".metadata").write_bytes((f / ".metadata").read_bytes() + b"more"),
+        Ambiguous, "4 bytes after its end"),
     "a table larger than any": (too_large, LimitExceeded, "At most"),
     "a rank of a huge number": (renamed("__9999999.metadata"), Corrupt, "lacks the tables of 1,000 ranks"),
     "an empty table of a rank": (an_empty_one_beside, CkptoolError, r"__1\.metadata"),
-    "another checkpoint in it": (
-        lambda folder: torch.save(training_state()["model"], folder / "pytorch_model.bin"),
-        Ambiguous,
-        "holds 2 checkpoints",
-    ),
+    "another checkpoint in it": (lambda folder: torch.save(training_state()["model"], folder / "pytorch_model.bin"),
+        Ambiguous, "holds 2 checkpoints"),
     "damaged values": (flipped, Corrupt, "checksum"),
-}
+}  # fmt: skip
 
 
 ROWS = {f"table {number}": (lambda f, do=do: edit(f, do), *row) for number, (do, *row) in enumerate(TABLES)} | FOLDERS

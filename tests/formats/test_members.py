@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from ckptool.analysis.verify import check_by_reading
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
-from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import Joiner
+from ckptool.formats.placements import Piece
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
@@ -197,3 +198,43 @@ def test_links_that_lead_out_of_a_folder_are_named(tmp_path: Path) -> None:
     shutil.copytree(hub / "mine", tmp_path / "copy")
     (tmp_path / "copy" / "model-2.safetensors").symlink_to("model-1-of-1.safetensors")
     assert not ckptool.verify(tmp_path / "copy").notes
+
+
+# Training state beside weights ----------------------------------------------------------------------------------------
+
+
+BESIDE = ["optimizer", "train_state", "lr_scheduler", "dataloader"]
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    return {"tok.weight": torch.arange(6.0).view(3, 2), "norm.weight": torch.ones(2)}
+
+
+@pytest.fixture
+def folder(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    slots = {f"state.{name}.exp_avg": torch.zeros_like(value) for name, value in weights.items()}
+    slots |= {f"state.{name}.exp_avg_sq": torch.zeros_like(value) for name, value in weights.items()}
+    groups = {f"param_groups.{name}.lr": 0.1 for name in weights}
+    training: dict[str, Any] = {
+        "optimizer": {**slots, **groups},
+        "train_state": {"step": torch.tensor(2), "ntokens_seen": 7},
+        "lr_scheduler": {"last_epoch": 2},
+        "dataloader": {"dp_rank_0": b"bytes", "world_size": 1},
+    }
+    save_dcp({**weights, **training}, tmp_path / "step-2")
+    return tmp_path / "step-2"
+
+
+def test_each_part_is_shown_with_its_own_tensors(folder: Path, run: Run) -> None:
+    shown = run("inspect", str(folder), "--depth", "0").out
+    assert "model weights: 2 tensors" in shown
+    assert "Adam state for 2 parameters: 4 tensors" in shown
+    assert all(name in shown for name in BESIDE)
+
+
+def test_the_mean_is_of_the_weights_alone(folder: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    done = ckptool.average([folder, folder], tmp_path / "mean.safetensors")
+    assert done.facts["left_behind"] == BESIDE and done.facts["kept"] == {}
+    found = load_file(tmp_path / "mean.safetensors")
+    assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)

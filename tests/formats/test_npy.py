@@ -126,33 +126,11 @@ def test_object_arrays_are_inert_and_nothing_is_called(tmp_path: Path) -> None:
 # Hostile -------------------------------------------------------------------------------------------------------------
 
 
-@looped(
-    "descr",
-    [
-        "'<f16'",
-        "'<c32'",
-        "'f3'",
-        "'>'",
-        "''",
-        "'|O8'",
-        "'<M8[xx]'",
-        "'" + "<f4," * 1000 + "'",
-        "'<U999999999999'",
-        "'V'",
-        "'float32'",
-        "'numpy.float32'",
-        "7",
-        "None",
-        "{}",
-        "()",
-        "[('a', '<f4', (2,))]",
-        "[(('title', 'a'), '<f4')]",
-        "[('a', '<f4'), ('a', '<f4')]",
-        "[['a', '<f4']]",
-        "[(1, '<f4')]",
-        "[('a', " * 14 + "'<f4'" + ")]" * 14,
-    ],
-)
+DESCRS = """'<f16' '<c32' 'f3' '>' '' '|O8' '<M8[xx]' '<U999999999999' 'V' 'float32' 'numpy.float32' 7 None {} ()
+[('a','<f4',(2,))] [(('title','a'),'<f4')] [('a','<f4'),('a','<f4')] [['a','<f4']] [(1,'<f4')]""".split()
+
+
+@looped("descr", [*DESCRS, "'" + "<f4," * 1000 + "'", "[('a', " * 14 + "'<f4'" + ")]" * 14])
 def test_dtypes_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
     data = header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}\n", bytes(8))
     with pytest.raises((Unsupported, Ambiguous, Corrupt, LimitExceeded, Truncated)) as caught:
@@ -160,36 +138,23 @@ def test_dtypes_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path
     assert caught.value.what.startswith(str(tmp_path)) and len(caught.value.what) < 400
 
 
-@looped(
-    ("text", "error"),
-    [
-        ("", Corrupt),
-        ("{", Corrupt),
-        ("{'descr': '<f4'}", Corrupt),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'more': 1}", Corrupt),
-        ("{'descr': '<f4', 'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", Corrupt),
-        ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1,)}", Corrupt),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': [1]}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (True,)}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1)}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1.0,)}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,)}", Truncated),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}", Corrupt),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 65 + ")}", BadTensor),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", Truncated),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': ()} 1", Corrupt),
-        ("__import__('os').system('true')", Corrupt),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), **{}}", Corrupt),
-        ("{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (1,)}", Corrupt),
-        ("(" * 60_000, Corrupt),
-        ("-" * 60_000 + "1", Corrupt),
-        ("1" + "+1" * 30_000, Corrupt),
-        ("[" * 20 + "]" * 20, Corrupt),
-        ("{'\x1b[31m': 1}", Corrupt),
-        ("\x1b[31m", Corrupt),
+def said(shape: str, descr: str = "'<f4'", fortran: object = False, more: str = "") -> str:
+    return f"{{'descr': {descr}, {more}'fortran_order': {fortran}, 'shape': {shape}}}"
+
+
+HEADERS: dict[type[CkptoolError], list[str]] = {
+    BadTensor: [said(shape) for shape in ("(-1,)", "[1]", "(True,)", "(1)", "(1.0,)", "(" + "1," * 65 + ")")],
+    Truncated: [said("(99999999999999999999,)"), said("(2,)")],
+    Corrupt: [
+        *("", "{", "{'descr': '<f4'}", said("(1,)", more="'more': 1, "), said("(1,)", more="'descr': '<f8', ")),
+        *(said("(1,)", fortran=0), said("(" + "9" * 5000 + ",)"), said("()") + " 1", said("(1,), **{}")),
+        *("__import__('os').system('true')", said("(1,)", r"'\x3cf4'"), "(" * 60_000, "-" * 60_000 + "1"),
+        *("1" + "+1" * 30_000, "[" * 20 + "]" * 20, "{'\x1b[31m': 1}", "\x1b[31m"),
     ],
-)
+}
+
+
+@looped(("text", "error"), [(text, error) for error, texts in HEADERS.items() for text in texts])
 def test_headers_that_numpy_never_writes(text: str, error: type[CkptoolError], tmp_path: Path) -> None:
     with pytest.raises(error) as caught:
         tree_of(header(text + "\n", bytes(4)), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Unsupported, UsageError
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, UsageError
 from ckptool.formats import npz, read
 from ckptool.pickles.plain import plain
 from fixtures.traps import TRAPS
@@ -24,6 +25,7 @@ from tests.formats import contract
 from tests.support.files import carry_out, saved, weights, written
 from tests.support.looped import looped
 from tests.support.npz_files import SAVERS, each_saver, numpy_file, numpy_sees, same_bits, sample_arrays
+from tests.support.processes import is_quick
 from tests.support.zip_layouts import Entry, Layout, any_layout, records_of
 from tests.support.zip_mutants import around, lie
 
@@ -97,16 +99,12 @@ def test_readers_agree_about_mutated_archives_with_arrays(tmp_path: Path) -> Non
         data = mutated(rng.choice(benign), rng)
         try:
             checkpoint = read(written(data, file))
-            found = {
-                name: part.bytes() if isinstance(part, TensorEntry) else part for name, part in checkpoint.tree.items()
-            }
+            found = {n: part.bytes() if isinstance(part, TensorEntry) else part for n, part in checkpoint.tree.items()}
         except CkptoolError:
             continue
-        seen += checkpoint.container == "npz"
         if checkpoint.container == "npz":
-            expected = {
-                name: part if isinstance(part, bytes) else part.tobytes() for name, part in numpy_sees(file).items()
-            }
+            seen += 1
+            expected = {n: part if isinstance(part, bytes) else part.tobytes() for n, part in numpy_sees(file).items()}
             assert found == expected, seed
     assert seen > 30
 
@@ -215,3 +213,80 @@ def test_damage_to_an_npz_is_noticed_when_it_is_converted(how: str, tmp_path: Pa
 def test_all_is_for_safetensors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="all=True writes safetensors, not npz"):
         ckptool.convert(saved(weights("a.weight"), tmp_path / "a.pt"), tmp_path / "a.npz", all=True)
+
+
+# Archives that contradict themselves or ask for much ------------------------------------------------------------------
+
+
+def small(folder: Path, how: str = "stored") -> bytes:
+    return numpy_file(folder / "small.npz", how, a=np.arange(3.0), b=np.array(["x"])).read_bytes()
+
+
+def values_of(tree: Any) -> dict[str, Any]:
+    return {
+        name: value.bytes() if isinstance(value, TensorEntry) else plain(value).values() for name, value in tree.items()
+    }
+
+
+def test_names_that_numpy_takes_for_one(tmp_path: Path) -> None:
+    file = numpy_file(tmp_path / "a.npz", "stored", a=np.ones(1))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("a", b"bytes")
+    with pytest.raises(Ambiguous, match="same name"):
+        read(file)
+    np.savez(tmp_path / "b.npz", **{"a": np.ones(1), "a.npy": np.zeros(1)})
+    with pytest.raises(Ambiguous, match="same name"):
+        read(tmp_path / "b.npz")
+
+
+def test_arrays_beside_a_checkpoint_are_ambiguous(tmp_path: Path) -> None:
+    file = numpy_file(tmp_path / "a.npz", "stored", a=np.ones(1))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}q\0.")
+    with pytest.raises(Ambiguous, match=r"beside archive/data\.pkl"):
+        read(file)
+
+
+def object_array(body: bytes) -> bytes:
+    """A file of numpy with an array of objects whose pickle is `body`."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([None], dtype=object))
+    whole = buffer.getvalue()
+    return whole[: whole.index(b"\n") + 1] + body
+
+
+@pytest.mark.parametrize("kind", ["one large pickle", "many pickles", "many headers", "many texts"])
+def test_small_files_that_ask_for_much_are_refused_within_the_budget(kind: str, tmp_path: Path) -> None:
+    body = object_array(b"\x80\x02]" + b"(" + b"N" * (1 << 20) + b"e.")
+    numbers = io.BytesIO()
+    np.save(numbers, np.zeros(9))
+    texts = io.BytesIO()
+    np.save(texts, np.array(["" * 1000] * 15, "U1000"))
+    contents = {
+        "one large pickle": [object_array(b"\x80\x02" + b"N0" * (1 << 26) + b"N.")],
+        "many pickles": [body] * 200,
+        "many headers": [numbers.getvalue()] * 3_000,
+        "many texts": [texts.getvalue()] * 3_000,
+    }[kind]
+    file = tmp_path / "a.npz"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, content in enumerate(contents):
+            archive.writestr(f"{number}.npy", content)
+    assert file.stat().st_size <= 1 << 20
+
+    def work() -> None:
+        if "pickle" in kind:
+            with pytest.raises(LimitExceeded):
+                read(file)
+        else:
+            assert len(read(file).tree) == 3_000
+
+    assert is_quick(work, 1.5)
+
+
+def test_a_storage_that_stands_for_much_is_not_loaded(tmp_path: Path) -> None:
+    """Fifty zeros of a deflated gigabyte are fifty zeros."""
+    file = numpy_file(tmp_path / "a.npz", "deflated", a=np.zeros(1 << 24))
+    assert file.stat().st_size < 1 << 18
+    entry = read(file).tree["a"]
+    assert ckptool.show(file, at="a", slice=":3").values.tolist() == [0, 0, 0] and entry.nbytes == 1 << 27

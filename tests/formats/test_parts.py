@@ -156,14 +156,10 @@ def test_every_command_is_judged() -> None:
 
 HEALTHY: dict[str, Callable[[Path], Path]] = {
     "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
-    "numbers in a name": lambda f: saved_below(
-        {"state_dict": random_weights("a.weight"), "epoch": 3}, f / "epoch-00003-of-00010.pt"
-    ),
+    "numbers in a name": lambda f: saved_below({"state_dict": random_weights("a.weight")}, f / "e-00003-of-00010.pt"),
     "a rank's copy": lambda f: saved_below(random_weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
     "an empty bias": lambda f: saved_below({"a.weight": torch.ones(2, 2), "a.bias": torch.empty(0)}, f / "m.pt"),
-    "empty tables": lambda f: saved_below(
-        {"a.weight": torch.ones(2, 2), "x": torch.empty(0), "y": torch.empty(0)}, f / "m.pt"
-    ),
+    "empty tables": lambda f: saved_below(random_weights("a.weight") | dict.fromkeys("xy", torch.empty(0)), f / "m.pt"),
     "a world of one": lambda f: saved_below(random_weights("a.weight"), f / "model_world_size_1_rank_0.pt"),
     "no model parallelism": lambda f: megatron_folder(f, 1) / "mp_rank_00" / "model_optim_rng.pt",
     "zero-2 weights": lambda f: write_zero(f, 2, 2) / "mp_rank_00_model_states.pt",
@@ -213,11 +209,8 @@ def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
     assert found.code == 1 and f"{count - 1:,} of {count:,} members" in found.out, found.out
     assert (run("scan", str(folder), "--latest-good", "-q").code, run("verify", str(folder)).code) == (1, 1)
     inspected = run("inspect", str(folder))
-    assert (
-        inspected.code == 0
-        and f"{count - 1:,} of {count:,} members" in inspected.out
-        and member.split("/")[0] in inspected.out
-    )
+    assert inspected.code == 0 and f"{count - 1:,} of {count:,} members" in inspected.out
+    assert member.split("/")[0] in inspected.out
     before = contents(tmp_path)
     for verb, words in TAKES[:5]:
         found = run(verb, str(folder), *(word.replace("{file}", str(folder)) for word in words))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
+from pathlib import Path
 
-from ckptool.formats import FORMATS, Format
+import pytest
+
+from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.formats import FORMATS, Format, read
+from fixtures import make_old
 from tests.support.looped import looped
+from tests.support.same import assert_same_tree
 
 
 @looped("container", FORMATS, ids=lambda container: container.name)
@@ -16,3 +23,47 @@ def test_a_line_agrees_with_its_module(container: Format) -> None:
     assert callable(code.read) and hasattr(code, "detect") == bool(is_asked)
     assert container.writable == hasattr(code, "write") and container.appendable == hasattr(code, "append")
     assert bool(container.suffixes) <= container.writable
+
+
+# Versions -------------------------------------------------------------------------------------------------------------
+
+
+FIXTURES = Path(make_old.__file__).parent / "versions"
+OLD = ("1.13", "2.0", "2.4")
+KINDS = {"": "torch-zip", "-legacy": "torch-legacy", "-script": "torchscript"}
+
+
+@pytest.fixture(scope="module")
+def now(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same files by the torch of the tests."""
+    folder = tmp_path_factory.mktemp("now")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_old.write_versions(folder, "now")
+    return folder
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_version_reads_alike(version: str, kind: str, now: Path) -> None:
+    old, new = read(FIXTURES / f"torch-{version}{kind}.pt"), read(now / f"torch-now{kind}.pt")
+    assert old.container == new.container == KINDS[kind]
+    assert_same_tree(names_of(old.tree), names_of(new.tree))
+
+
+def names_of(tree: dict[str, object]) -> object:
+    """The tree; of a program only the state dict: which attributes its modules have differs from version to version."""
+    return tree["state_dict"] if set(tree) == {"state_dict", "attributes"} else tree
+
+
+@pytest.mark.parametrize("version", (*OLD, "now"))
+def test_the_containers_of_one_version_agree(version: str, now: Path) -> None:
+    folder = now if version == "now" else FIXTURES
+    as_zip, as_stream, script = (read(folder / f"torch-{version}{kind}.pt").tree for kind in KINDS)
+    assert_same_tree(as_zip, as_stream)
+    model = as_zip["model"]
+    assert isinstance(model, OrderedDict) and model.metadata is not None and model.metadata["bn"] == {"version": 2}
+    assert list(model) == list(script["state_dict"])
+    for key, entry in model.items():
+        assert (entry.shape, entry.dtype) == (script["state_dict"][key].shape, script["state_dict"][key].dtype)
+        assert entry.bytes() == script["state_dict"][key].bytes()

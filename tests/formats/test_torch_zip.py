@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.checkpoint import Checkpoint
-from ckptool.formats import read, torch_zip
+from ckptool.checkpoint.tree import tensors
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
+from ckptool.formats import read, safetensors, torch_zip
 from fixtures.traps import TRAPS
 from tests.formats import contract
-from tests.support.files import load, rewritten, torch_bytes, written
+from tests.support.files import carry_out, load, rewritten, torch_bytes, written
 from tests.support.looped import examples, looped
-from tests.support.same import assert_same_objects
-from tests.support.zips import record_starts
+from tests.support.same import assert_same_objects, assert_same_tree
+from tests.support.zips import record_starts, rezipped, with_record
 
 # The law --------------------------------------------------------------------------------------------------------------
 
@@ -79,3 +82,129 @@ def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest
     original = written(torch_bytes(tree), folder / "a.pt")
     contract.round_trip(torch_zip, read(original), folder / "b.pt")
     assert_same_objects(load(original), load(folder / "b.pt"))
+
+
+# Odd or damaged -------------------------------------------------------------------------------------------------------
+
+
+def tied_state() -> dict[str, Any]:
+    w = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    return {"state_dict": {"a.weight": w, "b.weight": w, "c": torch.ones(5, dtype=torch.float16)}, "epoch": 3}
+
+
+def test_stock_torch_loads_from_memory_what_is_written(tmp_path: Path) -> None:
+    rewritten(written(torch_bytes(tied_state()), tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert_same_objects(torch.load(io.BytesIO((tmp_path / "b.pt").read_bytes()), weights_only=True), tied_state())
+
+
+# Odd archives ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    checkpoint = read(original)
+    assert "no-checksums" in [note.code for note in checkpoint.notes]
+    assert all(entry.storage.crc is None for _, entry in tensors(checkpoint.tree))
+    contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
+    assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
+    assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state())
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_a_big_endian_file_is_byte_swapped(compression: int, tmp_path: Path) -> None:
+    value = {"f": torch.arange(5.0), "c": torch.tensor([1 + 2j, 3 - 4j]), "i": torch.arange(3)}
+    value |= {"h": torch.ones(3).half(), "b": torch.ones(2, dtype=torch.uint8)}
+    original = written(torch_bytes(value), tmp_path / "a.pt")
+    turned = {"archive/byteorder": b"big"}
+    with zipfile.ZipFile(original) as archive:
+        for key, tensor in enumerate(value.values()):
+            raw = archive.read(f"archive/data/{key}")
+            width = tensor.element_size() // (2 if tensor.is_complex() else 1)
+            turned[f"archive/data/{key}"] = b"".join(raw[i : i + width][::-1] for i in range(0, len(raw), width))
+    big = rezipped(original, tmp_path / "b.pt", compression, turned)
+    assert_same_objects(load(big), value)  # torch agrees that this is the file
+    checkpoint = read(big)
+    assert "big-endian" in [note.code for note in checkpoint.notes]
+    assert_same_tree(checkpoint, read(original))
+    out = contract.round_trip(torch_zip, checkpoint, tmp_path / "c.pt")
+    assert out.metadata["byteorder"] == "little"
+    assert_same_objects(load(tmp_path / "c.pt", mmap=True), value)
+    assert torch_zip.append(checkpoint) is None
+
+
+def test_damaged_data_is_noticed_when_it_is_converted(tmp_path: Path) -> None:
+    tree = {"w": torch.ones(100_000), "t": torch.ones(300, 300).t(), "part": torch.ones(1000)[:7]}
+    original = written(torch_bytes(tree), tmp_path / "a.pt")
+    data = original.read_bytes()
+    for name, start in record_starts(original).items():
+        if "/data/" in name:
+            damaged = written(data[: start + 40] + b"\x55" + data[start + 41 :], tmp_path / "b.pt")
+            plan = safetensors.write(Checkpoint(dict(read(damaged).tree), torch_zip.NAME))
+            with pytest.raises(Corrupt, match="checksum"):
+                carry_out(plan, tmp_path / "c.safetensors")
+
+
+@looped(
+    ("record", "contents", "error"),
+    [
+        ("archive/data/0", b"short", Corrupt),
+        ("archive/data/0", bytes(100), Corrupt),
+        ("archive/data/0", None, Corrupt),
+        ("archive/data.pkl", None, NotACheckpoint),
+        ("archive/data.pkl", b"\x80\x02N.more", CkptoolError),
+        ("archive/constants.pkl", b"\x80\x02N.", Ambiguous),
+        ("archive/code/a.py", b"", Ambiguous),
+        ("archive/.data/extern_modules", b"", Unsupported),
+    ],
+)
+def test_odd_records_are_refused(
+    record: str, contents: bytes | None, error: type[CkptoolError], tmp_path: Path
+) -> None:
+    original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
+    with pytest.raises(error) as caught:
+        read(with_record(original, tmp_path / "b.pt", record, contents))
+    assert str(tmp_path) in caught.value.what
+
+
+def persistent(pid: bytes, records: dict[str, bytes], path: Path) -> Path:
+    """A torch zip whose pickle is one tensor on the storage that `pid` names."""
+    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + pid + b"tQK\x00K\x01\x85K\x01\x85\x89ccollections\n"
+    pickle += b"OrderedDict\n)RtR."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/version", b"3\n")
+        for name, data in records.items():
+            archive.writestr(f"archive/{name}", data)
+    return path
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+FLOATS, CPU, STORAGE, KEY = b"ctorch\nFloatStorage\n", text(b"cpu"), text(b"storage"), text(b"0")
+PIDS: dict[type[CkptoolError], list[tuple[bytes, ...]]] = {
+    Corrupt: [
+        *((STORAGE, FLOATS, KEY, CPU, count) for count in (b"K\x02", b"J\xff\xff\xff\xff", b"G\x3f\xf0" + bytes(6))),
+        (STORAGE, FLOATS, KEY, CPU, b"\x8a\x08\0\0\0\0\0\0\0\x40"),  # 2^62
+        *((STORAGE, FLOATS, key, CPU, b"K\x01") for key in (text(b"../0"), text(b"/etc/passwd"), b"K\x00")),
+        *(
+            (STORAGE, FLOATS, KEY, b"N", b"K\x01"),
+            (text(b"module"), FLOATS, KEY, CPU, b"K\x01"),
+            (STORAGE,),
+            (b"K\x01",),
+        ),
+    ],
+    Unsupported: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"ctorch\nOddStorage\n", b"cos\nsystem\n")],
+    CkptoolError: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"N", b"]")],
+}
+
+
+@looped(("pid", "error"), [(b"".join(pid), error) for error, pids in PIDS.items() for pid in pids])
+def test_odd_persistent_ids_are_refused(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))

@@ -191,13 +191,9 @@ def test_mobile_bytecode(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
 def test_changes_that_would_lose_the_program_are_refused(verb: str, tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
-    options: dict[str, Any] = {
-        "remap": {"to": "cuda:0"},
-        "add_module": {},
-        "rename": {"rules_file": str(written(b"- a.w => b.w\n", tmp_path / "rules.yaml"))},
-        "cast": {"dtype": "bf16"},
-        "edit": {"drop": ["attributes"]},
-    }[verb]
+    rules = str(written(b"- a.w => b.w\n", tmp_path / "rules.yaml"))
+    given: dict[str, Any] = {"remap": {"to": "cuda:0"}, "add_module": {}, "rename": {"rules_file": rules}}
+    options = (given | {"cast": {"dtype": "bf16"}, "edit": {"drop": ["attributes"]}})[verb]
     for out, in_place in ((tmp_path / "out.pt", False), (None, True)):
         with pytest.raises((Unsupported, UsageError)) as refused:
             getattr(ckptool, verb)(file, out=out, in_place=in_place, **options)

@@ -122,9 +122,8 @@ def test_a_pickle_may_have_as_many_opcodes_as_bytes(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("keys", [(0, "0"), ("0", 0), (0, "0", "0~int"), ("~storage/0", "__metadata__")])
 def test_keys_that_look_the_same_or_reserved_come_back(keys: tuple[Any, ...], tmp_path: Path) -> None:
-    tree = {
-        key: TensorEntry(Storage(InlineBytes(bytes([n] * 4))), by_name("f32"), (1,), (1,)) for n, key in enumerate(keys)
-    }
+    data = (InlineBytes(bytes([n] * 4)) for n in range(len(keys)))
+    tree = {key: TensorEntry(Storage(each), by_name("f32"), (1,), (1,)) for key, each in zip(keys, data, strict=True)}
     packed = pack(in_memory(tree))
     assert len(packed.tree) == len(keys)
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
@@ -167,13 +166,8 @@ def test_a_tensor_that_another_program_changed_and_wrote_with_the_old_metadata_i
     with safe_open(tmp_path / "a.safetensors", "pt") as stock:
         metadata, tensors = stock.metadata(), {key: stock.get_tensor(key) for key in stock.keys()}  # noqa: SIM118
     value = tensors[name]
-    changed = {
-        "bfloat16": value.bfloat16(),
-        "transposed": value.t().contiguous(),
-        "flattened": value.flatten(),
-        "grown": torch.cat([value, value]),
-        "shrunk": value[:1],
-    }
+    changed = {"bfloat16": value.bfloat16(), "transposed": value.t().contiguous(), "flattened": value.flatten()}
+    changed |= {"grown": torch.cat([value, value]), "shrunk": value[:1]}
     save_file({**tensors, name: changed[change]}, tmp_path / "b.safetensors", metadata)
     with pytest.raises(Conflict):
         read(tmp_path / "b.safetensors")
@@ -237,3 +231,50 @@ def test_any_damage_to_the_pickle_gives_an_error_of_ours_or_a_tree(many: int, tm
         path = with_pickle(tmp_path / "b.safetensors", header, bytes(damaged), data)
         with contextlib.suppress(CkptoolError):
             read(path)
+
+
+# What 0.1.0 wrote -----------------------------------------------------------------------------------------------------
+
+
+FILES = Path(__file__).parents[2] / "fixtures" / "0.1.0"
+WHOLE = FILES / "whole.safetensors"
+
+
+@pytest.mark.parametrize("name", ["whole", "twins"])
+def test_whole_trees_of_0_1_0(name: str, tmp_path: Path) -> None:
+    old = FILES / f"{name}.safetensors"
+    assert_same_tree(read(FILES / f"{name}.pt"), read(old))
+    ckptool.convert(old, tmp_path / "new.safetensors", all=True, verify=True)
+    assert "ckptool.tree/1" not in (tmp_path / "new.safetensors").read_bytes().decode("latin-1")
+    assert_same_tree(read(old), read(tmp_path / "new.safetensors"))
+
+
+# The record under attack ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", [400, pytest.param(1500, marks=pytest.mark.soak)])
+def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(many: int, tmp_path: Path) -> None:
+    raw = WHOLE.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    record = json.loads(header["__metadata__"]["ckptool"])
+    chosen = random.Random(3)
+    odd: list[Any] = [None, -1, 10**6, "x", [], {}, {"n": 0}, {"n": 10**6}, {"n": -1}, {"t": 0}, {"s": [0, None]}]
+    odd += [{"f": "zz"}, {"b": 5}, {"g": []}, True, 2.5, [0]]
+    refused = 0
+    for _ in range(many):
+        changed = json.loads(json.dumps(record))
+        node: Any = changed
+        while isinstance(node, (dict, list)) and node:
+            key = chosen.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], (dict, list)) or not node[key] or chosen.random() < 0.2:
+                node[key] = chosen.choice(odd)
+                break
+            node = node[key]
+        about = {**header["__metadata__"], "ckptool": json.dumps(changed)}
+        raw = json.dumps({**header, "__metadata__": about}).encode()
+        try:
+            read(written(len(raw).to_bytes(8, "little") + raw + data, tmp_path / "b.safetensors"))
+        except CkptoolError:
+            refused += 1
+    assert refused > many * 0.45

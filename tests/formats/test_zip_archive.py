@@ -3,7 +3,9 @@ is refused. What else it refuses: `test_hostile_zip`."""
 
 from __future__ import annotations
 
+import random
 import struct
+import zipfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +13,36 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckptool
+from ckptool.checkpoint import Computed, FileRange, InlineBytes, blocks
 from ckptool.checkpoint.files import Source
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint
+from ckptool.checkpoint.tree import walk
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, FileChanged, NotACheckpoint, Truncated
+from ckptool.formats import checksums as module
 from ckptool.formats import read, torch_zip
+from ckptool.formats.checksums import checksums, crc_combine
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import Archive
 from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
 from ckptool.formats.zip.writer import moved_entry
 from ckptool.output.sink import Sink
+from fixtures.make import make_all
 from tests.support.budget import meets_budget
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.zip_layouts import Entry, Layout, Put, with_entry
+from tests.support.zip_mutants import (
+    Tally,
+    behind_a_guard,
+    benign,
+    by_torch,
+    disagreement,
+    interrupted,
+    mutant,
+    rezipped_mutant,
+    tree,
+    two_in_one,
+)
 
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 LOCAL_AT = FILE.index(b"archive/data/0") - LOCAL.size
@@ -146,3 +166,149 @@ def test_many_entries_are_read_or_refused_within_the_budget(tmp_path: Path) -> N
 def test_just_under_a_million_entries_are_read_within_the_budget(tmp_path: Path) -> None:
     outcome = meets_budget(many(999_999, True, tmp_path / "a.pt"), seconds=20, megabytes=64 + 2 * 1000)
     assert outcome.code == "not-a-checkpoint"
+
+
+# Mutated by structure: whatever is read, torch and zipfile read alike -------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mutants")
+
+
+def judged(seeds: range, folder: Path) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        tally.add(*mutant(seed, folder), folder / "mutant.pt")
+    return tally
+
+
+def test_readers_agree_about_whatever_is_read(folder: Path) -> None:
+    tally = judged(range(600), folder)
+    assert not tally.wrong, "\n".join(tally.wrong)
+    assert tally.read > 60 and sum(tally.refused.values()) > 300, tally
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", range(20))
+def test_soak_readers_agree_about_whatever_is_read(part: int, folder: Path) -> None:
+    tally = judged(range(1000 + 1000 * part, 2000 + 1000 * part), folder)
+    assert not tally.wrong, "\n".join(tally.wrong)
+
+
+# What must not be refused ---------------------------------------------------------------------------------------------
+
+
+def kinds(path: Path) -> list[str]:
+    """What is in a file, shortly."""
+    return [f"{value!r:.60}" for _, value in walk(read(path).tree)]
+
+
+def test_every_fixture_is_read_however_it_was_zipped_again(folder: Path) -> None:
+    seen = 0
+    for path in make_all(folder / "fixtures").values():
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            continue
+        expected, data = kinds(path), path.read_bytes()
+        for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            again = written(rezipped_mutant(data, compression), folder / "again.pt")
+            assert kinds(again) == expected, path.name
+        seen += 1
+    assert seen > 5
+
+
+def test_an_interrupted_edit_is_read_and_undone(folder: Path) -> None:
+    rng, path = random.Random(5), folder / "torn.pt"
+    for data in benign(folder):
+        whole = written(data, path)
+        before = ckptool.load(whole, mmap=False)
+        torn = written(interrupted(data, folder, rng), path)
+        assert disagreement(torn, ckptool.load(torn, mmap=False)) == ""
+        ckptool.edit(torn, set={"mark": 1}, in_place=True)
+        assert path.read_bytes()[: len(data)] == data
+        after = torch.load(path, weights_only=True)
+        assert after.pop("mark") == 1 and list(after) == list(before)
+
+
+# What must ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_directory_however_odd_is_refused_and_nothing_is_cut_off(folder: Path) -> None:
+    rng, path = random.Random(6), folder / "two.pt"
+    plain = by_torch(tree(2, 1))
+    for number in range(150):
+        data = (behind_a_guard if number % 3 else two_in_one)(plain, rng)
+        written(data, path)
+        for write in (
+            lambda: ckptool.remap(path, to="cpu", in_place=True),
+            lambda: ckptool.edit(path, set={"mark": 1}, in_place=True),
+        ):
+            with pytest.raises(CkptoolError) as caught:
+                write()
+            assert path.read_bytes() == data, number
+        assert number % 3 == 0 or type(caught.value) is Ambiguous, (number, caught.value)
+
+
+def test_bytes_of_others_behind_the_archive_are_refused_and_not_cut_off(folder: Path) -> None:
+    """They end in what an interrupted edit leaves at the very end, and do not begin as one."""
+    plain = by_torch(tree(2, 1))
+    for middle in (
+        b"notes of mine, " * 9,
+        b"PK\x03\x04\x14" + bytes(60),
+        b"\0" * 3 + b"x" * 80,
+        by_torch(tree(1, 9), "m")[:-200],
+    ):
+        path = written(plain + middle + plain[-42:], folder / "notes.pt")
+        with pytest.raises(Ambiguous):
+            ckptool.edit(path, set={"mark": 1}, in_place=True)
+        assert path.read_bytes() == plain + middle + plain[-42:]
+
+
+# Checksums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 31, 1000, 70_001])
+def test_joined(length: int) -> None:
+    chosen = random.Random(length)
+    a, b = chosen.randbytes(77), chosen.randbytes(length)
+    assert crc_combine(zlib.crc32(a), zlib.crc32(b), length) == zlib.crc32(a + b)
+    assert crc_combine(0, zlib.crc32(b), length) == zlib.crc32(b)
+    assert crc_combine(zlib.crc32(a), zlib.crc32(a + b), length) == zlib.crc32(b)  # and parted
+
+
+@pytest.mark.parametrize("alone", [0, 1 << 30])
+def test_of_files_and_of_what_is_computed(alone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ALONE", alone)
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(blocks, "BLOCK", 300)
+    monkeypatch.setattr(module, "BATCH", 2000)
+    data = random.Random(1).randbytes(100_000)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    source = Source(path)
+    sizes = [0, 1, 299, 300, 301, 999, 1000, 1001, 5000, 40_000, *[7] * 600]
+    ranges, at = [], 0
+    for size in sizes:
+        ranges.append(FileRange(source, at, size))
+        at += size
+    lazy = Computed(5000, lambda offset, n: data[offset : offset + n])
+    done: list[int] = []
+    sums = checksums([*ranges, lazy, InlineBytes(b"abc")], done.append)
+    expected = [zlib.crc32(data[part.offset : part.offset + part.length]) for part in ranges]
+    assert sums == [*expected, zlib.crc32(data[:5000]), zlib.crc32(b"abc")]
+    assert alone or sum(done) == sum(sizes) + 5003
+
+
+def test_what_cannot_be_read_stands_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    source = Source(path)
+
+    def broken(offset: int, length: int) -> bytes:
+        raise Corrupt("broken")
+
+    good, bad, short = checksums([InlineBytes(b"x"), Computed(4, broken), Computed(4, lambda offset, n: b"")])
+    assert good == zlib.crc32(b"x") and isinstance(bad, Corrupt) and isinstance(short, Corrupt)
+    path.write_bytes(b"")
+    with pytest.raises((FileChanged, Truncated)):
+        checksums([FileRange(source, 0, 3)])

@@ -1,7 +1,5 @@
 """Older state dicts: what stock torch loads strictly is not called missing, by any verb; what it refuses is."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import OrderedDict
@@ -28,6 +26,15 @@ class Scalar(nn.Module):
         self.shift = nn.Parameter(torch.ones(2))
 
 
+class Fused(nn.Module):
+    """A module with a convolution and a BatchNorm fused for quantization-aware training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+        self.block = torch.ao.nn.intrinsic.qat.ConvBn2d(3, 4, 1, qconfig=qconfig)
+
+
 def norms() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
 
@@ -43,10 +50,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8),
     "lstm": lambda: nn.LSTM(3, 2),
     "scalar": Scalar,
+    "fused": Fused,
 }
 
 
 OLD_NAMES = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
+OLD_FUSED = {"bn.weight": "gamma", "bn.bias": "beta"} | {
+    f"bn.{name}": name for name in ("running_mean", "running_var", "num_batches_tracked")
+}
 
 
 def with_version(state: Any, version: int) -> State:
@@ -61,9 +72,9 @@ def without(state: State, *ends: str, most: int = 99) -> State:
     return {key: value for key, value in state.items() if key not in gone}
 
 
-def old_weight_norm(state: State) -> State:
-    old = {key: next((n for n in OLD_NAMES if key.endswith(n)), "") for key in state}
-    return {key.removesuffix(old[key]) + OLD_NAMES.get(old[key], ""): value for key, value in state.items()}
+def old_names(state: State, names: dict[str, str] = OLD_NAMES) -> State:
+    new = {key: next((n for n in names if key.endswith(n)), "") for key in state}
+    return {key.removesuffix(new[key]) + names.get(new[key], ""): value for key, value in state.items()}
 
 
 def old_spectral_norm(state: State) -> State:
@@ -81,8 +92,10 @@ ERAS: dict[str, Callable[[Any], State]] = {
     "version 1 without counters": lambda state: with_version(state, 1),
     "version 2 without counters": lambda state: with_version(state, 2),
     "one counter less": lambda state: without(state, "num_batches_tracked", most=1),
-    "old weight norm": old_weight_norm,
-    "one half of weight norm": lambda state: without(old_weight_norm(state), "weight_g"),
+    "old weight norm": old_names,
+    "one half of weight norm": lambda state: without(old_names(state), "weight_g"),
+    "old fused": lambda state: old_names(state, OLD_FUSED),
+    "old observers": lambda state: without(state, ".eps"),
     "old spectral norm": old_spectral_norm,
     "old scalars": old_scalars,
     "without bias": lambda state: without(state, "bias"),
@@ -103,6 +116,7 @@ def stock_loads(model: nn.Module, state: State) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, on its quantization
 @looped(("name", "era"), CASES)
 def test_missing_is_what_torch_misses(name: str, era: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

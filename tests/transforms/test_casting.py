@@ -1,7 +1,5 @@
 """Casts, bit for bit against torch."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from functools import cache
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
-from ckptool.errors import UsageError
 from ckptool.transforms.casting import CastTally, cast_storage
 from ckptool.transforms.casting import converted as as_type
 from tests.support.looped import looped
@@ -101,11 +98,6 @@ def assert_same_but_for_nan_payloads(found: bytes, wanted: bytes, target: DType)
     assert not numpy.count_nonzero((a != b) & ~nan)
 
 
-def test_f64_rounds_twice_as_in_torch() -> None:
-    value = numpy.array([1 + 2**-8 + 2**-40])  # just above a tie of bf16, and the tie itself once it is f32
-    assert converted(value.tobytes(), by_name("f64"), by_name("bf16")) == b"\x80\x3f"
-
-
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=8))
 def test_reads_in_any_order_give_the_same_bytes_and_count_once(reads: list[tuple[int, int]]) -> None:
     raw = numpy.random.default_rng(0).standard_normal(300).astype("f4").tobytes()
@@ -131,6 +123,3 @@ def test_what_is_not_cast() -> None:
     entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,))
     assert as_type(entry, by_name("f32")) is entry
     assert cast_storage(entry.storage, by_name("f32"), by_name("f32")) is entry.storage
-    for source, target in (("f32", "i8"), ("i8", "f32"), ("c64", "f32"), ("f16", "c32")):
-        with pytest.raises(UsageError, match="not a floating-point dtype"):
-            cast_storage(entry.storage, by_name(source), by_name(target))

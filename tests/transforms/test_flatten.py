@@ -1,7 +1,5 @@
 """One root as plain tensors: what is kept, what is left behind, what is only noted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

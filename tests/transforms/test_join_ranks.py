@@ -1,8 +1,6 @@
 """Ranks of tensor and pipeline parallelism joined by rules. The judges: Megatron-Core's own model on one rank
 (`fixtures/engines/megatron-mp-rank`), and random models that are divided here as its source divides them."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`convert --optimizer-as`: slots by name, by number and flattened, judged by torch's own functions for each."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Patterns for keys."""
 
-from __future__ import annotations
-
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor

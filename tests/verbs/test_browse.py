@@ -20,7 +20,7 @@ import torch
 import ckptool
 from ckptool.checkpoint.tree import find
 from ckptool.errors import MissingExtra, UsageError
-from ckptool.formats.opening import open_file
+from ckptool.formats import open_file
 from ckptool.verbs.browse import browser, line_of
 from fixtures.make import make
 from tests.support.cli import Run, done

@@ -19,14 +19,14 @@ from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, counted, listed
-from ckptool.formats.boxes import Piece, Stored
 from ckptool.formats.dcp import tree_pickle
-from ckptool.formats.dcp.flat_names import with_optimizers
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Place, Saved, Tables, table_names
+from ckptool.formats.dcp.tree_pickle import with_optimizers
 from ckptool.formats.folder import mixed, number_in
 from ckptool.formats.pieces import Joiner
+from ckptool.formats.placements import Piece, Stored
 
 NAME = "dcp"
 SUFFIX = ".distcp"

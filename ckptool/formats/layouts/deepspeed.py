@@ -4,7 +4,8 @@ Source: deepspeed/runtime/engine.py (`save_checkpoint`, the names of files), uti
 checkpoint/ds_to_universal.py, 0.10 to 0.19. `mp_rank_00_model_states.pt` holds the model and everything else that was
 saved, of stage 3 one such file for each rank; what a rank has of the optimizer's flat vectors is in its
 `zero_pp_rank_0_mp_rank_00_optim_states.pt`. The tree is that of the first rank's model states, with whole weights under
-`module` and the optimizer's state by name under `optimizer`. `zero` puts ZeRO's vectors together.
+`module` and the optimizer's state by name under `optimizer`. `tags` reads a tag of any kind, `zero` puts the vectors of
+ZeRO together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptool.checkpoint import Checkpoint, Note
-from ckptool.checkpoint.files import Folder, Input, folder_at, read_small
+from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
 from ckptool.formats.folder import names_in
@@ -32,12 +33,6 @@ _TAG = re.compile(r"global_step\d+(?:_universal)?")
 
 def detect(head: bytes, source: Input) -> bool:
     return isinstance(source, Folder) and (_has_states(source.names) or tag_of(source) is not None)
-
-
-def is_universal(folder: Folder) -> bool:
-    """True for the output of `ds_to_universal`, or a folder whose only or latest tag is one."""
-    path = folder.path if _has_states(folder.names) else os.path.join(folder.path, tag_of(folder) or "\0")
-    return "\0" not in path and folder_at(os.path.join(path, UNIVERSAL))
 
 
 def belonging(folder: Folder) -> set[str]:
@@ -89,10 +84,10 @@ def read(source: Folder) -> Checkpoint:
     `latest` that leads elsewhere; `Conflict` for files of several steps, stages or world sizes; `Unsupported` for
     tensor parallelism and what else is not joined; what opening a rank's file raises.
     """
-    from ckptool.formats.layouts import universal, zero
+    from ckptool.formats.layouts import tags
 
     tag = source if _has_states(source.names) else Folder(os.path.join(source.path, _tag(source)))
-    found = universal.read_tag(tag) if UNIVERSAL in tag else zero.read_tag(tag)
+    found = tags.read(tag)
     if tag is source:
         return found
     source.adopt(os.path.basename(tag.path), tag)

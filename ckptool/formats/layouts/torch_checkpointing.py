@@ -22,10 +22,18 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, counted, listed, printable
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import damaged, lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, axis_of, distributed, row_major_axes, sizes_of
+from ckptool.formats.placements import (
+    MAX_MESH,
+    Piece,
+    RankFile,
+    RankShare,
+    axis_of,
+    distributed,
+    row_major_axes,
+    sizes_of,
+)
 from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage
 

@@ -21,10 +21,9 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
 from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
 from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
-from ckptool.formats.placements import sizes_of
+from ckptool.formats.placements import Piece, sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
 NAME = "deepspeed"
@@ -103,48 +102,6 @@ def tag_files(folder: Folder) -> Tag:
     if not tag.models:
         raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
     return tag
-
-
-def read_tag(folder: Folder) -> Checkpoint:
-    """The checkpoint of a tag's folder; see `deepspeed.read`."""
-    tag = tag_files(folder)
-    if tag.stages or tag.layers:
-        from ckptool.formats.layouts.pipeline import read_stages
-
-        return read_stages(tag)
-    first = tag.model(tag.first)
-    if "offloaded_tensors" in folder or first.get("ds_autoep_layers"):
-        what = "experts in AutoEP" if first.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
-        why = "Its values are laid out in another way than those of ZeRO, which is not read."
-        raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
-    shares = tag.shares()
-    for layer, count in enumerate(items(first.get("num_experts"))):
-        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
-        if type(count) is int and len(there) < count:
-            raise lacks(folder, f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there")
-    own: dict[Any, Any] = dict(first["module"])
-    experts: set[Any] = set()  # each in a file of its own
-    for name in tag.experts:
-        expert = tag.joiner.open(name).tree
-        if not isinstance(expert, dict) or experts & expert.keys():
-            raise damaged(folder, f"{name} has no weights of an expert, or those of another one")
-        experts |= expert.keys()
-        own |= expert
-    own = same_kind(first["module"], own)
-    if not shares:
-        if first.get("param_shapes") is not None:
-            what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
-            tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
-        world = first.get("dp_world_size")  # of stage 0 the first rank alone saves
-        ranks = max(1, world) if type(world) is int else 1
-        return checkpoint_of(tag, first, own, _masters(tag, first, own), None, {}, 0, ranks, "")
-    share = shares[0]
-    found = checkpoint_of(
-        tag, first, own, *joined_groups(tag, first, shares, own), share.rest, share.stage, len(shares), share.engine
-    )
-    if share.stage > 2 and not any("step" in undivided(share.state(group)) for group in range(len(share.weights))):
-        return replace(found, untied=tuple(share.file for share in shares))  # stages 1 and 2 have the weights twice
-    return found
 
 
 # A rank's share ------------------------------------------------------------------------------------------------------
@@ -396,7 +353,7 @@ def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Itera
         yield _rows(shares, range(len(lengths)), divided=True), [*chain(*laid)], 1
 
 
-def _masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
+def masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
     """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
     itself or those of a group in a row."""
     state, buffers = fields(first.get("optimizer")), first.get("buffer_names") or ()

@@ -43,6 +43,7 @@ from ckptool.conventions.adapter_keys import (
     TOKENS,
     WHOLE,
     AdapterKey,
+    Places,
     adapter_key,
     is_factor,
     method_of,
@@ -52,7 +53,6 @@ from ckptool.conventions.adapter_keys import (
 from ckptool.conventions.quantized import parsed
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
-from ckptool.transforms.lora.places import Places
 
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file
@@ -190,8 +190,7 @@ def read_adapter(
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        what = f"{name} mixes the names of {listed(schemes)}"
-        raise Conflict(what, "Each scheme scales its factors in its own way.")
+        raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme scales its factors in its own way.")
     configs: dict[str, dict[str, Any]] = {}  # that diffusers stores in the file: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
@@ -213,11 +212,8 @@ def _deltas(
     bias = next((role for role in found if method_of(role) == BIAS), "")
     factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
     if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
-        raise NoMatch(
-            f"{where} has {listed(list(keys.values()))} alone",
-            "That is not all of a change, or more than one. Nothing was written.",
-            "A key may be misspelt, or missing.",
-        )
+        why = "That is not all of a change, or more than one. Nothing was written."
+        raise NoMatch(f"{where} has {listed(list(keys.values()))} alone", why, "A key may be misspelt, or missing.")
     method = method_of(next(iter(factors), "diff"))
     for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
         if config is not None and (role in found) != bool(config.get(switch)):
@@ -485,11 +481,9 @@ def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dic
         name = places.key("", [f"{module}.weight"]) if bases else split_words(module)
         found[module] = (name or "").removesuffix(".weight")
     if lost := [module for module, name in found.items() if not name]:
-        raise NoMatch(
-            f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}",
-            "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots.",
-            f"Name the models that it is for: {arg(base=FILE)} (repeatable)",
-        )
+        what = f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}"
+        why = "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots."
+        raise NoMatch(what, why, f"Name the models that it is for: {arg(base=FILE)} (repeatable)")
     return found
 
 

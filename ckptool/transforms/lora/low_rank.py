@@ -29,7 +29,7 @@ from ckptool.checkpoint.dtypes import Array, DType, has_numbers, numbers
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
-from ckptool.conventions.adapter_keys import BIAS, PEFT, WHOLE
+from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, PEFT, WHOLE, is_linear, orientation
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.transforms.lora.adapters import (
     DIFFUSERS_CONFIG,
@@ -45,7 +45,6 @@ from ckptool.transforms.lora.adapters import (
     refuse_others,
     stored,
 )
-from ckptool.transforms.lora.places import EMBEDDING, is_linear, orientation
 from ckptool.transforms.views import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
@@ -285,11 +284,9 @@ class _Extraction:
     def _is_matrix(self, key: str, shapes: Mapping[Any, Any]) -> bool:
         shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
         if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
-            raise Unsupported(
-                f"{key} is quantized: its numbers are codes, whose scales stand elsewhere",
-                "The difference of codes is no difference of weights. Nothing was written.",
-                f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}",
-            )
+            why = "The difference of codes is no difference of weights. Nothing was written."
+            fix = f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}"
+            raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
         is_depthwise = len(shape) > 2 and shape[1] == 1
         if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
             return False
@@ -321,11 +318,9 @@ class _Extraction:
         if not module or any("." in each[len(module) + 1 :] for each in below):
             if key in self.ties:
                 return  # its other name is that of a module of its own
-            raise Unsupported(
-                f"{key} changed, and is no tensor that an adapter of PEFT can hold",
-                "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written.",
-                f"Leave it out: {arg(exclude=key)}",
-            )
+            what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
+            why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
+            raise Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
         for each in below:
             self._add_whole(each, each)
 
@@ -397,11 +392,9 @@ def extract(
         elif after.shape != before.shape:
             problems.append(f"{key} is {list(after.shape)} and {list(before.shape)}")
     if problems:
-        raise Conflict(
-            f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}",
-            "An adapter changes the values of tensors that both have. Nothing was written.",
-            f"Leave tensors out on purpose: {arg(exclude=PATTERN)}",
-        )
+        what = f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}"
+        why = "An adapter changes the values of tensors that both have. Nothing was written."
+        raise Conflict(what, why, f"Leave tensors out on purpose: {arg(exclude=PATTERN)}")
     tied = {name: source for name, source in (ties or {}).items() if name not in keys}
     tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
     chosen |= {name for name, source in tied.items() if source in chosen}

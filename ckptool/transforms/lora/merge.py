@@ -15,12 +15,10 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
-from ckptool.conventions.adapter_keys import BIAS, KOHYA, LORA, PEFT, TOKENS, WHOLE
+from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, PEFT, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
-from ckptool.names.steps import renamed
 from ckptool.transforms.lora.adapters import Adapter, Delta
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
-from ckptool.transforms.lora.places import EMBEDDING, SAME, Places, orientation
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
 
@@ -62,12 +60,11 @@ class AdapterMerge:
         self._settle_parameters()
         if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
             drop = command("edit", self.name, drop=PATTERN, out=OUT)
-            raise NoMatch(
-                f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
-                f"{listed(lost)}",
-                "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written.",
-                f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}",
-            )
+            what = f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
+            what += f"{listed(lost)}"
+            why = "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written."
+            fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}"
+            raise NoMatch(what, why, fix)
         self._refuse_missing()
         self._refuse_untied(ties is None)
         self.tree = same_kind(base, {key: self.made.get(key, base.get(key)) for key in (*base, *self.added)})
@@ -133,11 +130,9 @@ class AdapterMerge:
         try:
             self.made[key] = self._changed(key, delta)
         except Misfit as misfit:
-            raise Conflict(
-                f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
-                f"{key} of {self.base_name} is {list(self.base[key].shape)}",
-                "The adapter is for another base. Nothing was written.",
-            ) from None
+            what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
+            what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
+            raise Conflict(what, "The adapter is for another base. Nothing was written.") from None
         except Conflict as error:
             raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else self.changed.get(key, ())
@@ -193,23 +188,21 @@ class AdapterMerge:
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
         config = self.adapter.config
-        back = renamed([self.places.rules.get("base_model.model.", SAME).reversed()], self.tensors)
+        removed, added = self.places.prefixes.get("base_model.model.", ("", ""))
         every = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
         saved, done = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
         missing = []
         for key, value in self.tensors.items() if saved or config.get("target_modules") else ():
-            if key in done or key not in back:
+            if key in done or not key.startswith(added):
                 continue
-            name = back[key][1]
+            name = removed + key.removeprefix(added)
             is_weight = every and name.endswith(".weight") and len(value.shape) > 1
             if any(f".{each}." in f".{name}" for each in saved) or (is_weight and self._is_target(name[:-7])):
                 missing.append(key)
         if missing:
-            raise NoMatch(
-                f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
-                f"names: {listed(missing)}",
-                "It is incomplete, or for another base. Nothing was written.",
-            )
+            what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
+            what += f"names: {listed(missing)}"
+            raise NoMatch(what, "It is incomplete, or for another base. Nothing was written.")
 
     def _is_target(self, module: str) -> bool:
         """True for a module that `target_modules` names, a list of ends or an expression for whole names."""
@@ -246,11 +239,8 @@ class AdapterMerge:
                 self._refuse_one_side(source, f"{name} in the model", fix)
 
     def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
-        raise Conflict(
-            f"{self.name} changes {one}, which is tied to {others}",
-            "The adapter was trained with only one of them changed. Nothing was written.",
-            fix,
-        )
+        why = "The adapter was trained with only one of them changed. Nothing was written."
+        raise Conflict(f"{self.name} changes {one}, which is tied to {others}", why, fix)
 
 
 def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:

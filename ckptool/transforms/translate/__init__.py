@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -30,8 +30,7 @@ MAX_HOLE = 64  # blocks that may be missing in a row and are still named
 WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(extract=True)}"
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedCheckpoint:
+class TranslatedCheckpoint(NamedTuple):
     """The checkpoint after the rules, what became of each set of weights, and how many optimizers followed.
 
     lost: what the way back would not restore, a line each.

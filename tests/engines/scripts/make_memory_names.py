@@ -124,7 +124,7 @@ def tying(config: Any) -> Any:
 
 def odd(model: Any) -> list[str]:
     """Modules that the names of their weights are wrong about: no linear layers or convolutions that PEFT wraps."""
-    from ckptool.transforms.lora.places import is_linear
+    from ckptool.conventions.adapter_keys import is_linear
 
     state, found = model.state_dict(), []
     shapes = {name: tuple(value.shape) for name, value in state.items()}
