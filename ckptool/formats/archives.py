@@ -19,7 +19,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import other_program
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Unsupported, counted, listed
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
 from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import LEADS_ELSEWHERE
@@ -27,6 +27,7 @@ from ckptool.formats.zip.directory import LEADS_ELSEWHERE
 NAME = "archive"
 OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes
 MAX_TEXT = MAX_TABLE = 1 << 20
+MAX_FOLDERS = 100  # one in the other
 _WEIGHTS = re.compile(r"\.(?:pth|pt|th|ckpt|bin|safetensors)\Z")
 _NAMED = re.compile(rb"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
 # Archives of other kinds that may hold such files: torch's, TorchServe's, Java's, Office's.
@@ -51,17 +52,18 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The checkpoint that the files in an archive are. Reads their tables, no tensor data.
 
-    Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `Unsupported` for compressed
-    files, and what reading each file raises.
+    Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `LimitExceeded` for folders
+    in more than 100 others, `Unsupported` for compressed files, and what reading each file raises.
     """
     values: dict[str, Any] = {}
     notes: list[Note] = []
     discarded: list[Any] = []
-    others: list[str] = []
+    names, others = set[str](), list[str]()
     pickles = 0
     for full_name, part in _zipped(source, notes) if source.read(0, 2) == b"PK" else _in_tar(source):
         name = full_name.removeprefix("./")
-        _check(source, name, values.keys() | others)
+        _check(source, name, names)
+        names.add(name)
         if _WEIGHTS.search(name):
             found = _checkpoint(source, name, part)
             notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
@@ -104,12 +106,15 @@ def _text(part: Readable) -> str | None:
 
 
 def _check(source: Source, name: str, before: set[str]) -> None:
-    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere."""
+    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere, `LimitExceeded`."""
     if name in before:
         raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
     if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
         what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
         raise Corrupt(what, "No program writes such names; the archive is malicious.")
+    if (depth := name.count("/")) > MAX_FOLDERS:
+        what = f"{source}: {name[:200]!r} is in {counted(depth, 'folder')}"
+        raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
     if name.endswith(".distcp"):
         what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
         raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))

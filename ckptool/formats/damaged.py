@@ -601,7 +601,8 @@ def _drop_copies(pieces: list[_Remnant], mentions: Collection[int]) -> None:
     """
     pickles = [piece for piece in pieces if not piece.why and piece.is_pickle]
     chosen = [piece for piece in pickles if piece.header in mentions][-1:] or pickles[:1]
-    pieces[:] = [piece for piece in pieces if piece in chosen or piece not in pickles]
+    dropped = set(map(id, pickles)) - set(map(id, chosen))
+    pieces[:] = [piece for piece in pieces if id(piece) not in dropped]
     first: dict[str, _Remnant] = {}
     for piece in pieces:
         if not piece.why:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckptool
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.errors import unreadable
@@ -154,6 +154,7 @@ def hostile_zip(path: Path, names: list[str]) -> Path:
         (["a/../../b.pth", "b.pth"], Corrupt),
         (["/etc/a.pth", "b.pth"], Corrupt),
         (["a//b.pth"], Corrupt),
+        (["a.pth", "/".join("a" * 30_000)], LimitExceeded),  # each folder would be looked up by its whole name
         (["C:a.pth"], Corrupt),
         (["policy.pth", "archive/data.pkl"], Ambiguous),
         (["policy.pth", "archive/DATA.pkl"], Ambiguous),

@@ -443,6 +443,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "signatures of headers": lambda: filled(b"PK\x03\x04"),
     "headers": lambda: filled(header()),
     "headers of pickles": lambda: filled(header(b"a/data.pkl")),
+    "whole pickles": lambda: filled(header(b"a/data.pkl", 0)),
     "signatures of descriptors": lambda: filled(b"PK\x07\x08", header()),
     "headers and descriptors": lambda: filled(header() + b"PK\x07\x08" + bytes(12)),
     "directory entries": lambda: filled(CENTRAL_LINE, PLAIN[:-99]),

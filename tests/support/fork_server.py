@@ -15,14 +15,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed
 from tests.support.crash import Crash
+from tests.support.forks import ROOT
 
-ROOT = Path(__file__).parents[2]
 GRACE = 600.0  # seconds that one process may take
 Work = Callable[[dict[str, Any]], int]
 """The work of a forked process for a request; returns its exit code."""

@@ -212,7 +212,7 @@ def lost_in_table(flat: FlatNames) -> dict[str, str]:
             if views.setdefault(id(storage), name) != name:
                 found.setdefault(VIEWS, name)
     if names := _entangled(flat):
-        found.setdefault(SHARED, min(names, key=list(flat.values).index))
+        found.setdefault(SHARED, next(name for name in flat.values if name in names))
     return found
 
 

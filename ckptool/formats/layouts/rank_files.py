@@ -136,10 +136,9 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
         if len(whole) == len(trees) and (len(trees) > 1 or len(shape) != 1):
             copies = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
             found[name] = joiner.replicated(name, copies)
-    for key in flat:
-        begin = key[: key.rindex(key.rpartition(".")[2])]
-        below = [other[: other.rindex(other.rpartition(".")[2])] for other in flat if other != key]
-        inner = tuple(each for each in below if each.startswith(begin) and each != begin)
+    begins = {key: key[: key.rindex(key.rpartition(".")[2])] for key in flat}
+    for key, begin in begins.items():
+        inner = tuple(each for each in begins.values() if each.startswith(begin) and each != begin)
         own = [name for name in shapes if name.startswith(begin) and name not in found and not name.startswith(inner)]
         if all(name in tree for tree in trees for name in own):
             own = [name for name in trees[0] if name in own]

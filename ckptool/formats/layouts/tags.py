@@ -138,7 +138,7 @@ def _stages(tag: Tag) -> Checkpoint:
         whole = whole or {"state": {}, "param_groups": [{**g, "params": []} for g in optimizer["param_groups"]]}
         whole["state"] = optimizer["state"] | whole["state"]
         for group, more in zip(whole["param_groups"], optimizer["param_groups"], strict=False):
-            group["params"] += [name for name in more["params"] if name not in group["params"]]
+            group["params"] = [*dict.fromkeys([*group["params"], *more["params"]])]
     rest, engine = (shares[0][0].rest, shares[0][0].engine) if shares[0] else ({}, "")
     world = sum(map(len, shares.values()))
     return zero.checkpoint_of(tag, states[0], own, weights, whole, rest, 1, world, f"{engine}, pipeline")
@@ -150,13 +150,16 @@ def _layers(tag: Tag, known: Mapping[str, Any], buffers: Iterable[str]) -> dict[
     Raises `Corrupt` where one of these, or of the buffers, is in no layer's file.
     """
     found: dict[str, Any] = {}
+    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # of those in a layer
+    for name, shape in known.items():
+        if name.startswith("tied_modules.") and name.count(".") > 1:
+            tied_by_name.setdefault(name.split(".", 2)[2], []).append((name, shape))
     for layer, file in sorted((int(named["layer"]), name) for name in tag.layers if (named := _LAYER.fullmatch(name))):
         if not isinstance(tree := tag.joiner.open(file).tree, dict):
             raise damaged(tag.folder, f"{file} has no weights of a layer")
         for name, value in tree.items():
             full, shapes = f"{layer}.{name}", (None, value.shape if isinstance(value, TensorEntry) else None)
-            tied = [n for n, s in known.items() if n.startswith("tied_modules.") and s in shapes]
-            tied = [each for each in tied if each.split(".", 2)[2:] == [name]]
+            tied = [each for each, shape in tied_by_name.get(name, ()) if shape in shapes]
             found.setdefault(tied[0] if full not in known and len(tied) == 1 else full, value)
     of_layers = {(n.partition(".")[2], v.shape if isinstance(v, TensorEntry) else None) for n, v in found.items()}
     for name, shape in {**dict.fromkeys(buffers), **known}.items():

@@ -22,7 +22,7 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, counted, listed, printable
-from ckptool.formats.folder import damaged, lacks, missing_ranks, mixed
+from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import (
     MAX_MESH,
@@ -154,9 +154,9 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     world = table.get("world_size")
     if type(world) is not int or world < 1:
         world = max((max(files) + 1 for files in found.values()), default=1)
-    missing = []
+    missing: list[str] = []
     for item, files in found.items():
-        if len(files) > 1 or item in told:
+        if (len(files) > 1 or item in told) and len(missing) < MOST_NAMED:
             example = next(iter(files.values()))[0]
             missing += [_LAST_NUMBER.sub(str(rank), example) for rank in missing_ranks(files, world)]
     if missing:
