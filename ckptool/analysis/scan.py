@@ -30,7 +30,7 @@ from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
-from ckptool.pickles.skeleton import reaches_a_call
+from ckptool.pickles.decode import reaches_a_call
 
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
