@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
+from ckptool.formats import PathLike
 from ckptool.training.reports import Proof
-from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
+from ckptool.verbs._options import Config, Say, Set, configuration
 
 _WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
 
@@ -48,7 +49,7 @@ def prove(
         raise UsageError("a command has no configuration and no length", options)
     if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
-    from ckptool.training.prove.command import prove_command
+    from ckptool.training.prove import prove_command
 
     with TemporaryDirectory(prefix="ckptool-config-") as folder:
         if config is not None:

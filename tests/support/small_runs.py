@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ckptool.training import configfile
+from ckptool.training import configfile, run_folder
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.reports import Outcome
 from ckptool.training.start import start
-from ckptool.training.store import Lines
+from ckptool.training.store import Lines, RunFolder
 from ckptool.training.trainer import Trainer, build, gathered, restored
 from tests.support.files import contents
 from tests.support.same import first_difference
@@ -112,6 +112,11 @@ def resumes(path: Path, *changes: str, middle: int = 5, steps: int = 9, **sectio
     take(second, steps - middle)
     assert_same_trainers(whole, second)
     return whole
+
+
+def create(made: Config) -> RunFolder:
+    """The folder of a new run."""
+    return run_folder.create(made.run, made.dumped(), configfile.retention_of(made))
 
 
 def run_to_end(path: Path, *changes: str, **sections: Any) -> Outcome:

@@ -14,10 +14,10 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict
-from ckptool.training.configfile import create, recorded_config
+from ckptool.training.configfile import recorded_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
-from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, forget_record, train_typed
+from tests.support.small_runs import Typed, config, create, cut_short, flip_a_bit, forget_record, train_typed
 
 pytestmark = pytest.mark.usefixtures("harness")
 
