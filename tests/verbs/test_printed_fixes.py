@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.findings import Chain
 from ckptool.errors import CkptoolError, Text
 from fixtures import lab
 from fixtures.make import make
