@@ -1,10 +1,17 @@
 """Folders that real engines wrote, as they lie in the repository: each is one checkpoint in every verb."""
 
+import importlib.util
 import json
+import random
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.support.cli import Run
 from tests.support.engine_cases import check_case, committed_cases, judged_layouts, scripts
+from tests.support.hostile_folders import Mutation, folder_mutations, problems_with
 from tests.support.looped import looped
 
 
@@ -28,3 +35,42 @@ def test_the_table_of_layouts_names_every_case_and_its_judges() -> None:
     for case in committed_cases():
         assert (case / "optimizer.safetensors").exists() == rows[case.name].optimizer.startswith("yes"), case.name
         assert ("rules" in json.loads((case / "case.json").read_text())) == (case.name == "megatron-mp-rank")
+
+
+# Broken in one way each: an error that names the file, or the same values; never a wrong `ok` ------------------------
+
+
+SAMPLE = 18  # in every run of the tests; all of them are in `make soak`
+
+
+def broken() -> Iterator[tuple[Path, Mutation]]:
+    rng = random.Random(11)
+    for case in committed_cases():
+        about = json.loads((case / "case.json").read_text())
+        if "rules" in about:  # tests/transforms/test_join_ranks.py has those
+            continue
+        if "needs" not in about or importlib.util.find_spec(about["needs"]):
+            yield from ((case, mutation) for mutation in folder_mutations(case / "checkpoint", rng))
+
+
+def wrong_in(mutations: Iterable[tuple[Path, Mutation]], scratch: Path, run: Run) -> dict[str, list[str]]:
+    """What is wrong with how the verbs take each of the broken folders."""
+    found = {}
+    for case, mutation in mutations:
+        shutil.rmtree(scratch, ignore_errors=True)
+        folder, out = scratch / "checkpoint", scratch / "out.safetensors"
+        shutil.copytree(case / "checkpoint", folder)
+        mutation.do(folder)
+        found[f"{case.name}: {mutation}"] = problems_with(folder, mutation, case / "weights.safetensors", out, run)
+    return {what: problems for what, problems in found.items() if problems}
+
+
+def test_a_sample(tmp_path: Path, run: Run) -> None:
+    every = list(broken())
+    assert wrong_in(random.Random(3).sample(every, min(SAMPLE, len(every))), tmp_path / "work", run) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", committed_cases(), ids=lambda case: case.name)
+def test_every_file_in_every_way(case: Path, tmp_path: Path, run: Run) -> None:
+    assert wrong_in((each for each in broken() if each[0] == case), tmp_path / "work", run) == {}

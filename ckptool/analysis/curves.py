@@ -8,10 +8,12 @@ from math import isfinite
 from operator import itemgetter
 from typing import Annotated
 
-from ckptool.facts import LIVE
+from ckptool.errors import counted
+from ckptool.facts import LIVE, number
 
 BUCKETS = 512  # stretches of the steps that a long curve keeps points of
 MOST_POINTS = 4 * BUCKETS  # of a curve; one with more is thinned
+_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # of a braille character, from below
 
 Point = tuple[int, float]
 _step = itemgetter(0)
@@ -107,3 +109,29 @@ def _thinned(points: list[Point]) -> list[Point]:
         last = [stretch[-1]] if stretch[-1] is points[-1] else []
         kept += sorted(dict.fromkeys([*finite[:1], *finite[-1:], *odd[:1], *last]), key=_step)
     return kept
+
+
+def summary(curve: Curve) -> str:
+    """The last value, the lowest and the highest, and how many there are."""
+    facts = [f"last {number(curve.values[-1])}"]
+    low, high = curve.ends or (0.0, 0.0)
+    if low < high:
+        where = {value: step for step, value in reversed(curve.finite)}
+        facts += [f"{name} {number(end)} at {where[end]:,}" for name, end in (("min", low), ("max", high))]
+    facts += [counted(curve.points, "point")]
+    if curve.not_finite:
+        facts += [f"{curve.not_finite:,} of them NaN or infinite, the first at {curve.odd_steps[0]:,}"]
+    return ", ".join(facts)
+
+
+def braille(curve: Curve, first: int, last: int, width: int, lines: int) -> list[str]:
+    """The lines of a curve, from the top: two dots a character wide, four high."""
+    cells = [[0x2800] * width for _ in range(lines)]
+    for piece in curve.pieces(first, last, 2 * width):
+        dots = [(at, round(height * (4 * lines - 1))) for at, height in piece]
+        for (x, y), (to_x, to_y) in zip(dots, dots[1:] or dots, strict=False):
+            count = max(abs(to_x - x), abs(to_y - y), 1)
+            for i in range(count + 1):
+                at, height = x + (to_x - x) * i // count, y + (to_y - y) * i // count
+                cells[lines - 1 - height // 4][at // 2] |= _DOTS[at % 2][height % 4]
+    return ["".join(map(chr, row)).replace("\u2800", " ") for row in cells]

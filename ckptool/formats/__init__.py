@@ -156,7 +156,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
-    from ckptool.formats.folder import FOLDER, as_part, with_part
+    from ckptool.formats.folder import CODE, FOLDER, as_part
 
     with while_open(), unchanged(source):
         found = read_alone(source)
@@ -166,7 +166,10 @@ def read_source(source: Input) -> Checkpoint:
 
             found = with_members(found, Folder(source.path))
             part = found.part
-        found = with_part(found, part)
+    if part is not None:
+        fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
+        note = Note(CODE, f"{part.label}: {part.meaning}", fix)
+        found = replace(found, part=part, notes=(*found.notes, note))
     if isinstance(source, Folder):
         if not source.far and (links := _led_elsewhere(source)):
             what = counted(len(links), "file is a link that leads", "files are links that lead")

@@ -20,13 +20,13 @@ from itertools import islice
 from math import isfinite, prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
-from ckptool.commands import NAME, arg, command
+from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
@@ -197,15 +197,6 @@ _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
-
-
-def with_part(checkpoint: Checkpoint, part: PartOf | None) -> Checkpoint:
-    """The checkpoint as a part of something, with a note of it."""
-    if part is None:
-        return checkpoint
-    fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
-    note = Note(CODE, f"{part.label}: {part.meaning}", fix)
-    return replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
 
 
 def as_part(checkpoint: Checkpoint) -> PartOf | None:

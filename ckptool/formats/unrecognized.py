@@ -66,11 +66,10 @@ _PATTERNS = {
     rb".{4}ORTM": "an ONNX Runtime model",
     rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)": "an ONNX model",  # the first fields of protobuf
     rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a": "a TensorFlow SavedModel",
-    rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)": (
-        "a TensorFlow graph"
-    ),
+    rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)":
+        "a TensorFlow graph",
     rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde": "the weights of a Core ML model (weight.bin)",
-}
+}  # fmt: skip
 _WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"})  # of checkpoints inside of archives
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 MAX_ZEROS = 1 << 20
@@ -131,29 +130,17 @@ def _other_file(head: bytes, source: Source) -> CkptoolError | None:
 
 # A pattern that finds one of the names of records; what the archive is, what that means, and what to do with torch.
 _TORCHS_ZIPS = (
-    (
-        r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$",
-        "a program of torch.export (.pt2)",
+    (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", "a program of torch.export (.pt2)",
         "Its tensors belong to a graph that only torch understands.",
-        "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')",
-    ),
-    (
-        r"^[^/\n]*/\.data/extern_modules$",
-        "a torch.package archive",
+        "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"),
+    (r"^[^/\n]*/\.data/extern_modules$", "a torch.package archive",
         "It holds source code that builds its objects; ckptool runs none of it.",
-        (
-            "With torch, and only if you trust it: "
-            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()"
-        ),
-    ),
+        ("With torch, and only if you trust it: "
+            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()")),
     (r"^MAR-INF/MANIFEST\.json$", "a TorchServe archive (.mar)", "", ""),
-    (
-        r"(?:^|/)model\.json$",
-        "a model of torch 1.0's first script format (model.json)",
-        "It holds no pickle to read.",
-        "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')",
-    ),
-)
+    (r"(?:^|/)model\.json$", "a model of torch 1.0's first script format (model.json)", "It holds no pickle to read.",
+        "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"),
+)  # fmt: skip
 _ZIPS = (
     ("[Content_Types].xml", "an Office document"),
     ("META-INF/MANIFEST.MF", "a Java archive"),

@@ -13,8 +13,7 @@ from accelerate.utils import gather_object
 from ckptool.errors import UsageError
 from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
-from ckptool.training.lock import Lock
-from ckptool.training.run_folder import to_stderr
+from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
 from ckptool.training.store import commit_file, newest_whole

@@ -24,7 +24,7 @@ from ckptool.output.folders import move_folder
 from ckptool.training import rng
 from ckptool.training.batches import generators_of, make_ready
 from ckptool.training.saving import to_cpu
-from ckptool.training.store import SavedState, file_digest, read_json, write_json
+from ckptool.training.store import SavedState, described, read_json, write_json
 
 SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
@@ -71,11 +71,8 @@ def rotate(paths: Sequence[str], keep: int) -> None:
 def _described(folder: str) -> dict[str, Any]:
     """The size and the digest of each file below a folder, by its name there."""
     paths = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name != SIDECAR)
-    return {
-        os.path.relpath(path, folder): {"bytes": os.path.getsize(path), "sha256": file_digest(path)}
-        for path in sorted(paths)
-        if stat.S_ISREG(os.lstat(path).st_mode)
-    }
+    files = (path for path in sorted(paths) if stat.S_ISREG(os.lstat(path).st_mode))
+    return described({os.path.relpath(path, folder): path for path in files})
 
 
 def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:

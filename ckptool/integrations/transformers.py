@@ -16,8 +16,7 @@ from ckptool.errors import Conflict, UsageError
 from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training import rng
-from ckptool.training.lock import Lock
-from ckptool.training.run_folder import to_stderr
+from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded
 from ckptool.training.store import newest_whole
 
@@ -75,10 +74,12 @@ class DurableCheckpoints:
                 if saved.path == named and saved.sidecar:
                     check_folder(saved)
         elif self.args.should_save and there:
+            # Of a stock Trainer's, which have no sidecars, none is the newest whole one: it is named by its path.
+            way = True if any(saved.sidecar for saved in there) else there[-1].path
             raise Conflict(
                 f"{folder} holds checkpoints already",
                 "A new run would overwrite some and mix with the others.",
-                "Resume: trainer.train(resume_from_checkpoint=True); or name another output_dir",
+                f"Resume: trainer.train(resume_from_checkpoint={way!r}); or name another output_dir",
             )
         if resume and self.args.save_only_model:
             raise UsageError(

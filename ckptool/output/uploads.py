@@ -22,6 +22,7 @@ from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import foreign, named_urls
 from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
+from ckptool.checkpoint.workers import signals_held
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,
@@ -167,12 +168,15 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
     if not fs.async_impl:
         fs.put_file(path, place, callback=callback, **bounds)
         return
-    job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
+    job = None
     try:
+        with signals_held():  # until it is known what has to be waited for
+            job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
         job.result()
     except BaseException as error:
         stopped.append(error)
-        job.exception()  # until it has ended
+        if job is not None:
+            job.exception()  # until it has ended
         raise
 
 

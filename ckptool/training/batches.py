@@ -47,10 +47,6 @@ class Position:
         self.start = self.loader_state = None
         self.parts = {}
 
-    def shared_state(self) -> dict[str, Any]:
-        """The place, the same in every process."""
-        return {"epoch": self.epoch, "batch": self.batch, "began": self.began}
-
     def rank_state(self) -> dict[str, Any]:
         """The part of the place that each process has for itself; none between two epochs."""
         inside = bool(self.batch)
@@ -164,12 +160,7 @@ def _begun(loader: Any, position: Position) -> Iterator[Any]:
                 "Use the same num_workers",
             ) from error
     position.loader_state = None
-    if not getattr(loader, "num_workers", 0):
-        return iter(loader() if (callable(loader) and not hasattr(loader, "__iter__")) else loader)
-    with signals_blocked():
-        begun: Iterator[Any] = iter(loader)
-    _WORKING.add(begun)
-    return begun
+    return _spared(loader, lambda each: iter(each() if callable(each) and not hasattr(each, "__iter__") else each))
 
 
 class HoldingDraws:
@@ -204,20 +195,21 @@ def workers_spared() -> Iterator[None]:
     """Blocks signals in the workers of all loaders that begin: a script's validation also needs its own to its end."""
     loaders: Any = torch.utils.data.DataLoader
     begin = loaders._get_iterator
-
-    def begun(loader: Any) -> Any:
-        if not loader.num_workers:
-            return begin(loader)
-        with signals_blocked():
-            batches = begin(loader)
-        _WORKING.add(batches)
-        return batches
-
-    loaders._get_iterator = begun
+    loaders._get_iterator = lambda loader: _spared(loader, begin)
     try:
         yield
     finally:
         loaders._get_iterator = begin
+
+
+def _spared(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """What `begin` makes of a loader; signals are blocked in its workers."""
+    if not getattr(loader, "num_workers", 0):
+        return begin(loader)
+    with signals_blocked():
+        batches = begin(loader)
+    _WORKING.add(batches)
+    return batches
 
 
 def end_workers(*which: Any) -> None:

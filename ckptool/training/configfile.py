@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.paths import file_problem
@@ -96,7 +95,9 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
         elif kind == "missing":
             words = f"{key} is missing"
         else:  # several are several things that it could be, and is not
-            words = (f"{key}: " if key else "") + ", or ".join(dict.fromkeys(map(_words, here)))
+            known = [(_WORDS.get(each["type"]) or _WORDS.get(each["type"].partition("_")[0]), each) for each in here]
+            told = [(words or "cannot be this").format(**each.get("ctx", {})) for words, each in known]
+            words = (f"{key}: " if key else "") + ", or ".join(dict.fromkeys(told))
             if kind != "value_error" and not isinstance(value, (dict, list)):
                 words += f" (it is {repr(value)[:80]})"
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
@@ -135,12 +136,6 @@ _WORDS = {
 }
 
 
-def _words(problem: Any) -> str:
-    kind = problem["type"]
-    words = _WORDS.get(kind) or _WORDS.get(kind.partition("_")[0], "cannot be this")
-    return words.format(**problem.get("ctx", {}))
-
-
 # --set ---------------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +169,7 @@ def _set(values: Any, place: Place, value: Any) -> None:
 
 def written(config: Config) -> str:
     """The configuration as YAML, every default filled in."""
-    text: str = yaml.safe_dump(config.dumped(), sort_keys=False, default_flow_style=None, width=120)
-    return text
+    return run_folder.dumped(config.dumped())
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -266,16 +260,6 @@ def dotted(place: Place) -> str:
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-def create(config: Config) -> RunFolder:
-    """A new run in the folder that its configuration names. Raises `Conflict` where there is one already."""
-    return run_folder.create(config.run, config.dumped(), retention_of(config))
-
-
-def reopen(folder: str, config: Config, *, write: bool = True) -> RunFolder:
-    """An existing run, with a configuration that fits it. Raises `Conflict` where its files are something else's."""
-    return run_folder.reopen(folder, retention_of(config), write=write)
-
-
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
     number, text = run_folder.recorded(folder)
@@ -286,7 +270,7 @@ def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunF
     else:
         kept = recorded_config(folder)[1].dumped()
     config = changed({**kept, "run": folder}, changes, os.path.join(folder, CONFIG))
-    return reopen(folder, config, write=write)
+    return run_folder.reopen(folder, retention_of(config), write=write)
 
 
 def retention_of(config: Config) -> Retention:
@@ -375,8 +359,10 @@ def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) ->
         if key not in values:
             continue
         if words or below is None:
-            line = indent + _flow({key: values[key]})
-            yield f"{line.ljust(_COMMENTS - 2)}  # {words}{_default_note(field, values[key])}"
+            line, default = indent + _flow({key: values[key]}), ""
+            if not field.is_required() and field.default not in (values[key], None):
+                default = f" (default: {_flow({'': field.default}).partition(': ')[2]})"
+            yield f"{line.ljust(_COMMENTS - 2)}  # {words}{default}"
             continue
         yield f"{indent}{key}:"
         named = is_named(field)
@@ -390,9 +376,3 @@ def _flow(values: dict[str, Any]) -> str:
     """Values on one line."""
     text: str = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000)
     return text.strip()[1:-1]
-
-
-def _default_note(field: FieldInfo, value: Any) -> str:
-    if field.is_required() or isinstance(field.default, BaseModel) or field.default in (value, None):
-        return ""
-    return f" (default: {_flow({'': field.default}).partition(': ')[2]})"

@@ -155,7 +155,16 @@ class Samples:
             return order(self.seed, epoch, len(self.train))
         whole = len(self.train) == len(self.dataset)
         dataset: Any = self.dataset if whole else Subset(self.dataset, self.train)
-        found: list[int] = call_user_code(_sampled, "data.sampler", name, name, dataset, self.seed, epoch)
+
+        def sampled() -> list[int]:
+            """From a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
+            seed_all(CPU, self.seed, "sampler", epoch)
+            sampler = SAMPLERS.find(name)(dataset, generator(self.seed, "order", epoch))
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return [operator.index(index) for index in sampler]
+
+        found: list[int] = call_user_code(sampled, "data.sampler", name)
         fits = all(0 <= index < len(dataset) for index in found)
         if not fits or (epoch and len(found) != self.epoch_count):
             raise UsageError(
@@ -202,7 +211,8 @@ class Samples:
                     data = call_user_code(self.collate, "data", name, samples)
                     yield Batch(to_device(data, device), len(samples), len(samples))
             finally:
-                reader.rewind()  # the next evaluation begins as this one did
+                if reader.state is not None:  # the next evaluation begins as this one did
+                    dataset.load_state_dict(reader.state["of"])
             return
         places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
         asked = [[(part, len(part), len(part))] for part in places]
@@ -281,11 +291,6 @@ class Reader:
         """Takes the stream's state, to go on from there."""
         of = copy.deepcopy(self.dataset.state_dict()) if self.keeps else None
         self.state = {"samples": self.taken, "of": of} if self.keeps else None
-
-    def rewind(self) -> None:
-        """Puts the stream back into the state that was taken last."""
-        if self.state is not None:
-            self.dataset.load_state_dict(self.state["of"])
 
     @property
     def position(self) -> Position:
@@ -455,12 +460,3 @@ def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
         raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
     made = DATA.make(settings.name, settings.args)
     return made, [] if is_stream(made) else list(range(len(made)))
-
-
-def _sampled(name: str, dataset: Any, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch from a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
-    seed_all(CPU, seed, "sampler", epoch)
-    sampler = SAMPLERS.find(name)(dataset, generator(seed, "order", epoch))
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    return [operator.index(index) for index in sampler]

@@ -1,6 +1,11 @@
-"""Code that a configuration names: built in, or the user's own as `file.py:NAME` or `module:NAME`; and its errors.
+"""What a configuration names: code, built in or the user's own, with its errors; parameters and modules of a model.
 
-The user's own code is imported only because it was named.
+`file.py:NAME` and `module:NAME` are the user's own, imported only because they were named.
+
+Patterns are one language for optimizers, groups, `freeze` and `activation_checkpoint`. `blocks.*.weight` is a glob of
+names in which `*` crosses dots, `re:…` an expression. `blocks.0` stands for all parameters of a module,
+`type:LayerNorm` for those of all modules of a class and those derived from it, `type:Linear.weight` for theirs by a
+name. `not:…` takes away from what the patterns before it chose.
 """
 
 from __future__ import annotations
@@ -10,15 +15,18 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
+from ckptool.checkpoint.paths import matcher
 from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 
 
@@ -85,10 +93,10 @@ class Choice:
         """
         found, takes = self.find(name), ""
         try:
-            signature = inspect.signature(found)
-            takes = ", ".join([*signature.parameters][len(first) :])
-            signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
-            signature.bind(*first, **args)
+            if (signature := signature_of(found)) is not None:
+                takes = ", ".join([*signature.parameters][len(first) :])
+                signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
+                signature.bind(*first, **args)
             return call_user_code(found, self.key, name, *first, **args) if names_code(name) else found(*first, **args)
         except CkptoolError:
             raise
@@ -97,6 +105,13 @@ class Choice:
                 f"{self.key}: {name} does not take these arguments: {error}",
                 f"It takes: {takes}." if takes else self.typed,
             ) from error
+
+
+def signature_of(found: Any) -> inspect.Signature | None:
+    """What something takes; None for C code that does not say it. Raises `TypeError` for what cannot be called."""
+    with suppress(ValueError):
+        return inspect.signature(found)
+    return None
 
 
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:
@@ -155,3 +170,63 @@ def took_part(error: BaseException) -> bool:
 def is_theirs(file: str) -> bool:
     """True for a file that is neither ckptool's nor installed."""
     return os.path.isfile(file) and not os.path.abspath(file).startswith((_OURS + os.sep, *_INSTALLED))
+
+
+# Patterns -------------------------------------------------------------------------------------------------------------
+
+Patterns = str | Sequence[str]
+
+
+def parameters_matching(model: nn.Module, patterns: Patterns, what: str) -> list[str]:
+    """The names of the parameters that patterns choose, in the model's order; a tied one under its first name.
+
+    A pattern of names means parameters, and modules only where it matches none. what: the key that holds the patterns.
+    Raises `UsageError` for one that matches nothing.
+    """
+    names = [name for name, _ in model.named_parameters()]
+
+    def find(pattern: str) -> set[str]:
+        if pattern.startswith("type:"):  # of modules of a class
+            kind, _, own = pattern.removeprefix("type:").partition(".")
+            is_type, is_own = matcher(kind), matcher(own or "*")
+            modules = ((prefix, module) for prefix, module in model.named_modules() if _is(module, is_type))
+            theirs = ((prefix, name) for prefix, module in modules for name, _ in module.named_parameters())
+            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in theirs if is_own(name)}.intersection(names)
+        matches = matcher(pattern)
+        inside = (name for name in names if any(map(matches, accumulate(name.split(".")[:-1], "{}.{}".format))))
+        return set(filter(matches, names)) or set(inside)
+
+    return _chosen(patterns, names, find, f"{what}: {{!r}} matches no parameter")
+
+
+def modules_matching(model: nn.Module, patterns: Patterns, what: str) -> list[str]:
+    """The names of the modules that patterns choose, without the model itself. Raises `UsageError` as above."""
+    modules = {name: module for name, module in model.named_modules() if name}
+
+    def find(pattern: str) -> set[str]:
+        is_type = matcher(pattern.removeprefix("type:"))
+        if pattern.startswith("type:"):
+            return {name for name, module in modules.items() if _is(module, is_type)}
+        return set(filter(is_type, modules))
+
+    return _chosen(patterns, list(modules), find, f"{what}: {{!r}} matches no module")
+
+
+def outermost(names: Sequence[str]) -> list[str]:
+    """The modules that are in none of the others."""
+    return [name for name in names if not any(name.startswith(other + ".") for other in names)]
+
+
+def _chosen(patterns: Patterns, names: list[str], find: Callable[[str], set[str]], problem: str) -> list[str]:
+    each = [patterns] if isinstance(patterns, str) else list(patterns)
+    chosen = set(names) if each and each[0].startswith("not:") else set()
+    for pattern in each:
+        found = find(pattern.removeprefix("not:"))
+        if not found:
+            raise UsageError(problem.format(pattern), f"Available: {listed(names, 8)}.")
+        chosen = chosen - found if pattern.startswith("not:") else chosen | found
+    return [name for name in names if name in chosen]
+
+
+def _is(module: nn.Module, is_type: Callable[[str], bool]) -> bool:
+    return any(is_type(kind.__name__) for kind in type(module).__mro__)

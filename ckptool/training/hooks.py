@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, UsageError
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
-from ckptool.training.shards import whole
+from ckptool.training.parallel import is_divided
 from ckptool.training.store import write_text
 
 if TYPE_CHECKING:
@@ -122,9 +123,10 @@ class GradNorm:
     """The norm of a model's gradients, as `grad_norm`, before they are clipped."""
 
     def after_backward(self, trainer: Trainer, model: str) -> dict[str, torch.Tensor]:
-        norms = torch._foreach_norm([p.grad for p in trainer.models[model].parameters() if p.grad is not None])
+        norms: Any = torch._foreach_norm([p.grad for p in trainer.models[model].parameters() if p.grad is not None])
         name = "grad_norm" if len(trainer.models) == 1 else f"grad_norm_{model}"
-        each = [whole(norm).to(trainer.world.device) for norm in norms]
+        # Of tensors that processes divide, which they put together.
+        each = [(norm.full_tensor() if is_divided(norm) else norm).to(trainer.world.device) for norm in norms]
         return {name: torch.stack(each).norm()} if each else {}
 
 
@@ -139,23 +141,18 @@ class ActivationStats:
         name, model = next(iter(trainer.models.items()))
         for path, module in model.named_modules():
             if not list(module.children()):
-                look = self._look(trainer, f"{name}.{path}" if path else name)
+                look = partial(self._look, trainer, f"{name}.{path}" if path else name)
                 self.handles.append(module.register_forward_hook(look))
 
     def ended(self, trainer: Trainer) -> None:
         while self.handles:
             self.handles.pop().remove()
 
-    def _look(self, trainer: Trainer, path: str) -> Callable[..., None]:
-        every = trainer.config.log.every
-
-        def look(module: Any, inputs: Any, output: Any) -> None:
-            due = (trainer.step + 1) % every == 0 or trainer.step + 1 == trainer.total_steps
-            if due and module.training and isinstance(output, torch.Tensor) and output.is_floating_point():
-                seen = output.detach().float()
-                self.found[f"{path}.mean"], self.found[f"{path}.std"] = seen.mean(), seen.std(unbiased=False)
-
-        return look
+    def _look(self, trainer: Trainer, path: str, module: Any, inputs: Any, output: Any) -> None:
+        due = (trainer.step + 1) % trainer.config.log.every == 0 or trainer.step + 1 == trainer.total_steps
+        if due and module.training and isinstance(output, torch.Tensor) and output.is_floating_point():
+            seen = output.detach().float()
+            self.found[f"{path}.mean"], self.found[f"{path}.std"] = seen.mean(), seen.std(unbiased=False)
 
     def facts(self) -> dict[str, torch.Tensor]:
         found, self.found = self.found, {}

@@ -181,7 +181,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     Returns the mean loss over all samples of the step.
     """
     world, scaler, config, task = trainer.world, trainer.scaler, trainer.config, trainer.config.task
-    update, runners = trainer.updates[phase.model], trainer.runners_for(phase.model)
+    update, runners = trainer.updates[phase.model], trainer.runners
+    if config.strategy == "ddp":  # the others unwrapped, with no gradients to exchange
+        runners = {**trainer.models, phase.model: runners[phase.model]}
     optimizer, kind = update.optimizer, update.kind
     optimizer.zero_grad(set_to_none=True)
     parts = []

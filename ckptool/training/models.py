@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +18,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
-from ckptool.training.extensions import Choice
-from ckptool.training.matching import modules_matching, outermost
+from ckptool.training.extensions import Choice, modules_matching, outermost, signature_of
 from ckptool.training.toys import MLP
 
 Say = Callable[[str], Any]
@@ -47,7 +45,8 @@ def build_model(
     does not.
     """
     found = MODELS.find(settings.name)
-    takes = inspect.signature(found).parameters if callable(found) else ()
+    signature = signature_of(found) if callable(found) else None
+    takes = signature.parameters if signature is not None else ()
     known = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
     model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
     initialise(model, settings.init)

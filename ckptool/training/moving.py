@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 MAX_OBJECTS = 20_000  # that a snapshot visits
@@ -36,9 +36,6 @@ _OPAQUE = frozenset((types.ModuleType, types.CodeType, type))
 # C types whose parts have no names: what they refer to goes under the name of the whole.
 _UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
 
-Parts = Iterable[tuple[str, Any, str]]
-"""Parts of an object: their names, and what they are if they are values."""
-
 
 def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
     """Name -> `KIND: DIGEST` of all that can move and is reachable from the objects; short values stand as they are.
@@ -51,10 +48,26 @@ def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
 
 def reachable(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """A snapshot, and name -> the object itself, of all objects that were met on the way."""
-    walk = _Walk()
-    with suppress(Exception):
-        walk.run((name, value, VALUE) for name, value in objects.items())
-    return walk.found, walk.objects
+    found: dict[str, str] = {}
+    met: dict[str, Any] = {}
+    seen: dict[int, Any] = {}  # the objects too: another could get the number of one that is gone
+    queue: deque[tuple[str, Any, str]] = deque((name, value, VALUE) for name, value in objects.items())
+    while queue and len(seen) < MAX_OBJECTS:  # breadth first, so that a thing is named by its nearest owner
+        name, value, kind = queue.popleft()
+        with suppress(Exception):
+            if (text := plain_text(value)) is None:
+                if id(value) in seen or type(value) in _OPAQUE or issubclass(type(value), type):
+                    continue
+                seen[id(value)] = value
+                met.setdefault(name, value)
+                if (own := _of_values(value, kind)) is None:
+                    queue.extend(list(_parts(name, value, kind)))
+                    continue
+                kind, text = own
+            if text:
+                names = chain([name], (f"{name}#{number}" for number in count(2)))
+                found[next(unique for unique in names if unique not in found)] = f"{kind}: {text}"
+    return found, met
 
 
 def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> dict[str, str]:
@@ -63,17 +76,14 @@ def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Co
     By its owner, `model.counter`, its kind: one of the constants above.
     """
     moved = [name for name, entry in after.items() if before.get(name, entry) != entry]
-    return {name: kind_of(after[name]) for name in moved if not any(own in saved_names for own in _owners(name))}
+    # A part of `model`, and of `model.bn`, is `model.bn.count`.
+    owners = {name: [name, *(name[:at] for at, letter in enumerate(name) if letter in ".[#")] for name in moved}
+    return {name: kind_of(after[name]) for name in moved if not any(own in saved_names for own in owners[name])}
 
 
 def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The names that the state dicts of modules have, as `unsaved` takes them. states: by the modules' names."""
     return {f"{name}.{key}".removesuffix("._extra_state") for name, state in states.items() for key in state}
-
-
-def _owners(name: str) -> list[str]:
-    """A name, and those of which it is a part: `model`, `model.bn` and `model.bn.count` for the last."""
-    return [name[:place] for place, letter in enumerate(name) if letter in ".[#"] + [name]
 
 
 def random_states() -> dict[str, str]:
@@ -115,57 +125,26 @@ def tensor_digest(tensor: Any) -> str:
 # The walk ------------------------------------------------------------------------------------------------------------
 
 
-class _Walk:
-    """Breadth first, so that a thing is named by its nearest owner."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, str] = {}
-        self.objects: dict[str, Any] = {}
-        self.seen: dict[int, Any] = {}  # the objects too: another could get the number of one that is gone
-
-    def run(self, roots: Parts) -> None:
-        queue = deque(roots)
-        while queue and len(self.seen) < MAX_OBJECTS:
-            with suppress(Exception):
-                queue.extend(self.visit(*queue.popleft()))
-
-    def visit(self, name: str, value: Any, kind: str) -> Parts:
-        """Notes a value, or gives the parts of an object."""
-        if (text := plain_text(value)) is not None:
-            self.note(name, kind, text)
-            return ()
-        if id(value) in self.seen or type(value) in _OPAQUE or issubclass(type(value), type):
-            return ()
-        self.seen[id(value)] = value
-        self.objects.setdefault(name, value)
-        if (state := _generator_state(value)) is not None:
-            if state:
-                self.note(name, GENERATOR, digest(state))
-            return ()
-        if _is(value, "torch", "Tensor"):
-            if type(value) is sys.modules["torch"].Tensor and value.is_leaf and value.layout is _strided():
-                self.note(name, kind, tensor_digest(value))
-            return ()
-        if _is(value, "numpy", "ndarray"):
-            if value.dtype != object and value.flags.writeable:
-                values = value if value.nbytes <= WHOLE else value.flat[:: max(1, value.size // SAMPLES)]
-                self.note(name, kind, f"{list(value.shape)} {digest(values.tobytes())}")
-            return ()
-        return list(_parts(name, value, kind))
-
-    def note(self, name: str, kind: str, text: str) -> None:
-        same = 1
-        unique = name
-        while unique in self.found:
-            same += 1
-            unique = f"{name}#{same}"
-        self.found[unique] = f"{kind}: {text}"
+def _of_values(value: Any, kind: str) -> tuple[str, str] | None:
+    """The kind and the digest of a generator, a tensor or an array, "" for one that is left out; None for others."""
+    if (state := _generator_state(value)) is not None:
+        return GENERATOR, digest(state) if state else ""
+    if _is(value, "torch", "Tensor"):
+        torch = sys.modules["torch"]
+        is_plain = type(value) is torch.Tensor and value.is_leaf and value.layout is torch.strided
+        return kind, tensor_digest(value) if is_plain else ""
+    if _is(value, "numpy", "ndarray"):
+        if value.dtype == object or not value.flags.writeable:
+            return kind, ""
+        values = value if value.nbytes <= WHOLE else value.flat[:: max(1, value.size // SAMPLES)]
+        return kind, f"{list(value.shape)} {digest(values.tobytes())}"
+    return None
 
 
 def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
-    """The parts of an object; of a container they are what it is itself."""
+    """The parts of an object: their names, and what they are if they are values; in a container what it is itself."""
     kind: Any = type(value)
-    if _module(value):
+    if _is(value, "torch.nn", "Module"):
         yield from _of_module(name, value)
     elif kind is types.FunctionType:
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
@@ -178,7 +157,8 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     elif kind is functools.partial:
         yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
     elif kind is types.GeneratorType:
-        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in _locals_of(value.gi_frame).items())
+        own = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in own.items())
     elif kind in _MAPPINGS:
         keyed = ((key, part) for key, part in _sampled(value.items(), len(value)))
         yield from ((f"{name}[{plain_text(key) or type(key).__name__}]", part, place) for key, part in keyed)
@@ -209,9 +189,10 @@ def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
     own: dict[Any, Any] = {}
     with suppress(TypeError):
         own.update(vars(value))
-    for slot, place in _slots(kind):
+    members = (each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).items())
+    for slot, place in members:
         with suppress(AttributeError):
-            own[slot] = place.__get__(value)
+            own |= {slot: place.__get__(value)} if type(place) is types.MemberDescriptorType else {}
     for key, part in own.items():
         if isinstance(key, str) and key not in skipped and not (hidden and key.startswith("_")):
             yield f"{name}.{key}", part, ATTRIBUTE
@@ -223,16 +204,6 @@ def _is_of_library(kind: type) -> bool:
     """True for a class whose private attributes are nobody else's: buckets, iterators, locks."""
     library = str(kind.__module__).partition(".")[0]
     return library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
-
-
-def _slots(kind: type) -> list[tuple[str, Any]]:
-    """The slots of a class, as they are declared in Python."""
-    members = ((key, part) for base in kind.__mro__ if "__slots__" in vars(base) for key, part in vars(base).items())
-    return [(key, part) for key, part in members if type(part) is types.MemberDescriptorType]
-
-
-def _locals_of(frame: Any) -> dict[str, Any]:
-    return dict(frame.f_locals) if frame is not None else {}
 
 
 # Values --------------------------------------------------------------------------------------------------------------
@@ -295,14 +266,6 @@ def _state_bytes(state: Any) -> bytes:
 def _is(value: Any, module: str, name: str) -> bool:
     """True for an instance of a library's class, if the library is imported. Asks the type, not the object."""
     return (found := getattr(sys.modules.get(module), name, None)) is not None and found in type(value).__mro__
-
-
-def _module(value: Any) -> bool:
-    return _is(value, "torch.nn", "Module")
-
-
-def _strided() -> Any:
-    return sys.modules["torch"].strided
 
 
 @functools.cache

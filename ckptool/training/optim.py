@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training.extensions import Choice, classes_of, numbers
-from ckptool.training.matching import parameters_matching
-from ckptool.training.shards import divided_like, is_divided, local
+from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
+from ckptool.training.parallel import divided_like, is_divided, local
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
@@ -77,7 +75,7 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     kind, own = OPTIMIZERS.find(settings.name), names_code(settings.name)
     known = [] if own else [name for name in inspect.signature(kind).parameters if name != "params"]
     left = dict(model.named_parameters()) if parameters is None else dict(parameters)
-    available = listed(list(left), 8)
+    names, available = {id(parameter): name for name, parameter in left.items()}, listed(list(left), 8)
     groups: list[dict[str, Any]] = []
     for rule in settings.groups:  # the first that matches wins
         options = rule.model_extra or {}
@@ -92,18 +90,12 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
                 f"optim.groups: {rule.match!r} matches no parameter outside the earlier groups",
                 f"Available: {available}.",
             )
-        groups.append({"params": list(chosen.items()), **options})
+        groups.append({"params": list(chosen.values()), **options})
     if left:
-        groups.append({"params": list(left.items())})
-    args = {"lr": settings.lr, **settings.args}
-    made: torch.optim.Optimizer
-    if not own:
-        made = OPTIMIZERS.make(settings.name, args, groups)
-        return made
-    # The user's own gets parameters (groups where there are any) without names, which not every optimizer takes.
-    names = {id(parameter): name for group in groups for name, parameter in group["params"]}
-    plain = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
-    made = OPTIMIZERS.make(settings.name, args, plain if settings.groups or not plain else plain[0]["params"])
+        groups.append({"params": list(left.values())})
+    # Without names, which not every optimizer of one's own takes; nor groups, where there are none.
+    given = groups if settings.groups or not groups else groups[0]["params"]
+    made: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, {"lr": settings.lr, **settings.args}, given)
     held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(names):
         left_out = [name for key, name in names.items() if key not in held]
@@ -114,7 +106,7 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
         )
     for group in made.param_groups:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
-    if callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
+    if own and callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
         train()
     return made
 
@@ -196,10 +188,8 @@ class Freezing:
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
     """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    done = math.pi * min(1.0, (step - warmup) / max(1, total - warmup))
+    return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(done))
 
 
 def inverse_sqrt(step: int, warmup: int) -> float:
@@ -209,9 +199,8 @@ def inverse_sqrt(step: int, warmup: int) -> float:
 
 def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
     """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return max(floor, 1 - (1 - floor) * (step - warmup) / max(1, total - warmup))
+    down = 1 - (1 - floor) * (step - warmup) / max(1, total - warmup)
+    return (step + 1) / warmup if step < warmup else max(floor, down)
 
 
 SCHEDULES = Choice(
@@ -233,7 +222,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
     """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
     name, args = settings.name, settings.args
     found = SCHEDULES.find(name)
-    if inspect.isroutine(found) and "optimizer" not in inspect.signature(found).parameters:
+    if inspect.isroutine(found) and "optimizer" not in getattr(signature_of(found), "parameters", ()):
         numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # which say what is wrong with it
         return lr_scheduler.LambdaLR(
             optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **args))
@@ -267,27 +256,15 @@ def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str)
     )
 
 
-def forward_to(schedule: LRScheduler, count: int) -> None:
-    """Advances a schedule that was just built by `count` steps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
-        for _ in range(count):
-            schedule.step()
-
-
 # State ---------------------------------------------------------------------------------------------------------------
 
 
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str, names: list[list[str]] | None = None
-) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str, names: list[list[str]]) -> None:
     """Gives an optimizer its state back, matched by parameter name, whatever the order of modules.
 
     `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here they are a `Conflict`.
-    names: of its parameters, group by group, where it was made without them.
+    names: of its parameters, group by group.
     """
-    has_names = names is None
-    names = names or [list(group.get("param_names", ())) for group in optimizer.param_groups]
     given = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
     if list(map(sorted, names)) != list(map(sorted, given)):
         raise Conflict(
@@ -313,13 +290,10 @@ def load_optimizer(
                     )
         # Copies, which else would stay parts of the file that they were loaded from.
         state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
-    numbers = iter(count())
     groups = [
-        {**group, "params": [next(numbers) for _ in own]} | ({"param_names": own} if has_names else {})
+        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [places[one] for one in own]}
         for group, own in zip(saved["param_groups"], names, strict=True)
     ]
-    if not has_names:
-        groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
     for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
         live = optimizer.state[parameters[index]]

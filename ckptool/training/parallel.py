@@ -1,15 +1,22 @@
-"""Strategies: one device; several by DataParallel or by parts of the model; processes by DistributedDataParallel.
+"""Strategies: one device; several by DataParallel or by parts of the model; processes by DistributedDataParallel, or by
+FSDP2, which divides tensors among them (DTensor).
 
 A strategy wraps models for the forward pass. The model inside is what is saved: no file carries a wrapper's prefix. The
 samples of a step are chosen before they are divided, so they are the same under every strategy and world size.
+
+Divided tensors are written by all processes into one folder of `torch.distributed.checkpoint`, each its own parts. It
+is read by ckptool's own reader, which runs nothing of a file: of every tensor a process reads the part that it holds
+now, whatever the number of processes was, or is, and whether it was divided when it was saved.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,10 +26,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ckptool import formats
+from ckptool.bridge import build, to_torch
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.commands import arg
 from ckptool.errors import RunFailed, UsageError, listed
+from ckptool.output import write_problem
 from ckptool.training.data import to_device
-from ckptool.training.matching import Patterns, modules_matching, outermost
+from ckptool.training.extensions import Patterns, modules_matching, outermost
 
 TOGETHER = ("ddp", "fsdp")  # strategies of several processes
 
@@ -232,7 +243,13 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
         if places and all(place.startswith(name + ".") for place in places):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.register_forward_pre_hook(lambda module, inputs: _same_buffers(module))
+
+    def with_same_buffers(module: nn.Module, inputs: Any) -> None:
+        """Gives all processes the buffers of the first, as DistributedDataParallel does: they are what is saved."""
+        for _, buffer in module.named_buffers() if module.training else ():
+            torch.distributed.broadcast(buffer.detach(), 0)
+
+    model.register_forward_pre_hook(with_same_buffers)
     return model
 
 
@@ -242,13 +259,6 @@ def _children(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _children(child, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _same_buffers(model: nn.Module) -> None:
-    """Gives all processes the buffers of the first, as DistributedDataParallel does: they are what is saved."""
-    if model.training:
-        for _, buffer in model.named_buffers():
-            torch.distributed.broadcast(buffer.detach(), 0)
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:
@@ -313,3 +323,117 @@ class Pipeline(nn.Module):
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+# Divided tensors -----------------------------------------------------------------------------------------------------
+
+
+def is_divided(value: Any) -> bool:
+    """True for a tensor of which each process has a part."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and none of them is there before it
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def has_divided(tree: Any) -> bool:
+    """True where any tensor of a tree is divided."""
+    return _holds(tree, is_divided)
+
+
+def _holds(node: Any, wanted: Callable[[Any], bool]) -> bool:
+    parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
+    return wanted(node) or any(_holds(part, wanted) for part in parts)
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is in this process; all of one that is not divided."""
+    return value._local_tensor if is_divided(value) else value  # type: ignore[attr-defined]
+
+
+def with_local(value: torch.Tensor, part: torch.Tensor) -> Any:
+    """A tensor divided like another, with another part in this process."""
+    like: Any = value
+    make = sys.modules["torch.distributed.tensor"].DTensor.from_local
+    return make(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def divided_like(value: Any, like: Any) -> Any:
+    """A tensor of a checkpoint as the live one is: its part in this process, where that is divided."""
+    if not isinstance(value, (TensorEntry, torch.Tensor)) or is_divided(value):
+        return value
+    if not is_divided(like) or tuple(value.shape) != tuple(like.shape):
+        return to_torch(value) if isinstance(value, TensorEntry) else value
+    mesh = like.device_mesh
+    for place, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            raise RunFailed(f"a tensor is divided as {placement}, which is not resumed", "FSDP2 divides by Shard.")
+        if placement.is_shard():  # as torch.chunk divides: the last parts are smaller, or empty
+            length = value.shape[placement.dim]
+            begin, end = (min(length, number * -(-length // count)) for number in (place, place + 1))
+            value = value.narrow(placement.dim, begin, end - begin)
+    part = to_torch(value) if isinstance(value, TensorEntry) else value.clone()
+    return with_local(like, part.to(like.device))
+
+
+def state_like(state: Mapping[str, Any], live: Mapping[str, Any]) -> Any:
+    """A state dict of a checkpoint, its tensors divided as those of the live one, which gives its versions, too."""
+    if not has_divided(dict(live)) and not any(isinstance(value, TensorEntry) for value in state.values()):
+        return state
+    made: Any = OrderedDict((name, divided_like(value, live.get(name))) for name, value in state.items())
+    made._metadata = getattr(live, "_metadata", None)
+    return made
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
+    """Writes a tree into a folder, synced; every process of a group its own parts. Raises in all what one meets."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Planner(DefaultSavePlanner):
+        """Names the values of a tree as torch does, but what has no tensor in it is one object, even an empty one."""
+
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            found = list(_values(state_dict))
+            self.mappings = {".".join(map(str, path)): path for path, _ in found}
+            if len(self.mappings) < len(found):
+                raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys by dots.")
+            self.state_dict = dict(zip(self.mappings, (value for _, value in found), strict=True))
+            self.is_coordinator = is_coordinator
+
+    try:
+        writer: Any = FileSystemWriter(folder, sync_files=True)
+        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
+        planner = Planner(dedup_save_to_lowest_rank=True)
+        save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        for rank, (problem, _) in error.failures.items():
+            if isinstance(problem, OSError):
+                raise write_problem(problem, os.path.dirname(folder)) from error
+            words = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+            raise RunFailed(f"process {rank} could not save: {words}") from error
+        raise RunFailed("the processes could not save together") from error
+
+
+def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(node, torch.Tensor) or (path and not _holds(node, lambda value: isinstance(value, torch.Tensor))):
+        yield path, node
+        return
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        # Interned: a pickle tells two equal texts from one that is there twice.
+        yield from _values(value, (*path, sys.intern(str(key)) if isinstance(node, dict) else key))
+
+
+def read_divided(path: str, parts: Callable[[str], bool]) -> dict[str, Any]:
+    """The tree of a folder. parts: tells the keys whose tensors stay entries, of which `divided_like` reads parts."""
+    tree = formats.read(path).tree
+    return {key: _live(value) if parts(key) else build(Checkpoint(value, "")) for key, value in tree.items()}
+
+
+def _live(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _live(value) for key, value in node.items()}
+    return node if isinstance(node, TensorEntry) else build(Checkpoint(node, ""))

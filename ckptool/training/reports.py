@@ -1,13 +1,37 @@
-"""What can be said of runs: how one ended, what a rehearsal and a proof showed, and the checkpoints in its folder."""
+"""What can be said of runs: how one ended, what a rehearsal and a proof showed, the checkpoints in its folder, and the
+numbers that it logged over its steps, with what happened to it on the way.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from ckptool.commands import command
-from ckptool.errors import counted
-from ckptool.facts import Bytes, Report, Seconds, Table, Told, age, bold, cyan, green, red, short, size, yellow
+from ckptool.analysis.curves import Curve, CurveBuilder, braille, column, summary
+from ckptool.checkpoint.paths import matcher
+from ckptool.commands import arg, command
+from ckptool.errors import NoMatch, counted, listed
+from ckptool.facts import (
+    LIVE,
+    Bytes,
+    Report,
+    Seconds,
+    Table,
+    Told,
+    age,
+    bold,
+    cyan,
+    green,
+    number,
+    red,
+    short,
+    size,
+    yellow,
+)
+from ckptool.training import HISTORY, METRICS
 
 GOOD = "good"
 # How kills come: at calls that a preloaded library sees, or by time alone.
@@ -44,10 +68,8 @@ class Outcome(Report):
             yield green("stopped early"), f": {steps} → {self.path}"
             yield f"  {self.why}; go on all the same: ", cyan(str(longer))
         else:
-            yield (
-                yellow("stopped"),
-                f" after {steps}, saved → {self.path}" if self.step else f" before the first step: {self.path}",
-            )
+            where = f" after {steps}, saved → {self.path}" if self.step else f" before the first step: {self.path}"
+            yield yellow("stopped"), where
             yield "  ", cyan(str(command("resume", self.path)))
         if self.profile:
             yield f"  profile: {self.profile}"
@@ -57,9 +79,8 @@ class Outcome(Report):
 class Evaluated(Report):
     """The metrics of a checkpoint of a run.
 
-    chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.
-
-    ema: of the average of its weights.
+    chosen: why it is this one, "" where its step was named.  on: `val` or `test` data.  ema: of the average of its
+    weights.
     """
 
     schema = "eval/2"
@@ -168,7 +189,6 @@ class RunReport(Report):
     """The folder of a run, and its checkpoints.
 
     metric, mode: the measure of its best.  resumes: the step that it would go on from, or None.
-
     event, step: the last thing that happened to it, and when.  epochs: its length, where that is said in epochs.
     seconds: that it was trained for, in all its starts.  damaged: the number of its checkpoints that are not whole.
     script: the program whose loop it is, for a run of `ckptool.Run`; it resumes by itself.
@@ -303,10 +323,8 @@ class Proof(Report):
         if not self.unstable:
             at = Counter(kill.place for kill in self.kills)
             kinds = ", ".join(f"{kind} {at[kind]} of {count:,}" for kind, count in self.events.items())
-            facts.append(("watched", _WAYS[self.watched]))
-            facts += [("killed", str(kill)) for kill in self.kills] or [
-                ("killed", "never: it ended before a kill came")
-            ]
+            kills = [*map(str, self.kills)] or ["never: it ended before a kill came"]
+            facts += [("watched", _WAYS[self.watched]), *(("killed", kill) for kill in kills)]
             facts.append(("kinds of events", kinds or "none was seen"))
         facts += [("note", remark) for remark in self.remarks]
         facts += [("found", each) for each in self.findings]
@@ -327,3 +345,156 @@ class Proof(Report):
             yield yellow("not tried: it ended before it could be killed.")
         if self.kept:
             yield f"  its runs are kept in {self.kept}"
+
+
+# Curves ---------------------------------------------------------------------------------------------------------------
+
+MOST_CURVES = 100  # of one run
+WIDTH, HEIGHT = 80, 6  # of a curve, in characters
+_ENDS = ("stop", "early-stop", "failed", "done")
+_NOT_FINITE = ("nan", "inf", "-inf")  # as texts: JSON has no such numbers
+_MOST = 1 << 62
+
+Steps = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunHistory(Report):
+    """The curves of a run by name, and the steps at which things happened to it.
+
+    saves: checkpoints.  resumes: where it went on.  kills: where it began again though no end was noted.  stops: where
+    it was stopped or failed.  event, step: the last of these.  left_out: curves for which there was no room.
+    """
+
+    schema = "plot/2"
+
+    path: str
+    curves: dict[str, Curve]
+    saves: Steps = ()
+    resumes: Steps = ()
+    kills: Steps = ()
+    stops: Steps = ()
+    event: str = ""
+    step: int | None = None
+    left_out: int = 0
+
+    @property
+    def series(self) -> Annotated[dict[str, tuple[Steps, tuple[float, ...]]], LIVE]:
+        """The steps and values of each curve."""
+        return {name: (curve.steps, curve.values) for name, curve in self.curves.items()}
+
+    @property
+    def done(self) -> Annotated[Steps, LIVE]:
+        """The step at which it was done, where that is the last that happened to it."""
+        return (self.step,) if self.event == "done" and self.step is not None else ()
+
+    @property
+    def span(self) -> Annotated[tuple[int, int], LIVE]:
+        """The first and the last step of all curves and events: the axis."""
+        steps = [step for curve in self.curves.values() for step in (curve.steps[0], curve.steps[-1])]
+        steps += [*self.saves, *self.resumes, *self.kills, *self.stops, *self.done]
+        return min(steps, default=0), max(steps, default=0)
+
+    def told(self) -> Told:
+        at = "" if self.step is None else f" at step {self.step:,}"
+        yield bold(self.path), ": ", f"{self.event}{at}" or "nothing recorded yet"
+        if not self.curves:
+            yield from ("", "  nothing was logged yet")
+            return
+        yield self._drawn
+        yield ""
+        odd = sorted({step for curve in self.curves.values() for step in curve.odd_steps})
+        meanings = self._events() | {"!": ("NaN or infinite", odd)}
+        yield Table([(letter, f"{word} at {_first(steps)}") for letter, (word, steps) in meanings.items() if steps])
+        if self.left_out:
+            yield f"  not drawn: {counted(self.left_out, 'more curve')}"
+
+    def _events(self) -> dict[str, tuple[str, Sequence[int]]]:
+        """What happened on the way: the letter on the axis, its meaning, and the steps."""
+        return {
+            "s": ("saved", self.saves),
+            "r": ("resumed", [step for step in self.resumes if step not in self.kills]),
+            "k": ("killed, then restarted", self.kills),
+            "x": ("stopped or failed", self.stops),
+            "d": ("done", self.done),
+        }
+
+    def _drawn(self, columns: int | None) -> Told:
+        """Each curve above an axis with what happened on the way."""
+        (first, last), events = self.span, self._events()
+        labels = {name: [number(end) for end in curve.ends or (None, None)] for name, curve in self.curves.items()}
+        margin = max(len(label) for ends in labels.values() for label in ends) + 2
+        width = max((columns or WIDTH) - margin - 2, 10)
+        for name, curve in self.curves.items():
+            yield from ("", (bold(name), f"  {summary(curve)}"))
+            low, high = labels[name]
+            is_flat = curve.ends is None or curve.ends[0] == curve.ends[1]
+            rows = braille(curve, first, last, width, 1 if is_flat else HEIGHT)
+            for row, label in zip(rows, [low] if is_flat else [high, *[""] * (HEIGHT - 2), low], strict=True):
+                yield f"{label:>{margin}} {'┤' if label else '│'}", cyan(row.rstrip())
+            axis = ["─"] * width
+            for letter, steps in (*((letter, events[letter][1]) for letter in "sxdrk"), ("!", curve.odd_steps)):
+                for step in steps:
+                    axis[column(step, first, last, width)] = letter
+            yield f"{'':{margin}} └{''.join(axis)}"
+        yield f"{'':{margin + 2}}{first:,}{last:>{width - len(f'{first:,}')},}"
+
+
+def _first(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
+    return f"{steps[0]:,}{more}"
+
+
+def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
+    """The curves of a run up to its last whole line; only: names, or patterns for them; without, all but the epoch.
+
+    Raises `NoMatch` for a name that was never logged.
+    """
+    from ckptool.training.store import Lines  # with all that writes a run
+
+    patterns = {pattern: matcher(pattern) for pattern in only}
+    history = (fact for fact in Lines(os.path.join(folder, HISTORY)).read() if _is_step(fact.get("step")))
+    events = [fact for fact in history if fact.get("event") in ("start", "resume", "save", *_ENDS)]
+    names: dict[str, set[str]] = {}  # what was logged, in this order, and the patterns that match it
+    curves: dict[str, CurveBuilder] = {}
+    wanted = 0
+
+    def add(fact: Mapping[str, Any], step: Any) -> None:
+        nonlocal wanted
+        for name, value in fact.items() if _is_step(step) else ():
+            if name == "step" or not (type(value) is float or value in _NOT_FINITE or _is_step(value)):
+                continue
+            if name not in names and len(names) < 100 * MOST_CURVES:
+                names[name] = {pattern for pattern, matches in patterns.items() if name == pattern or matches(name)}
+                if names[name] or not (patterns or name == "epoch"):
+                    wanted += 1
+                    if len(curves) < MOST_CURVES:
+                        curves[name] = CurveBuilder()
+            if name in curves:
+                curves[name].add(step, float(value))
+
+    for fact in Lines(os.path.join(folder, METRICS)).read():
+        add(fact, fact.get("step"))
+    logged = {*names}
+    for fact in events:  # metrics of your own loop are recorded with its checkpoints
+        if fact["event"] == "save" and isinstance(found := fact.get("metrics"), dict):
+            add({name: value for name, value in found.items() if name not in logged}, fact["step"])
+    for pattern in patterns:
+        if not any(pattern in found for found in names.values()):
+            why = f"It logged {listed(list(names), 20)}." if names else "It has logged nothing."
+            raise NoMatch(f"the run has no curve {pattern!r}", why, f"Draw all of them: omit {arg('only')}")
+    drawn = {name: builder.curve() for name, builder in curves.items()}
+    steps: dict[str, set[int]] = defaultdict(set)
+    event, step = "", None
+    for fact in events:
+        is_running = event not in ("", *_ENDS)
+        event, step = fact["event"], fact["step"]
+        steps["stops" if event in _ENDS and event != "done" else f"{event}s"].add(step)
+        if is_running and event in ("start", "resume"):
+            steps["kills"].add(step)
+    marks = {name: tuple(sorted(steps[name])) for name in ("saves", "resumes", "kills", "stops")}
+    return RunHistory(folder, drawn, **marks, event=event, step=step, left_out=wanted - len(drawn))
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and -_MOST < value < _MOST

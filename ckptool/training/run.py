@@ -26,7 +26,7 @@ from ckptool.training import LOOP, moving, rng, run_folder
 from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, refuse_settings, retention, to_cpu
+from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, retention, to_cpu
 from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
@@ -118,16 +118,16 @@ class Run:
         if isinstance(folder, RunFolder):  # of the harness, which opens it by its configuration
             self.folder = folder
         else:
-            refuse_settings(os.fspath(folder), verify, signals, seed, stop_after)
-            # Absolute since scripts change directory; only the first process makes and locks it.
-            where, rules = absolute(folder), retention(keep_last, keep_best, keep_every)
+            keep = keep_last, keep_best, keep_every
+            rules = retention(keep, os.fspath(folder), verify, signals, seed, stop_after)
+            where = absolute(folder)  # since scripts change directory; only the first process makes and locks it
             if (before := _OPEN.pop(where, None)) is not None:
                 before.close()  # a notebook cell that is run again
             opened: list[RunFolder] = []
             self.world.first(lambda: opened.append(_open_folder(where, rules)))
             self.folder = opened[0] if opened else run_folder.reopen(where, rules, write=False, elsewhere=ELSEWHERE)
         try:
-            newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say, note=True))
+            newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
             self._saver = Saver(
                 self.folder,
@@ -137,10 +137,12 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
-                self._counted = self.world.first(lambda: self.folder.newest_counted(newest.step))
+                there = self.world.first(lambda: [s.step for s in self.folder.all() if not s.is_stop])
+                self._counted = max((step for step in there if step <= newest.step), default=None)
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
-            if self.world.size > 2 and any(_moves_gradients(value) for value in objects.values()):
+            ddp = [each for each in objects.values() if isinstance(each, nn.parallel.DistributedDataParallel)]
+            if self.world.size > 2 and not all(each.find_unused_parameters for each in ddp):  # it rebuilds its buckets
                 self.say(
                     "DistributedDataParallel changes the order of its sums after its first step, so with more than two "
                     "processes the last bits of a resumed run differ; find_unused_parameters=True keeps the order"
@@ -209,10 +211,10 @@ class Run:
             self._resumed.overwritten.add(name)
 
     def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name == "due":
             why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-            raise AttributeError(why, name=name, obj=self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(why, name=name, obj=self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.values
@@ -248,23 +250,15 @@ class Run:
         if state is not None:
             rng.restore(state if self._seed is not None else {**self._initial_random, **state}, generators)
 
-    def _drawn_from(self, state: rng.State | None) -> rng.State | None:
-        """Without the states of global generators that nothing ever drew from: they may differ in every process."""
-        return state and {name: each for name, each in state.items() if name in self._drawn or name == "generators"}
-
     def _point(self) -> Point:
-        now = self._capture(self._generators())
+        now, position = self._capture(self._generators()), self.position
         self._drawn |= rng.moved(now, {**self._initial_random, "generators": now["generators"]})
-        own = self.position.rank_state()
-        rank = {**own, "now": self._drawn_from(now), "epoch_start": self._drawn_from(own["epoch_start"])}
-        return Point(self.position.shared_state(), rank, self.objects.states_of_others())
-
-    def _gather(self, point: Point) -> dict[str, Any]:
-        """The tree to save, in the first process, or in all of them if tensors are sharded. All take part."""
-        ranks = self.world.gather(point.rank)
-        if not (self.world.is_first or self.objects.is_divided):
-            return {}
-        return self._tree(point, ranks)
+        rank = {**position.rank_state(), "now": now}
+        for key in ("now", "epoch_start"):  # global generators that nothing ever drew from may differ in every process
+            drawn = {*self._drawn, "generators"}
+            rank[key] = rank[key] and {name: each for name, each in rank[key].items() if name in drawn}
+        place = {"epoch": position.epoch, "batch": position.batch, "began": position.began}
+        return Point(place, rank, self.objects.states_of_others())
 
     def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What is saved. ranks: what each process has for itself."""
@@ -288,7 +282,14 @@ class Run:
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
             raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
         self.objects.refuse_others(tree, where)
-        self._say_options(tree["options"])
+        for name, groups in self._options.items():  # which loading the optimizers' states overwrites
+            for place, (before, now) in enumerate(zip(tree["options"][name], groups, strict=False)):
+                for key in [key for key in now if key in before and before[key] != now[key]]:
+                    self.say(
+                        f"{printable(name)}: {key} of group {place} is {now[key]!r} in the script, but was "
+                        f"{before[key]!r} when the run began; the saved value is used"
+                    )
+        self._options = tree["options"]
         self.objects.restore(tree, where)
         # Copied, since they would keep the file mapped.
         self.step, self.loss, self.values = tree["step"], tree["loss"], to_cpu(tree["values"], copied=True)
@@ -312,17 +313,6 @@ class Run:
         self.position.restore(tree["data_state"], own)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
         self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
-
-    def _say_options(self, began: dict[str, Any]) -> None:
-        """Says which options of optimizers the script has changed: loading their state overwrites them."""
-        for name, groups in self._options.items():
-            for place, (before, now) in enumerate(zip(began[name], groups, strict=False)):
-                for key in [key for key in now if key in before and before[key] != now[key]]:
-                    self.say(
-                        f"{printable(name)}: {key} of group {place} is {now[key]!r} in the script, but was "
-                        f"{before[key]!r} when the run began; the saved value is used"
-                    )
-        self._options = began
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -612,7 +602,12 @@ class Run:
         _write(self._held, self.folder)
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
-        self._saver.save(self.step, lambda: self._gather(point), facts)
+
+        def gather() -> dict[str, Any]:  # all take part, and only the first has the tree, unless it is divided
+            ranks = self.world.gather(point.rank)
+            return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}
+
+        self._saver.save(self.step, gather, facts)
         self._counted = self._counted if "stop" in facts else self.step
         self._failed = None
         if not self._loop:
@@ -732,11 +727,6 @@ class _Resumed(NamedTuple):
     values: dict[str, Any]
     overwritten: set[str]
     random: rng.State
-
-
-def _moves_gradients(value: Any) -> bool:
-    """True for DistributedDataParallel where it rebuilds its buckets after the first step."""
-    return isinstance(value, nn.parallel.DistributedDataParallel) and not value.find_unused_parameters
 
 
 def _world(objects: Objects) -> World:

@@ -1,16 +1,21 @@
-"""The folder of a run: made, or opened; whose files they are; what it holds, for `inspect` and `scan`; what it runs on.
+"""The folder of a run: made, or opened; who may write to it, and whose files they are; what it holds, for `inspect` and
+`scan`; what it runs on.
 
 Of this nothing needs torch but `environment`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,15 +24,16 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import read_small_text
+from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
 from ckptool.output import make_folder, sweep_folder
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run
-from ckptool.training.lock import OTHER_RUN, Lock
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
 from ckptool.training.store import (
+    OTHER_RUN,
     Lines,
     Retention,
     RunFolder,
@@ -68,7 +74,7 @@ def create(
     run = RunFolder(folder, number, retention, Lock(folder, elsewhere), elsewhere)
     try:
         _refuse_run(folder, elsewhere)  # it may have saved before it gave up the lock
-        run.make()
+        make_folder(run.checkpoints)
         # What was begun and never saved is forgotten, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes it a run: one that is killed here begins again.
@@ -155,33 +161,32 @@ def _begun(folder: str, elsewhere: str | Command) -> str | None:
 
     Raises `Conflict` for files of these names that no run wrote, or that were changed since.
     """
-    there = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))]
-    if there and (number := _written_by(os.path.join(folder, CONFIG))) is not None:
+    there, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
+    with suppress(CkptoolError):
+        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if there else ""
+    if (found := _ID.search(text)) and _signed(found[1], values_of(text)) == text:  # just as the run wrote it
         _refuse_foreign(folder, there[:-1], elsewhere)
-        return number
+        return found[1]
     if there:
         raise not_ours(folder, there, elsewhere)
     return None
 
 
 def _refuse_foreign(folder: str, names: Sequence[str], elsewhere: str | Command) -> None:
-    """Raises `Conflict` for files of lines that no run wrote."""
-    keys = {HISTORY: "event", METRICS: "step"}
-    if wrong := [name for name in names if not _is_ours(os.path.join(folder, name), keys[name])]:
+    """Raises `Conflict` for files of lines of which none is a run's, with its key."""
+    wrong = []
+    for name in names:
+        path, key, is_ours = os.path.join(folder, name), {HISTORY: "event", METRICS: "step"}[name], False
+        if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
+            continue
+        with suppress(CkptoolError):
+            lines = list(Lines(path).read())
+            torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
+            # Or a run was killed in its first line.
+            is_ours = any(key in line for line in lines) or (torn.startswith('{"') and "\n" not in torn)
+        wrong += [] if is_ours else [name]
+    if wrong:
         raise not_ours(folder, wrong, elsewhere)
-
-
-def _is_ours(path: str, key: str) -> bool:
-    """True unless a file has lines, and none of them is a run's, with this key."""
-    if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
-        return True
-    try:
-        lines = list(Lines(path).read())
-        torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
-    except CkptoolError:
-        return False
-    # Or a run was killed in its first line.
-    return any(key in line for line in lines) or (torn.startswith('{"') and "\n" not in torn)
 
 
 def _signed(number: str, settings: dict[str, Any]) -> str:
@@ -204,14 +209,80 @@ def values_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _written_by(path: str) -> str | None:
-    """The id of the run that wrote a configuration just as it is; None for one that a person wrote, or changed."""
-    try:
-        text = read_small_text(path, "a configuration", MAX_CONFIG)
-    except CkptoolError:
-        return None
-    found = _ID.search(text)
-    return found[1] if found and _signed(found[1], values_of(text)) == text else None
+# The right to write --------------------------------------------------------------------------------------------------
+
+PATIENCE = 2.0  # seconds: a killed process holds its lock until all of it is gone
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+_HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
+
+
+def _close_in_child() -> None:
+    """A loader's worker may outlive a killed trainer by seconds, and must not hold the lock meanwhile."""
+    for lock in list(_HELD):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Lock:
+    """The right to write to a run's folder: one process at a time, on every machine that sees the folder; held until
+    the process ends, however it ends. elsewhere: what to type for another folder.
+    """
+
+    def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
+        path = os.path.join(folder, "lock")
+        there = os.path.lexists(path)
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise file_problem(error, path, "write") from error
+        _HELD.add(self)
+        try:
+            free = self._wait()
+            held = os.pread(self.fd, 300, 0)
+            if not free:
+                holder = held.decode("utf-8", "replace").strip()
+                raise Conflict(
+                    f"{folder} is being written by another process ({holder or 'unknown'})",
+                    "Two trainers on one run would mix their checkpoints.",
+                    f"Wait for it, stop it, or name another folder: {elsewhere}",
+                )
+            if held and not _HOLDER.fullmatch(held):
+                raise Conflict(
+                    f"{path} is not the lock of a run",
+                    "A run would overwrite it. It was left as it is.",
+                    f"Move it away, or give the run a folder of its own: {elsewhere}",
+                )
+            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
+                os.ftruncate(self.fd, 0)
+                os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            why = "Without a lock two trainers could mix their files."
+            raise FileProblem(f"cannot lock {path}: {error.strerror}", why) from error
+        except BaseException:
+            self.release()
+            raise
+
+    def _wait(self) -> bool:
+        """Takes the lock; False if another process still has it when patience is over."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.05)
+
+    def release(self) -> None:
+        """Releases the lock."""
+        if self.fd >= 0:
+            _HELD.discard(self)
+            os.close(self.fd)
+            self.fd = -1
 
 
 # What it holds --------------------------------------------------------------------------------------------------------

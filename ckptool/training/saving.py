@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from ckptool.checkpoint.paths import is_url
-from ckptool.commands import command
 from ckptool.errors import DiskFull, Text, UsageError
-from ckptool.training.parallel import World
-from ckptool.training.shards import has_divided, is_divided, local, read, with_local
+from ckptool.training.parallel import World, has_divided, is_divided, local, read_divided, with_local
 from ckptool.training.store import Retention, RunFolder
 
 Tree = dict[str, Any]
@@ -30,14 +28,13 @@ class Saver:
     """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
 
     background: a thread writes a copy of the state, at most one at a time; the next `wait` raises what went wrong.
-    resume: what to type to resume, for the error of a full disk; by default the harness's command.
+    resume: what to type to resume, for the error of a full disk.
     """
 
     def __init__(
         self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
     ) -> None:
-        self.run, self.world, self.step = run, world, step
-        self.resume = resume if resume else f"resume: {command('resume', run.folder)}"
+        self.run, self.world, self.step, self.resume = run, world, step, resume
         self._writers = world  # of sharded tensors; a thread has a process group of its own
         self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
@@ -120,9 +117,9 @@ class Saver:
 
 
 def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
-    """The tree of a checkpoint that a run saved, mapped, on the CPU. parts: see `shards.read`."""
+    """The tree of a checkpoint that a run saved, mapped, on the CPU. parts: see `read_divided`."""
     if os.path.isdir(path):
-        return read(path, parts)
+        return read_divided(path, parts)
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -216,31 +213,28 @@ def not_plain(value: Any) -> str:
     return ""
 
 
-def retention(last: int, best: Any, every: int) -> Retention:
-    """The retention of the arguments of `ckptool.Run`."""
+def retention(
+    keep: tuple[int, Any, int], folder: str, verify: str, signals: Sequence[str], seed: Any, after: float | None
+) -> Retention:
+    """The retention that `ckptool.Run` is given. Raises `UsageError` for any argument of it that means nothing."""
+    last, best, every = keep
     metric, mode, count = (*(best or ("", "min", 0)), 1)[:3]
-    if mode not in ("min", "max") or not isinstance(metric, str) or last < 1 or every < 0 or count < 0:
-        raise UsageError(
-            "keep_last must be at least 1, keep_every at least 0, and keep_best a metric with `max` or `min`",
-            "",
-            "For example: keep_last=3, keep_best=('val_acc', 'max')",
-        )
-    return Retention(last, count, every, metric, mode)
-
-
-def refuse_settings(folder: str, verify: str, signals: Sequence[str], seed: Any, stop_after: float | None) -> None:
-    """Raises `UsageError` for an argument of `ckptool.Run` that means nothing."""
+    is_best = mode in ("min", "max") and isinstance(metric, str) and count >= 0
     are_signals = all(f"SIG{name}" in signal.Signals.__members__ for name in signals)
     checks = (
         ("folder", folder, bool(folder) and not is_url(folder), "the name of a folder on this machine"),
         ("verify", verify, verify in ("full", "size"), "`full` or `size`"),
         ("signals", signals, are_signals, "like ('TERM', 'INT')"),
         ("seed", seed, seed is None or type(seed) is int, "a whole number, or None"),
-        ("stop_after", stop_after, stop_after is None or stop_after > 0, "a number of seconds, or None"),
+        ("stop_after", after, after is None or after > 0, "a number of seconds, or None"),
+        ("keep_last", last, last >= 1, "at least 1"),
+        ("keep_every", every, every >= 0, "at least 0"),
+        ("keep_best", best, is_best, "a metric with `max` or `min`, like ('val_acc', 'max')"),
     )
     for name, value, right, rule in checks:
         if not right:
             raise UsageError(f"ckptool.Run: {name} is {value!r}", f"It should be {rule}.")
+    return Retention(last, count, every, metric, mode)
 
 
 def number(value: Any, name: str) -> float:

@@ -16,9 +16,9 @@ from typing import Any
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, counted, listed, printable
-from ckptool.training import CHANGED, CONFIG, configfile
+from ckptool.training import CHANGED, CONFIG, configfile, run_folder
 from ckptool.training.config import Config, changes, code_names, refuse_fixed
-from ckptool.training.configfile import create, recorded_config, reopen
+from ckptool.training.configfile import recorded_config, retention_of
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
@@ -89,15 +89,17 @@ def resume(
 
 def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> RunFolder:
     """The run's folder; in all processes but the first without its lock."""
-    opened: list[RunFolder] = []
+    opened, rules = list[RunFolder](), retention_of(config)
 
     def open_first() -> None:
-        if there:
-            refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run)
-        opened.append(reopen(config.run, config) if there else create(config))
+        if not there:
+            opened.append(run_folder.create(config.run, config.dumped(), rules))
+            return
+        refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run)
+        opened.append(run_folder.reopen(config.run, rules))
 
     world.first(open_first)
-    return opened[0] if opened else reopen(config.run, config, write=False)
+    return opened[0] if opened else run_folder.reopen(config.run, rules, write=False)
 
 
 class TrainerRun(Run):
@@ -265,12 +267,16 @@ def rehearse(config: Config) -> Rehearsal:
         world_of(config) as world,
     ):
         path = world.broadcast(folder)
-        config = configfile.checked({**config.dumped(), "run": os.path.join(path, "run")}, "run.yaml")
+
+        def with_run(name: str, **more: Any) -> Config:
+            return configfile.checked({**config.dumped(), "run": os.path.join(path, name), **more}, "run.yaml")
+
+        config = with_run("run")
         trainer = build(config, world)
         activations, seconds = _rehearsed_step(trainer)
         saved, saving = _saved(trainer, _opened(config, False, (), world))
         world.first(lambda: shutil.copytree(config.run, os.path.join(path, "again")) and None)
-        config = configfile.checked({**config.dumped(), "run": os.path.join(path, "again")}, "run.yaml")
+        config = with_run("again")
         again, _ = _saved(build(config, world), _opened(config, True, (), world))
         if digest_of_files(saved.path) != digest_of_files(again.path):
             from ckptool.analysis.diff import diff_files
@@ -280,9 +286,8 @@ def rehearse(config: Config) -> Rehearsal:
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
         without = None
         if config.train.activation_checkpoint is not None:
-            values = config.dumped()
-            values["train"]["activation_checkpoint"] = None
-            without, _ = _rehearsed_step(build(configfile.checked(values, "run.yaml"), world))
+            train = {**config.dumped()["train"], "activation_checkpoint": None}
+            without, _ = _rehearsed_step(build(with_run("run", train=train), world))
         return Rehearsal(
             parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
             train_samples=trainer.data.train_count,

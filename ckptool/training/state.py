@@ -19,9 +19,9 @@ from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
 from ckptool.training.batches import saves
 from ckptool.training.optim import Average, load_optimizer
+from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
-from ckptool.training.shards import has_divided, local, state_like
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -48,8 +48,9 @@ class Objects:
         elif saves(value):
             self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
         else:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             raise UsageError(
-                f"{name} is {_type_name(value)}, which has no state_dict() and load_state_dict()",
+                f"{name} is a{'n' * (kind[0] in 'aeiou')} {kind}, which has no state_dict() and load_state_dict()",
                 "Its state could be neither saved nor restored.",
                 f"Give it both methods; a plain value is saved by run[{name!r}] = value",
             )
@@ -97,25 +98,23 @@ class Objects:
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all objects, by the keys that they are saved under. taken: those that were taken before."""
-        states = {name: taken[name] if name in taken else self._state_of(value) for name, value in self.named.items()}
-        for name, state in states.items():
+        states = {}
+        for name, value in self.named.items():
+            state = taken[name] if name in taken else value.state_dict()
+            if isinstance(value, Schedule):
+                state = plain_state(state)
+            elif isinstance(value, Optimizer):
+                groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state["param_groups"]]
+                names = zip(groups, self.parameter_names(value), strict=True)
+                # Last, where torch puts them on loading: a resumed run writes the same bytes.
+                state = {**state, "param_groups": [{**group, "param_names": own} for group, own in names]}
             refuse_not_plain(state, f"the state of {name}")
-        return {"kinds": self._kinds(), **{name + SUFFIX: state for name, state in states.items()}}
+            states[name + SUFFIX] = state
+        return {"kinds": self._kinds(), **states}
 
     def _kinds(self) -> dict[str, str]:
         """The classes of optimizers and schedules, as one may load another's state and train differently."""
         return {name: type(value).__name__ for name, value in self.of((Optimizer, *Schedule)).items()}
-
-    def _state_of(self, value: Any) -> Any:
-        state = value.state_dict()
-        if isinstance(value, Schedule):
-            return plain_state(state)
-        if isinstance(value, Optimizer):
-            groups = zip(state["param_groups"], self.parameter_names(value), strict=True)
-            # Last, where torch puts them on loading: a resumed run writes the same bytes.
-            found = [({k: v for k, v in group.items() if k != "param_names"}, names) for group, names in groups]
-            return {**state, "param_groups": [{**group, "param_names": names} for group, names in found]}
-        return state
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of an optimizer's parameters, group by group, in its order: those of the model, where it is known.
@@ -172,7 +171,14 @@ class Objects:
         for name in (*first, *(name for name in self.named if name not in first)):
             value, state = self.named[name], tree[name + SUFFIX]
             try:
-                self._load(name, value, state, where)
+                if isinstance(value, Optimizer):
+                    load_optimizer(value, state, where, self.parameter_names(value))
+                    continue
+                if isinstance(value, nn.Module):
+                    live = value.state_dict()
+                    state = state_like(state, live)
+                    _refuse_rounding(state, live, f"{where}: {name}")
+                value.load_state_dict(state)
             except Conflict:
                 raise
             except Exception as error:
@@ -180,17 +186,6 @@ class Objects:
                     f"{where}: the state of {name} does not fit: {str(error)[:400]}",
                     f"It was saved from a different {name}.",
                 ) from error
-
-    def _load(self, name: str, value: Any, state: Any, where: str) -> None:
-        if isinstance(value, Optimizer):
-            load_optimizer(value, state, where, self.parameter_names(value))
-        elif isinstance(value, nn.Module):
-            live = value.state_dict()
-            state = state_like(state, live)
-            _refuse_rounding(state, live, f"{where}: {name}")
-            value.load_state_dict(state)
-        else:
-            value.load_state_dict(state)
 
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
@@ -239,8 +234,8 @@ class Objects:
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
     """Raises `Conflict` if loading would round: torch silently casts values to the model's dtype."""
-    tensors = ((key, each, live.get(key)) for key, each in state.items())
-    for key, each, own in tensors:
+    for key, each in state.items():
+        own = live.get(key)
         if isinstance(each, torch.Tensor) and isinstance(own, torch.Tensor) and each.dtype != own.dtype:
             raise Conflict(
                 f"{where} was saved with {key} as {each.dtype}; the script's is {own.dtype}",
@@ -264,7 +259,7 @@ class Window:
         self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, in the last step of its own optimizer
         self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
         self._stepped: set[int] = set()  # the optimizers, by number, in this body
-        self._zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
+        self.zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
         self.renewing: set[int] = set()  # those that begin anew; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
@@ -283,15 +278,11 @@ class Window:
         self._used_by_own |= {key: self._used[key] for key in own}
         self._stepped.add(number)
         kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
-        (self.renewing.discard if kept and number not in self._zeroed else self.renewing.add)(number)
-
-    def note_zero(self, number: int) -> None:
-        """The gradients of an optimizer were thrown away."""
-        self._zeroed.add(number)
+        (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped, self._zeroed = self._updates(), set(), set()
+        self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
             self._kept = {key: weakref.ref(each) for key, each in self._gradients(*self._optimizers)}
 
@@ -317,7 +308,9 @@ class Window:
         return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
 
     def _updates(self) -> int:
-        return sum(map(scaler_updates, self._scalers))
+        """How often the scalers were updated in this process, also after a step that they skipped."""
+        scales = (getattr(scaler, "_scale", None) for scaler in self._scalers)  # a disabled one has none
+        return sum(scale._version for scale in scales if scale is not None)
 
 
 def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
@@ -330,7 +323,7 @@ def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alo
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (told := window()) is not None:
-            told.note_zero(number)
+            told.zeroed.add(number)
         if (one := this()) is not None:
             type(one).zero_grad(one, set_to_none)
 
@@ -349,17 +342,6 @@ def _is_any(gradients: Iterable[tuple[int, torch.Tensor]], used: Mapping[int, tu
     return False
 
 
-def scaler_updates(scaler: GradScaler) -> int:
-    """How often a scaler was updated in this process, also after a step that it skipped."""
-    scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
-    return 0 if scale is None else scale._version
-
-
-def _type_name(value: Any) -> str:
-    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
 # What was not given ---------------------------------------------------------------------------------------------------
 
 
@@ -373,7 +355,12 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> li
     for each in list(given):
         known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
         known |= {id(getattr(each, name, None)) for name in ("dataset", "sampler", "batch_sampler")}
-    frame = _frame_of_the_script()
+    frame: FrameType | None = sys._getframe(1)  # to the innermost whose code is neither ours nor a library's
+    while frame is not None and (
+        str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
+        or frame.f_code.co_filename.startswith(_LIBRARIES)
+    ):
+        frame = frame.f_back
     if frame is None:
         return []
     variables = {**frame.f_globals, **frame.f_locals}
@@ -394,14 +381,3 @@ def _has_state(name: str, value: Any) -> bool:
         return any(True for _ in (*value.parameters(), *value.buffers()))
     methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
-
-
-def _frame_of_the_script() -> FrameType | None:
-    """The innermost frame whose code is neither ours nor a library's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
-        if not (ours or frame.f_code.co_filename.startswith(_LIBRARIES)):
-            return frame
-        frame = frame.f_back
-    return None

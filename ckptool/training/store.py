@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -26,18 +26,19 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
-from ckptool.commands import Command, command
+from ckptool.commands import Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
-from ckptool.output import make_folder, replace_file
+from ckptool.output import replace_file
 from ckptool.output.folders import NewFolder, remove_folder
 from ckptool.output.sink import StreamingSha256, digest_of
 from ckptool.training import CHECKPOINTS, HISTORY, METRICS
-from ckptool.training.lock import OTHER_RUN, Lock
 
 if TYPE_CHECKING:
     from ckptool.training.parallel import World
+    from ckptool.training.run_folder import Lock
 
 _FILE = re.compile(r"step-(\d{8,})\.(pt|dcp|json)")
+OTHER_RUN = arg(set="run=OTHER")  # how a run is given another folder
 LOGGED = "logged_bytes"  # in a sidecar: of metrics.jsonl, when the checkpoint was taken
 _PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
 
@@ -176,10 +177,8 @@ def _digest_of_list(digests: dict[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _described(folder: str, rank: int) -> dict[str, dict[str, Any]]:
-    """The size and the digest of each file that a process wrote into a folder; the table is the first one's."""
-    own = (f"__{rank}_", *([".metadata"] if not rank else []))
-    files = {name: path for name, path in files_of(folder).items() if name.startswith(own)}
+def described(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The size and the digest of each of these files, by the same names. Raises `FileProblem`."""
     return {name: {"bytes": Source(path).size, "sha256": file_digest(path)} for name, path in files.items()}
 
 
@@ -269,7 +268,11 @@ class Lines:
                 return self._fd
         self.close()
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        _cut_torn(self._fd)
+        end = size = os.fstat(self._fd).st_size
+        while end and os.pread(self._fd, 1, end - 1) != b"\n":  # hardly ever more than a few bytes
+            end -= 1
+        if end < size:
+            os.ftruncate(self._fd, end)
         self._status = os.fstat(self._fd)
         return self._fd
 
@@ -308,7 +311,7 @@ class Lines:
         """Leaves what a checkpoint has seen: so many bytes, as its sidecar says; where that is not known or they are
         not there, the whole lines up to its step. The later ones will be written again."""
         if type(size) is not int or not 0 <= size <= self.size:
-            self.keep(lambda fact: _step_of(fact) <= step)
+            self.keep(lambda fact: not isinstance(at := fact.get("step", 0), (int, float)) or at <= step)
         elif size < self.size:
             with _problems(self.path, "write to"):
                 os.truncate(self.path, size)
@@ -319,20 +322,6 @@ class Lines:
         kept = [line for line, fact in lines if fact is not None and line.endswith("\n") and wanted(fact)]
         if len(kept) < len(lines):
             write_text(self.path, "".join(kept))
-
-
-def _step_of(fact: dict[str, Any]) -> float:
-    step = fact.get("step", 0)
-    return step if isinstance(step, (int, float)) else 0
-
-
-def _cut_torn(fd: int) -> None:
-    """Cuts off what follows the last whole line, which is hardly ever more than a few bytes."""
-    end = size = os.fstat(fd).st_size
-    while end and os.pread(fd, 1, end - 1) != b"\n":
-        end -= 1
-    if end < size:
-        os.ftruncate(fd, end)
 
 
 def _finite(value: Any) -> Any:
@@ -373,10 +362,6 @@ class RunFolder:
         """The folder of the checkpoints."""
         return os.path.join(self.folder, CHECKPOINTS)
 
-    def make(self) -> None:
-        """Makes the folder of the checkpoints, and those above it. Raises `FileProblem` where it cannot."""
-        make_folder(self.checkpoints)
-
     def close(self) -> None:
         """Closes its files, and releases the lock."""
         self.history.close()
@@ -402,7 +387,7 @@ class RunFolder:
 
         What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
         """
-        from ckptool.training.shards import write
+        from ckptool.training.parallel import write_divided
 
         made: list[NewFolder] = []
 
@@ -414,8 +399,10 @@ class RunFolder:
 
         try:
             folder = world.first(begin)
-            write(tree, folder, world.group)
-            own = world.each(lambda: _described(folder, world.rank))
+            write_divided(tree, folder, world.group)
+            begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the table is the first one's
+            mine = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
+            own = world.each(lambda: described(mine))
             files = {name: known for part in own for name, known in part.items()}
             saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
             return saved
@@ -449,13 +436,12 @@ class RunFolder:
                 found.append(saved)
         return sorted(found, key=lambda saved: saved.step)
 
-    def newest_valid(self, verify: str, say: Callable[[str], Any], *, note: bool = False) -> SavedState | None:
-        """The newest whole checkpoint, None before the first; says which it skipped, and with `note` records it.
+    def newest_valid(self, verify: str, say: Callable[[str], Any]) -> SavedState | None:
+        """The newest whole checkpoint, None before the first; says which it skipped, and records it.
 
         verify: see `check`. Raises `NoneValid` where all are damaged, `Conflict` where all are another run's.
         """
-        noted = {"note": self.note} if note else {}
-        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, **noted)
+        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, self.note)
         if newest is None and checkpoints_in(self.folder):
             raise Conflict(
                 f"{self.folder} holds checkpoints, and none of them belongs to this run",
@@ -463,11 +449,6 @@ class RunFolder:
                 f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
             )
         return newest
-
-    def newest_counted(self, last: int) -> int | None:
-        """The newest step up to `last` with a checkpoint that was not saved only to stop."""
-        steps = [saved.step for saved in self.all() if saved.step <= last and not saved.is_stop]
-        return max(steps, default=None)
 
     def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them.
@@ -531,16 +512,13 @@ class RunFolder:
         resumed, and of all its starts together."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         if event in ("start", "resume"):
-            self._clock, self._before = time.monotonic(), self._seconds_before()
+            earlier = [fact.get("total_seconds") for fact in self.history.read()]  # up to the last that each noted
+            known = (value for value in reversed(earlier) if isinstance(value, (int, float)))
+            self._clock, self._before = time.monotonic(), next(known, 0.0)
         if self._clock is not None:
             seconds = time.monotonic() - self._clock
             facts |= {"seconds": round(seconds, 3), "total_seconds": round(self._before + seconds, 3)}
         self.history.add({"event": event, **facts, "time": now, "run": self.id}, sync=True)
-
-    def _seconds_before(self) -> float:
-        """The time that earlier starts took, each up to the last event that it noted."""
-        found = [fact["total_seconds"] for fact in self.history.read() if "total_seconds" in fact]
-        return next((value for value in reversed(found) if isinstance(value, (int, float))), 0.0)
 
 
 def checkpoints_in(folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,20 +14,12 @@ from torch import nn
 
 from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError
+from ckptool.training import optim
 from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data
 from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import (
-    Average,
-    Freezing,
-    Update,
-    build_optimizer,
-    build_schedule,
-    ends_early,
-    forward_to,
-    shares,
-)
+from ckptool.training.optim import Average, Freezing, Update
 from ckptool.training.parallel import World, placed, wrapped
 from ckptool.training.rng import seed_all
 from ckptool.training.saving import refuse_not_plain
@@ -82,10 +75,6 @@ class Trainer:
             # Which gradients the processes exchange is fixed when the model is wrapped.
             if freezing.apply(self.step) and self.config.strategy == "ddp":
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
-
-    def runners_for(self, name: str) -> dict[str, nn.Module]:
-        """The models for the update of one of them: under ddp the others unwrapped, with no gradients to exchange."""
-        return self.runners if self.config.strategy != "ddp" else {**self.models, name: self.runners[name]}
 
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
@@ -171,8 +160,8 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
         own = {each: found for each, found in config.optim.items() if config.model_of(each) == name}
-        taken = shares(models[name], own, freezing[name].never)
-        made = {each: build_optimizer(models[name], own[each], parameters) for each, parameters in taken.items()}
+        taken = optim.shares(models[name], own, freezing[name].never)
+        made = {each: optim.build_optimizer(models[name], own[each], theirs) for each, theirs in taken.items()}
         optimizers.update(made)
         updates[name] = Update(made, own, settings.clip)
     for words in skipped:
@@ -199,9 +188,9 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
             raise UsageError(
                 "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0", "", arg(set="eval.every=200")
             )
-        schedule = trainer.schedules[name] = build_schedule(optimizer, planned)
+        schedule = trainer.schedules[name] = optim.build_schedule(optimizer, planned)
         length = trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-        if words := ends_early(schedule, planned, length, f"optim.{name}.schedule"):
+        if words := optim.ends_early(schedule, planned, length, f"optim.{name}.schedule"):
             say(words)
     return trainer
 
@@ -268,7 +257,10 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
-        forward_to(trainer.schedules[name], count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
+            for _ in range(count):
+                trainer.schedules[name].step()
 
 
 def load(objects: Objects, tree: dict[str, Any], where: str) -> None:

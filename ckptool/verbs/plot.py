@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ckptool.commands import repeated, several, verb
 from ckptool.formats import refuse_address
-from ckptool.training.history import RunHistory, history_of
+from ckptool.training.reports import RunHistory, history_of
 from ckptool.training.run_folder import folder_of
 from ckptool.verbs._options import Texts
 from ckptool.verbs._training import RunFolder

@@ -48,7 +48,7 @@ def prove(
         raise UsageError("a command has no configuration and no length", options)
     if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
-    from ckptool.training.prove.command import prove_command
+    from ckptool.training.prove import prove_command
 
     with TemporaryDirectory(prefix="ckptool-config-") as folder:
         if config is not None:

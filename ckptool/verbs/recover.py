@@ -21,7 +21,7 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, U
 from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
 from ckptool.formats import CheckpointLike, marks, open_file, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
-from ckptool.formats.folder import as_part, refuse_placeholders, with_part
+from ckptool.formats.folder import as_part, refuse_placeholders
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
@@ -176,9 +176,8 @@ def recover(
     container = formats.for_output(target, original)
     if container.tensors_only:
         tree = found.checkpoint.tree
-        refuse_placeholders(
-            with_part(found.checkpoint, as_part(found.checkpoint)), tree.items() if isinstance(tree, dict) else ()
-        )
+        part = replace(found.checkpoint, part=as_part(found.checkpoint))
+        refuse_placeholders(part, tree.items() if isinstance(tree, dict) else ())
     formats.refuse_name(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there

@@ -28,8 +28,7 @@ from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
 from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
-from ckptool.training.history import RunHistory, history_of
-from ckptool.training.reports import GOOD, RunReport
+from ckptool.training.reports import GOOD, RunHistory, RunReport, history_of
 from ckptool.verbs._options import AGAINST, Out, Overwrite
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them

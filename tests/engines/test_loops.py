@@ -273,5 +273,9 @@ def test_what_a_stock_trainer_saved_is_resumed_by_its_path(scripts: Callable[[st
     script = scripts("trainer")
     script.finish(tmp_path / "whole", 20)
     script.finish(tmp_path / "broken", 15, options={"mixin": False, "resume": None})
-    script.finish(tmp_path / "broken", 20, options={"resume": str(tmp_path / "broken/checkpoint-15")})
+    stock = str(tmp_path / "broken/checkpoint-15")
+    assert (
+        f"resume_from_checkpoint={stock!r}" in script.run(tmp_path / "broken", 20, options={"resume": False})["stderr"]
+    )
+    script.finish(tmp_path / "broken", 20, options={"resume": stock})
     assert_same_end(tmp_path / "broken", tmp_path / "whole")

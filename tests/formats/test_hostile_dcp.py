@@ -1,6 +1,6 @@
 """Folders of torch.distributed.checkpoint that are damaged, incomplete or malicious: a named error, nothing written.
 
-What befalls a file as a whole (cut, empty, gone, another's) is in tests/test_hostile_folders.py.
+What befalls a file as a whole (cut, empty, gone, another's) is in tests/test_engine_folders.py.
 """
 
 from __future__ import annotations

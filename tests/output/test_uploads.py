@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import resource
 import shlex
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import safetensors.torch
 import torch
+from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import Callback
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckptool
+from ckptool.output import uploads
 from tests.support.cli import Run
 from tests.support.files import load
 from tests.support.looped import looped
@@ -186,3 +192,27 @@ def test_an_open_file_gets_the_bytes_that_a_path_gets(tmp_path: Path) -> None:
             ckptool.save(state, unfit)
     with pytest.raises(ckptool.CkptoolError, match="name one"):
         ckptool.save(state, io.BytesIO(), container="dcp")
+
+
+def test_a_signal_while_sending_begins_waits_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, begin = list[str](), asyncio.run_coroutine_threadsafe
+
+    class Slow(AsyncFileSystem):
+        async def _put_file(self, lpath: str, rpath: str, callback: Callback, **_: object) -> None:
+            try:
+                await asyncio.sleep(0.2)
+                callback.relative_update(1)
+            finally:
+                ended.append(rpath)
+
+    def interrupted(*words: Any) -> Any:
+        job = begin(*words)
+        signal.raise_signal(signal.SIGINT)
+        return job
+
+    monkeypatch.setattr(uploads.asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uploads._put(Slow(), str(tmp_path), "there", 0, lambda _: None, {})
+    assert ended == ["there"]

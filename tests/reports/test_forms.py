@@ -12,8 +12,7 @@ import torch
 import ckptool
 from ckptool.analysis.curves import Curve
 from ckptool.facts import Page, Report
-from ckptool.training.history import RunHistory
-from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunReport
+from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunHistory, RunReport
 from ckptool.verbs._explain import explain
 from ckptool.verbs._git_check import git_check
 from ckptool.verbs._git_setup import GitSetup

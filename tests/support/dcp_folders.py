@@ -20,22 +20,13 @@ def training_state() -> dict[str, Any]:
     model(torch.randn(3, 6)).sum().backward()
     optimizer.step()
     return {
-        "model": dict(model.state_dict()),
-        "optimizer": optimizer.state_dict()["state"],
-        "list": [torch.ones(2), {"inside": torch.arange(3)}, 7],
-        "plain": [1, 2, "three"],
-        "epoch": 3,
-        "name": "run",
-        "nothing": None,
-        "half": torch.randn(5, 3).bfloat16(),
-        "float8": torch.randn(4).to(torch.float8_e4m3fn),
-        "unsigned": torch.arange(4).to(torch.uint16),
-        "complex": torch.randn(2, 2, dtype=torch.complex64),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 4),
-        "transposed": torch.randn(3, 5).t(),
-        "a.b": {"c.d": torch.ones(1)},
-    }
+        "model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"],
+        "list": [torch.ones(2), {"inside": torch.arange(3)}, 7], "plain": [1, 2, "three"], "epoch": 3,
+        "name": "run", "nothing": None, "half": torch.randn(5, 3).bfloat16(),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn), "unsigned": torch.arange(4).to(torch.uint16),
+        "complex": torch.randn(2, 2, dtype=torch.complex64), "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4), "transposed": torch.randn(3, 5).t(), "a.b": {"c.d": torch.ones(1)},
+    }  # fmt: skip
 
 
 def save_dcp(value: dict[str, Any], folder: Path) -> Path:

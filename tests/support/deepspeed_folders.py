@@ -21,20 +21,12 @@ def states_of(stage: int, world: int, model: Weights, **more: Any) -> dict[str, 
     empty = torch.empty(0, dtype=torch.bfloat16)
     module = {name: empty if stage == 3 else value.bfloat16() for name, value in model.items()}
     return {
-        "module": module | {"places": torch.arange(4)},
-        "buffer_names": ["places"],
-        "optimizer": None,
+        "module": module | {"places": torch.arange(4)}, "buffer_names": ["places"], "optimizer": None,
         "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in SHAPES],
-        "frozen_param_shapes": {},
-        "shared_params": {},
-        "frozen_param_fragments": {},
-        "global_steps": STEP,
-        "dp_world_size": world,
-        "mp_world_size": 1,
-        "ds_config": {"zero_optimization": {"stage": stage}},
-        "ds_version": "0.19.8",
-        **more,
-    }
+        "frozen_param_shapes": {}, "shared_params": {}, "frozen_param_fragments": {}, "global_steps": STEP,
+        "dp_world_size": world, "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": stage}},
+        "ds_version": "0.19.8", **more,
+    }  # fmt: skip
 
 
 def shares_of(stage: int, world: int, values: Weights) -> list[list[torch.Tensor]]:

@@ -1,8 +1,7 @@
 """Processes that are forked from one that has everything imported: torch alone takes seconds to import.
 
 `python -m tests.support.fork_server` reads one request a line, forks, answers with the process's id and with
-how it ended. The server computes nothing itself, so its children begin like new processes. Several that train together
-(ddp) are one process group, and find each other by the variables that torchrun sets.
+how it ended. The server computes nothing itself, so its children begin like new processes.
 """
 
 from __future__ import annotations
@@ -11,35 +10,31 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from ckptool.errors import RunFailed
 from tests.support.crash import Crash
+from tests.support.forks import ROOT
 
-ROOT = Path(__file__).parents[2]
 GRACE = 600.0  # seconds that one process may take
 Work = Callable[[dict[str, Any]], int]
 """The work of a forked process for a request; returns its exit code."""
 
 
 class ForkServer:
-    """Starts one process, or one group of processes, at a time, and waits for it.
+    """Starts one process at a time, in a group of its own, and waits for it.
 
-    log: where their stderr goes.  processes: how many train together.  module: whose `main` calls `answer_requests`.
+    log: where its stderr goes.  module: whose `main` calls `answer_requests`.
     """
 
-    def __init__(
-        self, log: str, processes: int = 1, module: str = "tests.support.fork_server", cwd: str | None = None
-    ) -> None:
-        self.log, self.processes = log, processes
+    def __init__(self, log: str, module: str = "tests.support.fork_server", cwd: str | None = None) -> None:
+        self.log = log
         self.child: int | None = None
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         self.process = subprocess.Popen(
@@ -59,15 +54,14 @@ class ForkServer:
         self.process.wait()
 
     def start(self, words: list[str], **request: Any) -> int:
-        """Starts `ckptool WORDS`; `crash`: where the first process kills itself. Returns its id, and the group's."""
+        """Starts `ckptool WORDS`; `crash`: where the process kills itself. Returns its id, and the group's."""
         pipe: IO[bytes] | Any = self.process.stdin
-        asked = {"words": words, "log": self.log, "processes": self.processes, **request}
-        pipe.write(f"{json.dumps(asked)}\n".encode())
+        pipe.write(f"{json.dumps({'words': words, 'log': self.log, **request})}\n".encode())
         self.child = self._answer()
         return self.child
 
     def wait(self) -> int:
-        """The exit code of what was started, negative for a signal; of several, that of the first which failed."""
+        """The exit code of what was started, negative for a signal."""
         code = self._answer()
         self.child = None
         return code
@@ -110,60 +104,22 @@ def answer_requests(work: Work) -> None:
         request = json.loads(line)
         with suppress(OSError):
             os.truncate(request["log"], 0)
-        children: list[int] = []
-        for place in _places(request["processes"]):
-            group = children[0] if children else 0
-            child = os.fork()
-            if not child:
-                _child_main(work, request, group, place)
-            with suppress(OSError):
-                os.setpgid(child, group or child)  # here too: it may be killed before it gets that far
-            children.append(child)
-        print(children[0], flush=True)
-        print(_end_of(children), flush=True)
+        child = os.fork()
+        if not child:
+            _child_main(work, request)
+        with suppress(OSError):
+            os.setpgid(child, child)  # here too: it may be killed before it gets that far
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _places(count: int) -> list[dict[str, str]]:
-    """The variables that torchrun sets for each process; none for one that trains alone."""
-    if count == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "ckptool-prove"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-def _end_of(children: list[int]) -> int:
-    """Waits for all. The code of the first that failed; the others are killed then, since they may wait for it."""
-    left, code = list(children), 0
-    while left:
-        ended, status = os.wait()
-        left.remove(ended)
-        found = os.waitstatus_to_exitcode(status)
-        if not found or code:
-            continue
-        code = found
-        if children[0] in left:
-            first, status = os.waitpid(children[0], os.WNOHANG)
-            if first:  # it was the reason
-                left.remove(first)
-                code = os.waitstatus_to_exitcode(status) or found
-        if code < 128:  # else each of them was asked to stop, and saves
-            for child in left:
-                os.kill(child, signal.SIGKILL)
-    return code
-
-
-def _child_main(work: Work, request: dict[str, Any], group: int, place: dict[str, str]) -> None:
-    """The forked process: a program of its own, in a process group (0: in one of its own)."""
+def _child_main(work: Work, request: dict[str, Any]) -> None:
+    """The forked process: a program of its own, in a process group of its own."""
     code = 2
     try:
-        with suppress(OSError):  # where the first one has ended already
-            os.setpgid(0, group)
+        with suppress(OSError):
+            os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update(place)
         code = work(request)
         sys.stderr.flush()
     finally:
@@ -179,9 +135,7 @@ def _train(request: dict[str, Any]) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     for fd, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(fd, target)
-    if request["processes"] > 1 and "OMP_NUM_THREADS" not in os.environ:
-        import_module("torch").set_num_threads(1)  # as torchrun has it
-    if "crash" in request and os.environ.get("RANK", "0") == "0":  # the one that writes
+    if "crash" in request:
         Crash(**request["crash"])
     code: int = import_module("ckptool.cli").main(request["words"])
     return code

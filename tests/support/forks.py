@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,3 +49,12 @@ def serve_forked(work: Callable[[Any], Any], ended: Callable[[int, Any], Any]) -
             answer = pipe.read()
         _, status, usage = os.wait4(child, 0)
         print(answer or json.dumps(ended(status, usage)), file=answers, flush=True)
+
+
+def torchrun_places(count: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets for each of so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "tests"}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

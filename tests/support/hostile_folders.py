@@ -34,50 +34,35 @@ class Mutation(NamedTuple):
         return f"{self.file}: {self.how}"
 
 
-def folder_mutations(folder: Path, rng: random.Random) -> Iterator[Mutation]:
-    """Each file of the folder, broken in every way."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    for name in names:
-        seed = rng.random()
-        yield Mutation(name, "deleted", lambda root, name=name: (root / name).unlink())
-        yield Mutation(name, "empty", lambda root, name=name: os.truncate(root / name, 0))
-        for share in (0.5, 0.97):
-            yield Mutation(name, f"cut to {share:.0%}", lambda root, name=name, share=share: _cut(root / name, share))
-        yield Mutation(name, "a folder", lambda root, name=name: _instead(root / name, os.mkdir))
-        yield Mutation(name, "a FIFO", lambda root, name=name: _instead(root / name, os.mkfifo))
-        yield Mutation(name, "a loop", lambda root, name=name: _instead(root / name, lambda at: os.symlink(at, at)))
-        yield Mutation(name, "a link outside", lambda root, name=name: _instead(root / name, _link_outside))
-        yield Mutation(name, "renamed", lambda root, name=name: (root / name).rename(root / f"{name}.bak"))
-        yield Mutation(name, "flipped", lambda root, name=name, seed=seed: _flip(root / name, seed))
-        for other in _of_other_ranks(name, names)[:1]:
-            yield Mutation(name, f"swapped with {other}", lambda root, a=name, b=other: _swap(root / a, root / b))
-            yield Mutation(name, f"a copy of {other}", lambda root, a=name, b=other: shutil.copy(root / b, root / a))
-        if larger := _of_a_larger_rank(name):
-            yield Mutation(
-                name, f"another rank's too ({larger})", lambda root, a=name, b=larger: shutil.copy(root / a, root / b)
-            )
-
-
 _RANK = re.compile(r"(.*?(?:_rank_?|__|random_states_|rng_state_|shard-|mp_rank_|_pp_rank_))(\d+)(.*)")
 
 
-def _of_other_ranks(name: str, names: list[str]) -> list[str]:
-    found = _RANK.fullmatch(name)
-    alike = [
-        each
-        for each in names
-        if (other := _RANK.fullmatch(each)) and found and (other[1], other[3]) == (found[1], found[3])
-    ]
-    return [each for each in alike if each != name]
-
-
-def _of_a_larger_rank(name: str) -> str:
-    found = _RANK.fullmatch(name)
-    return f"{found[1]}{int(found[2]) + 7:0{len(found[2])}}{found[3]}" if found else ""
-
-
-def _cut(path: Path, share: float) -> None:
-    os.truncate(path, int(path.stat().st_size * share))
+def folder_mutations(folder: Path, rng: random.Random) -> Iterator[Mutation]:
+    """Each file of the folder, broken in every way."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    ranks = {name: found for name in names if (found := _RANK.fullmatch(name))}
+    for name in names:
+        seed = rng.random()
+        ways: dict[str, Callable[[Path, Path], object]] = {  # of the folder, and the file
+            "deleted": lambda _, file: file.unlink(),
+            "empty": lambda _, file: os.truncate(file, 0),
+            "cut to 50%": lambda _, file: os.truncate(file, int(file.stat().st_size * 0.5)),
+            "cut to 97%": lambda _, file: os.truncate(file, int(file.stat().st_size * 0.97)),
+            "a folder": lambda _, file: _instead(file, os.mkdir),
+            "a FIFO": lambda _, file: _instead(file, os.mkfifo),
+            "a loop": lambda _, file: _instead(file, lambda at: os.symlink(at, at)),
+            "a link outside": lambda _, file: _instead(file, _link_outside),
+            "renamed": lambda _, file: file.rename(f"{file}.bak"),
+            "flipped": lambda _, file, seed=seed: _flip(file, seed),  # type: ignore[misc]
+        }
+        if found := ranks.get(name):
+            alike = (one for one, rank in ranks.items() if (rank[1], rank[3]) == (found[1], found[3]) and one != name)
+            for other in [*alike][:1]:
+                ways[f"swapped with {other}"] = lambda root, file, other=other: _swap(file, root / other)
+                ways[f"a copy of {other}"] = lambda root, file, other=other: shutil.copy(root / other, file)
+            larger = f"{found[1]}{int(found[2]) + 7:0{len(found[2])}}{found[3]}"
+            ways[f"another rank's too ({larger})"] = lambda root, file, more=larger: shutil.copy(file, root / more)
+        yield from (Mutation(name, how, lambda root, do=do, at=name: do(root, root / at)) for how, do in ways.items())
 
 
 def _instead(path: Path, make: Callable[[Path], object]) -> None:

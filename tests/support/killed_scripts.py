@@ -10,13 +10,14 @@ import os
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.support.forks import torchrun_places
 
 SCRIPTS = Path(__file__).parents[1] / "engines" / "scripts"
 
@@ -118,14 +119,10 @@ def _child(main: Any, wish: dict[str, Any], told: int) -> None:
 
 def _ranks(world: int) -> int | None:
     """Becomes so many processes, as torchrun starts them; in the one that started them, their exit code."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), TORCHELASTIC_RUN_ID="test")
     children = []
-    for rank in range(world):
+    for place in torchrun_places(world):
         if not (child := os.fork()):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-            os.environ.update(GROUP_RANK="0", ACCELERATE_USE_CPU="true")
+            os.environ.update(place, ACCELERATE_USE_CPU="true")
             return None
         children.append(child)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)

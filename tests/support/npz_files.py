@@ -15,17 +15,12 @@ each_saver = pytest.mark.parametrize("how", SAVERS)
 
 def sample_arrays() -> dict[str, Any]:
     return {
-        "w": np.arange(12, dtype="f4").reshape(3, 4),
-        "W": np.ones((2, 3), ">f8"),
-        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        "scalar": np.float32(3),
-        "empty": np.zeros((0, 3)),
-        "truths": np.array([True, False]),
-        "complex": np.array([1 + 2j], "c8"),
-        "layer/0/kernel": np.arange(5, dtype="u2"),
-        "ключ": np.arange(3, dtype="i8"),
+        "w": np.arange(12, dtype="f4").reshape(3, 4), "W": np.ones((2, 3), ">f8"),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "scalar": np.float32(3),
+        "empty": np.zeros((0, 3)), "truths": np.array([True, False]), "complex": np.array([1 + 2j], "c8"),
+        "layer/0/kernel": np.arange(5, dtype="u2"), "ключ": np.arange(3, dtype="i8"),
         "large": np.arange(100_000, dtype="i8"),
-    }
+    }  # fmt: skip
 
 
 def numpy_file(path: Path, how: str = "stored", **contents: Any) -> Path:

@@ -265,16 +265,11 @@ def nested(g: Grammar, _: int) -> Any:
 
 def of_torch(g: Grammar, _: int) -> Any:
     return g.one_of(
-        lambda: g.pick(DTYPES),
-        lambda: torch.device(g.pick(["cpu", "cuda:1", "meta"])),
-        lambda: torch.Size([2, 3]),
-        torch.get_rng_state,
-        lambda: torch.sparse_coo,
-        lambda: torch.per_channel_affine,
-        lambda: torch.UntypedStorage(g.count(5)),
-        lambda: torch.empty(2, 3, device="meta"),
+        lambda: g.pick(DTYPES), lambda: torch.device(g.pick(["cpu", "cuda:1", "meta"])), lambda: torch.Size([2, 3]),
+        torch.get_rng_state, lambda: torch.sparse_coo, lambda: torch.per_channel_affine,
+        lambda: torch.UntypedStorage(g.count(5)), lambda: torch.empty(2, 3, device="meta"),
         lambda: g.used("memory format", torch.channels_last) if g.protocol >= 4 else torch.strided,
-    )
+    )  # fmt: skip
 
 
 def array(g: Grammar, _: int) -> Any:
@@ -400,19 +395,10 @@ CONTAINERS: dict[str, Rule] = {
     "deque": lambda g, depth: collections.deque(g.values(depth), maxlen=g.pick([None, 7])),
 }
 OTHERS: dict[str, Rule] = {
-    "long sequence": long_sequence,
-    "quantized": quantized_tensor,
-    "sparse": sparse_tensor,
-    "nested": nested,
-    "torch": of_torch,
-    "array": array,
-    "odd array": odd_array,
-    "python": of_python,
-    "people": of_people,
-    "nested class": nested_class,
-    "module": whole_module,
-    "training": trained_state,
-}
+    "long sequence": long_sequence, "quantized": quantized_tensor, "sparse": sparse_tensor, "nested": nested,
+    "torch": of_torch, "array": array, "odd array": odd_array, "python": of_python, "people": of_people,
+    "nested class": nested_class, "module": whole_module, "training": trained_state,
+}  # fmt: skip
 KINDS = {*LEAVES, *CONTAINERS, *OTHERS}
 
 

@@ -22,14 +22,9 @@ SCALARS = st.one_of(
     st.complex_numbers(),
 )
 KEYS = st.one_of(
-    st.text(max_size=4),
-    st.integers(),
-    st.booleans(),
-    st.none(),
-    st.binary(max_size=3),
-    st.tuples(st.text(max_size=2), st.integers(0, 3)),
-    st.floats(allow_nan=False),
-)
+    st.text(max_size=4), st.integers(), st.booleans(), st.none(), st.binary(max_size=3),
+    st.tuples(st.text(max_size=2), st.integers(0, 3)), st.floats(allow_nan=False),
+)  # fmt: skip
 KINDS = ("list", "dict", "ordered", "ordered with attributes", "thing", "tuple", "set", "frozenset", "bytearray")
 
 

@@ -5,14 +5,13 @@ They are forked from one process that has torch imported, which each process of 
 
 import atexit
 import os
-import socket
 import sys
 import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import Forks, serve_forked
+from tests.support.forks import Forks, serve_forked, torchrun_places
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -70,21 +69,17 @@ def save_on_two_ranks(save: str, folder: Path, scratch: Path) -> None:
 def torchrun(world: int, script: str, *words: str, scratch: Path) -> None:
     """Runs a script in so many processes, with the variables that `torchrun` sets."""
     errors = scratch / "errors"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    starts = STARTS.format(world=world, port=port, script=script)
+    starts = STARTS.format(places=torchrun_places(world), script=script)
     assert _run(starts, errors, ["ranks.py", *words]) == 0, errors.read_text()
 
 
 STARTS = """
 import os
 ranks = []
-for rank in range({world}):
+for place in {places}:
     ranks.append(os.fork())
     if not ranks[-1]:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="{world}", LOCAL_WORLD_SIZE="{world}")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+        os.environ.update(place)
         exec({script!r})
         os._exit(0)
 os._exit(max(bool(os.waitpid(rank, 0)[1]) for rank in ranks))

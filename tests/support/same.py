@@ -12,7 +12,7 @@ import torch
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.training.shards import local
+from ckptool.training.parallel import local
 
 # Trees ----------------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from tests.support.forks import torchrun_places
 
 
 def processes(count: int, *works: Callable[[int], Any]) -> None:
@@ -16,15 +17,12 @@ def processes(count: int, *works: Callable[[int], Any]) -> None:
 
 
 def together(count: int, work: Callable[[int], Any]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    places = torchrun_places(count)
     context = multiprocessing.get_context("fork")
     told = context.SimpleQueue()
 
     def one(rank: int) -> None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+        os.environ.update(places[rank])
         try:
             work(rank)
             told.put("")

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ckptool.training import configfile
+from ckptool.training import configfile, run_folder
 from ckptool.training.config import Config
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.reports import Outcome
 from ckptool.training.start import start
-from ckptool.training.store import Lines
+from ckptool.training.store import Lines, RunFolder
 from ckptool.training.trainer import Trainer, build, gathered, restored
 from tests.support.files import contents
 from tests.support.same import first_difference
@@ -35,16 +35,12 @@ def toy(name: str) -> str:
 
 
 MLP: dict[str, Any] = {
-    "run": "unused",
-    "seed": 3,
-    "device": "cpu",
+    "run": "unused", "seed": 3, "device": "cpu",
     "data": {"name": "blobs", "args": {"samples": 60, "inputs": 4}, "batch": 8, "val_fraction": 0.2},
     "models": {"main": {"name": "mlp", "args": {"hidden": [6], "dropout": 0.2}}},
-    "optim": {"main": {"name": "adamw", "lr": 0.01}},
-    "train": {"steps": 20},
-    "eval": {"every": 5},
+    "optim": {"main": {"name": "adamw", "lr": 0.01}}, "train": {"steps": 20}, "eval": {"every": 5},
     "save": {"every": 5},
-}
+}  # fmt: skip
 CONV = {"name": toy("models.py:Conv"), "args": {"channels": [4, 4], "dropout": 0.1}}
 IMAGES = {"name": toy("data.py:images"), "args": {"samples": 60, "size": 6}, "batch": 8}
 GAN: dict[str, Any] = {
@@ -118,6 +114,11 @@ def resumes(path: Path, *changes: str, middle: int = 5, steps: int = 9, **sectio
     return whole
 
 
+def create(made: Config) -> RunFolder:
+    """The folder of a new run."""
+    return run_folder.create(made.run, made.dumped(), configfile.retention_of(made))
+
+
 def run_to_end(path: Path, *changes: str, **sections: Any) -> Outcome:
     """A run in a folder, to its end."""
     return start(config(*changes, run=path / "run", **sections), resume="auto")
@@ -150,21 +151,15 @@ def forget_record(path: Path) -> None:
 
 
 ARGS: dict[str, dict[str, Any]] = {
-    "StepLR": {"step_size": 3, "gamma": 0.5},
-    "MultiStepLR": {"milestones": [2, 2, 6]},
-    "ConstantLR": {"factor": 0.5, "total_iters": 4},
-    "LinearLR": {"total_iters": 6},
-    "ExponentialLR": {"gamma": 0.9},
-    "PolynomialLR": {"total_iters": 8, "power": 2},
-    "CosineAnnealingLR": {"T_max": 6},
-    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "StepLR": {"step_size": 3, "gamma": 0.5}, "MultiStepLR": {"milestones": [2, 2, 6]},
+    "ConstantLR": {"factor": 0.5, "total_iters": 4}, "LinearLR": {"total_iters": 6},
+    "ExponentialLR": {"gamma": 0.9}, "PolynomialLR": {"total_iters": 8, "power": 2},
+    "CosineAnnealingLR": {"T_max": 6}, "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
     "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3, "cycle_momentum": False},
-    "OneCycleLR": {"max_lr": 0.1, "total_steps": 20},
-    "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
-    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1},
-    "warmup_linear": {"warmup": 3, "total": 12},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 20}, "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
+    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1}, "warmup_linear": {"warmup": 3, "total": 12},
     "inverse_sqrt": {"warmup": 3},
-}
+}  # fmt: skip
 
 
 def scheduled(name: str, **more: Any) -> dict[str, Any]:

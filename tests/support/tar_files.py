@@ -27,14 +27,8 @@ def count(number: Any) -> bytes:
 def triple(*parts: Any) -> bytes:
     """The pickle of a tuple, its last part being the name of a class of torch."""
     head = b"\x80\x02(" + b"".join(pickle_bytes(part)[2:-1].replace(b"q\x00", b"") for part in parts[:-1])
-    return (
-        head
-        + b"ctorch"
-        + (b".cuda" if parts[-1].startswith("cuda.") else b"")
-        + b"\n"
-        + parts[-1].removeprefix("cuda.").encode()
-        + b"\nt."
-    )
+    module, _, name = f"torch.{parts[-1]}".rpartition(".")
+    return head + f"c{module}\n{name}\nt.".encode()
 
 
 def four() -> bytes:

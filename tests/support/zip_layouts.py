@@ -214,13 +214,9 @@ _TWISTS: dict[str, tuple[object, ...]] = {
     "listed": (0, 1, 2),
 }
 _AROUND: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("prefix", "gap", "gap_end", "comment", "trailing"), _BYTES),
-    "shift": (0, 4, 16, 22),
-    "count": (*range(11), *_SMALL),
-    "directory_size": _SMALL,
-    "directory_at": _SMALL,
-    "disk": (0, 1),
-}
+    **dict.fromkeys(("prefix", "gap", "gap_end", "comment", "trailing"), _BYTES), "shift": (0, 4, 16, 22),
+    "count": (*range(11), *_SMALL), "directory_size": _SMALL, "directory_at": _SMALL, "disk": (0, 1),
+}  # fmt: skip
 
 
 def any_layout(rng: random.Random, layout: Layout | None = None) -> Layout:

@@ -166,12 +166,6 @@ def test_a_validation_set_of_ones_own(name: str, workers: int) -> None:
         assert {int(i) // 100 for part in once for i in part[2]} <= {3, 30}
 
 
-def test_workers_evaluate_the_same() -> None:
-    held = [made("Items", f"data.workers={n}", val_fraction=0.5).data.validation(CPU, 0) for n in (0, 2)]
-    one, other = (str([batch.data for batch in each]) for each in held)
-    assert one == other != "[]"
-
-
 @pytest.mark.parametrize("on", ["val", "test"])
 def test_nothing_is_held_out_of_a_stream(on: str) -> None:
     found = made("Stateful", test={"name": own("Stream")})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,118 +18,72 @@ from tests.support.own_loops import parts, train, trained
 from tests.support.small_runs import cut_short
 
 TESTS = Path(__file__).parents[1]
-STORE, RETENTION, HERE = "training/test_store.py", "training/test_retention.py", "training/test_harness_promises.py"
-SHAPES = "training/test_run_shapes.py"
-ENDS = "training/test_run_ends.py"
-RUN, RESUME, TRAIN = "training/test_run.py", "verbs/test_resume.py", "verbs/test_train.py"
 
-PROMISES = {
-    # commits
-    "`step` is the number of completed optimizer steps; the file `step-N` is the state after N": (
-        f"{HERE}::test_a_file_is_the_state_after_as_many_updates_as_its_name_says",
-    ),
-    "A checkpoint exists when its name exists, and names appear by `rename` after `fsync`": (
-        f"{STORE}::test_the_order_of_a_commit",
-        f"{STORE}::test_a_sidecar_that_cannot_be_written_is_no_commit",
-        f"{STORE}::test_a_full_disk_leaves_the_older_ones",
-    ),
-    "write a temporary file through the sink, hashing in a thread on the way": (
-        f"{STORE}::test_the_digest_is_added_up_on_the_way",
-        f"{STORE}::test_leftovers_of_a_killed_save_are_swept",
-    ),
-    "sync; sidecar, synced and renamed; rename the `.pt` (the commit); sync the folder": (
-        f"{STORE}::test_the_order_of_a_commit",
-        f"{STORE}::test_a_checkpoint_is_whole_while_it_is_replaced",
-    ),
-    "then prune": (
-        f"{HERE}::test_old_ones_go_when_the_new_one_has_its_name",
-        f"{STORE}::test_a_file_is_deleted_before_its_sidecar",
-    ),
-    "opens with torch.load(weights_only=True) on any machine; CPU tensors; no clock inside": (
-        f"{RESUME}::test_the_file_opens_everywhere",
-        f"{STORE}::test_a_checkpoint_and_its_sidecar",
-    ),
-    "sidecar: sha256, bytes, step, epoch, metrics, run id, environment, parent step": (
-        f"{STORE}::test_a_checkpoint_and_its_sidecar",
-        f"{HERE}::test_what_a_sidecar_says",
-    ),
-    "run.yaml: written once": (f"{HERE}::test_the_record_of_a_run_is_written_once",),
-    "metrics.jsonl: one line per logged step; cut back to the resumed step": (
-        f"{RESUME}::test_metrics_are_cut_back_to_where_it_goes_on",
-        f"{STORE}::test_lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step",
-        f"{STORE}::test_a_torn_line_is_cut_off_and_left_out",
-    ),
-    "lock: pid and host; two writers refuse each other": (f"{STORE}::test_two_writers_refuse_each_other",),
-    # resuming
-    "newest first by step within this run id, never by mtime": (
-        f"{STORE}::test_steps_are_what_counts_and_not_times_or_other_runs",
-    ),
-    "verify size and sha256": (
-        f"{STORE}::test_only_the_size_is_looked_at_where_that_is_wanted",
-        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
-    ),
-    "a damaged one is named, kept, and the next older one used": (
-        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
-        f"{RESUME}::test_a_damaged_checkpoint_is_named_and_the_older_one_used",
-        f"{RUN}::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used",
-        f"{HERE}::test_a_folder_in_the_place_of_a_checkpoint_is_passed_over",
-    ),
-    "if some exist and none is valid, exit 3, never restart from 0": (
-        f"{STORE}::test_a_damaged_one_is_named_and_kept_and_the_older_one_used",
-        f"{RESUME}::test_all_are_damaged",
-        f"{TRAIN}::test_all_are_damaged",
-        f"{RUN}::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used",
-    ),
-    # retention
-    "Retention is a union of pure functions `last(n)`, `best(n, metric, mode)`, `every(n)`": (
-        f"{RETENTION}::test_each_rule_wants_its_own",
-        f"{RETENTION}::test_a_union_with_the_reasons",
-        f"{RUN}::test_retention_keeps_the_best_and_the_last",
-        "verbs/test_prune.py::test_prune",
-    ),
-    "never delete the newest valid or the best": (
-        f"{RETENTION}::test_the_newest_and_the_best_always_stay",
-        f"{HERE}::test_the_newest_whole_one_is_never_deleted",
-    ),
-    "a metric of 0.0 counts and NaN never ranks": (f"{RETENTION}::test_each_rule_wants_its_own",),
-    "a run that was stopped ends with the checkpoints of one that was not": (
-        f"{RETENTION}::test_a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not",
-        f"{SHAPES}::test_a_loop_stopped_at_any_line_ends_with_the_same_files",
-        "verbs/test_prune.py::test_a_save_that_only_a_signal_asked_for",
-    ),
-    # signals and exit codes
-    "a step is atomic: signals, saves and evaluation happen only between steps": (
-        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
-        f"{SHAPES}::test_a_loop_stopped_at_any_line_ends_with_the_same_files",
-    ),
-    "a handler only sets a flag": (
-        "training/test_signals.py::test_the_first_signal_is_the_one_that_is_answered",
-        "training/test_signals.py::test_a_person_who_asks_twice_is_obeyed_at_once",
-    ),
-    "SIGTERM to the process group kills loader workers first: they must ignore it": (
-        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
-    ),
-    "exit 0 done": (f"{TRAIN}::test_train_and_resume", f"{ENDS}::test_time_that_is_over_stops_a_run_with_exit_code_0"),
-    "exit 2 could not do it (usage, a changed fixed key, an error)": (
-        f"{TRAIN}::test_a_changed_fixed_key",
-        f"{TRAIN}::test_an_unknown_key",
-        f"{TRAIN}::test_a_disk_that_is_full",
-    ),
-    "130 and 143 stopped by INT and TERM after saving": (
-        f"{ENDS}::test_a_signal_saves_and_leaves_the_program",
-        f"{SHAPES}::test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped",
-        "training/test_kills.py::test_a_signal_saves_at_the_boundary",
-    ),
-}
+# Each sentence, and below it the tests of it, without their `test_`.
+PROMISES = """
+`step` is the number of completed optimizer steps; the file `step-N` is the state after N
+    a_file_is_the_state_after_as_many_updates_as_its_name_says
+A checkpoint exists when its name exists, and names appear by `rename` after `fsync`
+    the_order_of_a_commit a_sidecar_that_cannot_be_written_is_no_commit a_full_disk_leaves_the_older_ones
+write a temporary file through the sink, hashing in a thread on the way
+    the_digest_is_added_up_on_the_way leftovers_of_a_killed_save_are_swept
+sync; sidecar, synced and renamed; rename the `.pt` (the commit); sync the folder
+    the_order_of_a_commit a_checkpoint_is_whole_while_it_is_replaced
+then prune
+    old_ones_go_when_the_new_one_has_its_name a_file_is_deleted_before_its_sidecar
+opens with torch.load(weights_only=True) on any machine; CPU tensors; no clock inside
+    the_file_opens_everywhere a_checkpoint_and_its_sidecar
+sidecar: sha256, bytes, step, epoch, metrics, run id, environment, parent step
+    a_checkpoint_and_its_sidecar what_a_sidecar_says
+run.yaml: written once
+    the_record_of_a_run_is_written_once
+metrics.jsonl: one line per logged step; cut back to the resumed step
+    metrics_are_cut_back_to_where_it_goes_on lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step
+    a_torn_line_is_cut_off_and_left_out
+lock: pid and host; two writers refuse each other
+    two_writers_refuse_each_other
+newest first by step within this run id, never by mtime
+    steps_are_what_counts_and_not_times_or_other_runs
+verify size and sha256
+    only_the_size_is_looked_at_where_that_is_wanted a_damaged_one_is_named_and_kept_and_the_older_one_used
+a damaged one is named, kept, and the next older one used
+    a_damaged_one_is_named_and_kept_and_the_older_one_used a_damaged_checkpoint_is_named_and_the_older_one_used
+    a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used
+    a_folder_in_the_place_of_a_checkpoint_is_passed_over
+if some exist and none is valid, exit 3, never restart from 0
+    a_damaged_one_is_named_and_kept_and_the_older_one_used all_are_damaged all_are_damaged
+    a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used
+Retention is a union of pure functions `last(n)`, `best(n, metric, mode)`, `every(n)`
+    each_rule_wants_its_own a_union_with_the_reasons retention_keeps_the_best_and_the_last prune
+never delete the newest valid or the best
+    the_newest_and_the_best_always_stay the_newest_whole_one_is_never_deleted
+a metric of 0.0 counts and NaN never ranks
+    each_rule_wants_its_own
+a run that was stopped ends with the checkpoints of one that was not
+    a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not
+    a_loop_stopped_at_any_line_ends_with_the_same_files a_save_that_only_a_signal_asked_for
+a step is atomic: signals, saves and evaluation happen only between steps
+    a_signal_saves_at_the_boundary a_loop_stopped_at_any_line_ends_with_the_same_files
+a handler only sets a flag
+    the_first_signal_is_the_one_that_is_answered a_person_who_asks_twice_is_obeyed_at_once
+SIGTERM to the process group kills loader workers first: they must ignore it
+    a_signal_saves_at_the_boundary
+exit 0 done
+    train_and_resume time_that_is_over_stops_a_run_with_exit_code_0
+exit 2 could not do it (usage, a changed fixed key, an error)
+    a_changed_fixed_key an_unknown_key a_disk_that_is_full
+130 and 143 stopped by INT and TERM after saving
+    a_signal_saves_and_leaves_the_program
+    after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped
+    a_signal_saves_at_the_boundary
+"""
 
 
 def test_every_promise_has_its_tests() -> None:
-    named = {place for places in PROMISES.values() for place in places}
-    there = set()
-    for file in {place.partition("::")[0] for place in named}:
-        tree = ast.parse((TESTS / file).read_text())
-        there |= {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert named <= there, named - there
+    files = [path for room in ("training", "verbs") for path in (TESTS / room).glob("test_*.py")]
+    there = {name for path in files for name in re.findall(r"^def test_(\w+)", path.read_text(), re.MULTILINE)}
+    assert not {name for line in PROMISES.splitlines() if line[:1] == " " for name in line.split()} - there
+    assert not re.search(r"\n\S.*\n(?! )", PROMISES)  # one without a test
 
 
 # Those that no other file has ----------------------------------------------------------------------------------------

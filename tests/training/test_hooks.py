@@ -13,7 +13,7 @@ import torch
 
 from ckptool.errors import MissingExtra, UserCodeFailed
 from ckptool.training.hooks import Hooks
-from tests.support.small_runs import CONV, GAN, IMAGES, assert_same_trainers, last, own, run_to_end, take, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, last, own, run_to_end, take, trainer
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -129,12 +129,3 @@ def test_tensorboard_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert written[-1] == "closed"
     run_to_end(tmp_path, "log.tensorboard=true", "train.steps=12")
     assert ("tensorboard", 11) in written  # what a killed run wrote behind its last checkpoint is cut off
-
-
-def test_two_trainers_with_and_without_hooks_are_one() -> None:
-    one, other = trainer(), trainer()
-    hooks = Hooks(["grad_norm", "activation_stats"])
-    hooks._call("attach", other)
-    take(one, 4)
-    take(other, 4, hooks)
-    assert_same_trainers(one, other)

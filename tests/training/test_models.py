@@ -17,7 +17,7 @@ from ckptool.errors import PlanRefused, UsageError
 from ckptool.training import models
 from ckptool.training.config import ActivationCheckpoint, Data, Model
 from ckptool.training.data import load_data
-from ckptool.training.matching import parameters_matching
+from ckptool.training.extensions import parameters_matching
 from ckptool.training.models import build_model, initialise, kept_bytes
 from ckptool.training.parallel import World
 from ckptool.training.start import rehearse, start

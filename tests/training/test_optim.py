@@ -210,15 +210,19 @@ def small(*groups: dict[str, Any]) -> torch.optim.Optimizer:
     return made
 
 
+def names_of(made: torch.optim.Optimizer) -> list[list[str]]:
+    return [group["param_names"] for group in made.param_groups]
+
+
 def test_state_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:
     """torch's own `load_state_dict` takes all of these in silence."""
     saved = small({"match": "0.*"}).state_dict()
     for other in (small({"match": "1.*"}), small()):
         with pytest.raises(Conflict, match="given to another"):
-            load_optimizer(other, saved, "here")
+            load_optimizer(other, saved, "here", names_of(other))
     saved["state"][0]["exp_avg"] = torch.zeros(2, 3)
     with pytest.raises(Conflict, match=r"exp_avg of 0\.weight has the shape \[2, 3\]"):
-        load_optimizer(small({"match": "0.*"}), saved, "here")
+        load_optimizer(small({"match": "0.*"}), saved, "here", names_of(small({"match": "0.*"})))
     sgd = {"name": "sgd", "model": "main", "args": {"momentum": 0.9}}
     made = trainer(optim={"a": {**sgd, "match": "*.bias"}, "b": sgd})
     take(made, 2)

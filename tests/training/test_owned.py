@@ -4,7 +4,6 @@ another's checkpoints."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,12 +14,11 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import CkptoolError, Conflict
-from ckptool.training.configfile import create
 from ckptool.training.start import resume, start
 from ckptool.training.store import name_of
 from tests.support.files import contents
 from tests.support.looped import looped
-from tests.support.small_runs import MLP, config, events, last
+from tests.support.small_runs import MLP, config, create, events, last
 
 NAMES = (
     "run.yaml",
@@ -243,19 +241,6 @@ def test_code_and_data_that_changed_are_told(tmp_path: Path) -> None:
 
 
 # Lines and times ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("torn", ['{"ste', "\x00" * 40, '{"step": 3}', "x" * 200_000, "\n\n{"])
-def test_a_torn_line_is_cut(tmp_path: Path, torn: str) -> None:
-    start(config("train.steps=5", "log.every=1", run=tmp_path / "run"))
-    for name in ("metrics.jsonl", "history.jsonl"):
-        with (tmp_path / "run" / name).open("a") as file:
-            file.write(torn)
-    resume(str(tmp_path / "run"), ["train.steps=9"])
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, 10))
-    whole = [line for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines() if line]
-    assert all("event" in json.loads(line) for line in whole)
 
 
 def test_pipes_among_the_files_of_a_run_are_not_waited_for(tmp_path: Path) -> None:

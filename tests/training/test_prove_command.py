@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import ckptool
+import ckptool.training.prove as module
 from ckptool.errors import RunFailed, UsageError
 from ckptool.training import moving, rng
-from ckptool.training.prove import command as module
 from ckptool.training.prove import tracer
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Life, Reference, TracedStep
 from ckptool.training.prove.tracer import Tracer

@@ -40,7 +40,7 @@ def checkpointed(**settings: Any) -> dict[str, Any]:
 # Changes or sections, and what is said.
 REFUSED: list[tuple[str | dict[str, Any], str]] = [
     # data
-    (of("no_data"), "no_data returned list_iterator, not a Dataset"),
+    ({"data": {"name": "builtins:object", "batch": 8}}, "object returned object, not a Dataset"),
     (of("raises", args={"n": 0}), "own.py:raises raised RuntimeError: out of ideas"),
     (of("Items", args={"m": 0}), "does not take these arguments.*It takes: count"),
     ({"data": {"name": "gone.py:none"}}, "there is no file"),
@@ -61,7 +61,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (of("Items", val={"name": own("Items")}, val_fraction=0.2), "give val or val_fraction, one of the two"),
     # models
     (model(own("raises")), "(?s)own.py:raises raised RuntimeError: out of ideas.*not in ckptool"),
-    (model(own("no_model")), r"returned str, not a torch\.nn\.Module"),
+    (model("builtins:str"), r"returned str, not a torch\.nn\.Module"),
     (model(own("Nett")), "has no Nett.*It has: .*Inner"),
     (model(args={"hiden": [3]}), "mlp does not take.*It takes: inputs"),
     (model("gone_module:Net"), "there is no module gone_module"),
@@ -72,7 +72,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (checkpointed(sequential="blocks"), r"'blocks' is not an nn\.Sequential.*blocks\.0\.mlp"),
     (checkpointed(match="*", sequential="blocks"), "match or sequential, exactly one of the two"),
     # tasks
-    (f"task={own('no_task')}", "returned int, not a ckptool"),
+    ("task=builtins:int", "returned int, not a ckptool"),
     (f"task={own('raises')}", "out of ideas"),
     (f"task={own('vector')}", r"the loss of .*vector is of shape \[3\], not a tensor of one number"),
     (NET, "trains the model 'main'.*Available: net"),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ({"strategy": "fsdp", **model(own("Scalar"))}, "scale"),
     # hooks, and the profiler's file
     (f"hooks=[{own('Misspelt')}]", "has a method .*, which would never be called.*Did you mean (logged|after_step)"),
-    (f"hooks=[{own('no_task')}]", "returned int, none of whose methods would be called"),
+    ("hooks=[builtins:int]", "returned int, none of whose methods would be called"),
     *((f"profile.trace={name}", r"profile\.trace") for name in ("../t.json", "/tmp/t.json", "run.yaml", ".json")),
 ]
 

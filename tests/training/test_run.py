@@ -64,8 +64,8 @@ MEANINGLESS: dict[str, dict[str, Any]] = {
     "signals is": {"signals": ("BOGUS",)},
     "seed is 'x'": {"seed": "x"},
     "stop_after is 0": {"stop_after": 0},
-    "keep_every at least 0": {"keep_every": -3},
-    "keep_last must be at least 1": {"keep_last": 0},
+    "keep_every is -3": {"keep_every": -3},
+    "keep_last is 0": {"keep_last": 0},
     "folder is 's3://bucket/run'": {"folder": "s3://bucket/run"},
 }
 

@@ -114,12 +114,12 @@ def test_a_loop_of_the_documentation_that_is_killed(server: ForkServer, tmp_path
     trial(server, tmp_path, script, size=0, kills=6)
 
 
-@pytest.mark.parametrize("every", [151, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [241, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_loop_killed_at_every_file_system_event_goes_on(every: int, server: ForkServer, tmp_path: Path) -> None:
     """Before each event, and in the middle of each write, of the run's folder, from its making to its end."""
     script, whole = str(LOOPS / "wgan_gp.py"), tmp_path / "whole"
     assert server.run([script, str(whole), "1"]) == 0, server.stderr_tail()
-    for number in range(0, 500, every):
+    for number in range(every // 2, 500, every):
         folder = tmp_path / f"event-{number}"
         words = [script, str(folder), "1"]
         code = server.run(words, crash={"folder": str(folder), "at": number})

@@ -23,6 +23,7 @@ import torch._dynamo
 
 import ckptool
 from tests.support.killed_loops import run_and_exit
+from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -285,20 +286,19 @@ ODD = {
 }
 
 
+# Options of `ckptool.Run`, and kills.
+ENDED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
+    "killed": ({}, [(60, signal.SIGKILL), (75, signal.SIGTERM), (72, signal.SIGTERM)]),
+    "stopped": ({"save_async": True}, [(line, signal.SIGTERM) for line in (62, 64, 66)]),
+    "seeded": ({"seed": 7}, [(line, signal.SIGKILL) for line in (70, 64)]),
+}
+
+
 @pytest.mark.parametrize(
-    ("options", "kills"),
-    [
-        ({}, [(60, signal.SIGKILL), (75, signal.SIGTERM), (72, signal.SIGTERM)]),
-        ({"save_async": True}, [(line, signal.SIGTERM) for line in (62, 64, 66)]),
-        ({"seed": 7}, [(line, signal.SIGKILL) for line in (70, 64)]),
-    ],
-    ids=["killed", "stopped", "seeded"],
+    ("name", "how"), [*((name, "killed") for name in ODD), *sliced(itertools.product(ODD, ("stopped", "seeded")), 8)]
 )
-@pytest.mark.parametrize("name", ODD)
-def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(
-    tmp_path: Path, name: str, options: dict[str, Any], kills: list[tuple[int, int]]
-) -> None:
-    objects, given, loop = ODD[name]
+def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(tmp_path: Path, name: str, how: str) -> None:
+    (objects, given, loop), (options, kills) = ODD[name], ENDED[how]
     begin = BEGIN.replace("{loader}", LOADERS["shuffled"]).replace("\nrun =", f"\n{objects}run =")
     begin = begin.replace("scheduler=scheduler", f"scheduler=scheduler{given}").replace("keep_last=2", "keep_last=9")
     compare(tmp_path, f"{begin}{loop}run.log(ended=run.step)\n", options, kills)

@@ -15,13 +15,13 @@ import torch
 
 import ckptool
 from ckptool.errors import Conflict
-from ckptool.training.configfile import create, recorded_config
+from ckptool.training.configfile import recorded_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
 from tests.support.cli import Run
 from tests.support.files import saved
 from tests.support.looped import looped
-from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, train_typed
+from tests.support.small_runs import Typed, config, create, cut_short, flip_a_bit, train_typed
 
 
 def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) -> None:

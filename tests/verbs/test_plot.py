@@ -20,7 +20,7 @@ from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
 from ckptool.errors import NoMatch, UsageError
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
-from ckptool.training.history import RunHistory
+from ckptool.training.reports import RunHistory
 from ckptool.training.start import start
 from tests.support.cli import Run, done
 from tests.support.looped import examples

@@ -247,7 +247,7 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
 def test_two_trainers_on_one_run(
     typed: Typed, tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptool.training.lock.PATIENCE", 0.05)
+    monkeypatch.setattr("ckptool.training.run_folder.PATIENCE", 0.05)
     path = str(tmp_path / "run.yaml")
     process = server.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
     while not list((tmp_path / "runs").rglob("*.pt")):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from struct import pack
 from typing import Any, cast
@@ -291,14 +291,12 @@ class _Saving:
         return {f"__{rank}_0.distcp": file for rank, file in enumerate(files) if file.items}
 
 
+@dataclass(slots=True, eq=False)
 class _RankFile:
     """The segments of a file, made in passing."""
 
-    __slots__ = ("items", "size")
-
-    def __init__(self) -> None:
-        self.items: list[_ObjectZip | _BlockZip] = []
-        self.size = 0
+    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
+    size: int = 0
 
     def __iter__(self) -> Iterator[Segment]:
         for item in self.items:

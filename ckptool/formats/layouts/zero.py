@@ -313,15 +313,17 @@ def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Iter
         size = world if size >= world or world % size else size
         teams = world // size  # of experts, several, with experts of their own
         laid = _in_a_row(group, named, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
+        where = {name: (at, prod(shape)) for name, shape, _, at in laid}
         for number in range(teams):
             in_blocks = config.get("use_data_before_expert_parallelism")
             team = shares[number * size : (number + 1) * size] if in_blocks else shares[number::teams]
             rows = _rows(team, [group], divided=False)
             for each, low in zip(team, rows[""][0].begins, strict=True) if mapped else ():
-                high, placed = low + each.weights[group].shape[0], each.placed(group)
-                for name, shape, _, at in laid:
-                    begin, end = max(at, low), min(at + prod(shape), high)
-                    if begin < end and placed.get(name, (begin - low, end - begin)) != (begin - low, end - begin):
+                high = low + each.weights[group].shape[0]
+                for name, place in each.placed(group).items():  # of the rank's own alone: there may be a thousand ranks
+                    at, size = where.get(name, (high, 0))
+                    begin, end = max(at, low), min(at + size, high)
+                    if begin < end and place != (begin - low, end - begin):
                         raise mixed(tag.folder, tag.models[0], each.file, f"{name} lies elsewhere")
             every = [(_global_name(tag, each[0], number, named), *each[1:]) for each in laid] if teams > 1 else laid
             yield rows, every, 2 * size

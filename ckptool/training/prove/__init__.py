@@ -1,1 +1,463 @@
-"""The proof that a run killed anywhere ends with the same bytes, and the machine that kills it at a chosen point."""
+"""`prove -- COMMAND`: a program that is killed anywhere and started again ends with the same checkpoints.
+
+Nothing of the program is changed. It runs twice unbroken, in a fresh folder of the same name; then it is killed, now at
+any moment, now at a file-system event (`Watch`), and started again, until it ends by itself. `tracer` tells its steps.
+Where the end differs, the last restart is done once more with what differed first put back: if that gives the end of
+the unbroken run, it is the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptool.analysis.diff import diff_files
+from ckptool.analysis.scan import GOOD, MEMBER, PART, ScannedFile, scan
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.tree import address
+from ckptool.commands import arg
+from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, counted, printable
+from ckptool.training.prove.trace import NOT_RESTORED, Cause, Divergence, Life, Reference, sentences
+from ckptool.training.reports import ANY, PRELOAD, TIME, Kill, Proof
+
+HERE = Path(__file__).parent
+RUN = "{run}"
+HALF = "half of a write"
+KINDS = ("open", "write", HALF, "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
+# Kinds of events in the order in which kills come at them.
+PLAN = (HALF, ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
+PAUSE = 0.002  # seconds between two looks
+SOON = 5.0  # seconds within which an event must come, or the kill comes without it
+TAIL = 1500  # characters of the program's own words
+TRIES = 3  # of putting something back
+_HEAD, _FOLDER, _OUTSIDE, _LOG = struct.Struct("2q5i"), 4096, 8192, 1 << 20  # the page that is shared with shim.c
+
+Say = Callable[[str], Any]
+
+
+def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: float, say: Say) -> Proof:
+    """Proves a command, of which `{run}` becomes a fresh folder; what it wrote is deleted unless the proof fails.
+
+    kills: how often it is killed.  seed: where.  timeout: seconds for one process.  Raises `UsageError` for a command
+    without `{run}`, and `RunFailed` where it fails unbroken or leaves no checkpoint.
+    """
+    if not any(RUN in word for word in command):
+        what, why = "the command does not name {run}", "It stands for the folder that the command writes to."
+        raise UsageError(what, why, "For example: ckptool prove -- python train.py {run}")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0]}", "", "Give the command as you would type it.")
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="ckptool-prove-"))
+    runs = CommandRuns(command, folder, random.Random(seed), timeout, say)
+    proof = runs.proof
+    try:
+        runs.prove(kills)
+        if proof.unstable or proof.exit() == 1:
+            proof.kept = folder
+    finally:
+        if not proof.kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    return proof
+
+
+class CommandRuns:
+    """Runs of a command in a folder, and what they prove. rng: where kills come.  limit: seconds for one process.
+
+    saves: the places in the reference at which it had just written a checkpoint.  chance: what differs in two unbroken
+    runs.  suspect: of the first restart that began another way, a copy of the folder as it was, and the file of values
+    that an earlier process had at its place.
+    """
+
+    def __init__(self, command: Sequence[str], folder: str, rng: random.Random, limit: float, say: Say) -> None:
+        self.command, self.folder, self.rng, self.limit, self.say = command, folder, rng, limit, say
+        self.run, self.tools = os.path.join(folder, "run"), os.path.join(folder, "tools")
+        os.mkdir(self.tools)
+        shutil.copy(HERE / "tracer.py", os.path.join(self.tools, "sitecustomize.py"))
+        for name in ("moving.py", "rng.py"):
+            shutil.copy(HERE.parent / name, self.tools)
+        self.watch = Watch(self.run, self.tools)
+        self.proof = Proof(tuple(command), self.watch.name)
+        self.reference = Reference([], [])
+        self.saves: list[int] = []
+        self.chance: set[str] = set()
+        self.suspect: tuple[str, str] | None = None
+
+    @property
+    def length(self) -> int:
+        """The optimizer steps of the reference; 0 where none is seen."""
+        return len(self.reference.steps)
+
+    def prove(self, kills: int) -> None:
+        """The unbroken runs, then the killed ones."""
+        proof, first = self.proof, self.unbroken("reference")
+        self.reference, proof.seconds = Reference(first.steps, first.steps), first.seconds
+        self.describe()
+        again = self.unbroken("again")
+        self.reference = Reference(first.steps, again.steps)
+        if self.is_unstable(again):
+            return
+        left = kills + 1  # starts; the last of a run is not killed
+        while left > 1 and not (proof.findings or proof.differs):
+            before = proof.starts
+            self.broken(min(kills - len(proof.kills), left - 1))
+            left -= proof.starts - before
+
+    # Unbroken runs --------------------------------------------------------------------------------------------------
+
+    def unbroken(self, name: str) -> Life:
+        """A run to its end, which is put away under a name."""
+        self.say(f"unbroken run: {name}")
+        os.mkdir(self.run)
+        life = self.live()
+        if life.late:
+            what = f"the command took more than {self.limit:.0f} s before anything was killed"
+            raise RunFailed(what, self.tail(), f"Give it longer: {arg(timeout=3600)}")
+        if life.code != 0:
+            raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
+        os.rename(self.run, os.path.join(self.folder, name))
+        return life
+
+    def describe(self) -> None:
+        """Facts about the reference, and what of it is not judged. Raises `RunFailed` without a checkpoint."""
+        proof, remarks = self.proof, self.proof.remarks
+        proof.events = dict(self.watch.counts())
+        if not proof.events:  # a program that is linked statically
+            self.watch.library = ""
+        proof.watched, proof.steps, proof.compared = self.watch.name, self.length, tuple(self.checkpoints("reference"))
+        if not proof.compared:
+            said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
+            raise RunFailed("the command left no checkpoint in {run}", said)
+        self.saves = [place for place, step in enumerate(self.reference.steps) if place and step.saved]
+        if others := scan(os.path.join(self.folder, "reference")).other_files:
+            remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
+        if not self.length:
+            by = "events" if self.watch.name == PRELOAD else "time"
+            remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
+        for path in sorted(set(self.watch.outside())):
+            with suppress(CkptoolError):
+                if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
+                    remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
+
+    def is_unstable(self, again: Life) -> bool:
+        """Compares the unbroken runs; values beside the tensors may differ, and are left out of what follows."""
+        proof, found = self.proof, self.differences("reference", "again")
+        if not any(found.values()):
+            self.chance = {*found}
+            proof.remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*found][:3]]
+            return False
+        proof.unstable.append(f"at the end: {next(iter(found))}")
+        alone = Reference(self.reference.steps, self.reference.steps)  # what differs here is no chance
+        same = again.steps and alone.place_of(again.steps[0]) == 0
+        if same and (apart := alone.divergence(again)):
+            proof.unstable += [f"from step {apart.step} on", *sentences(apart.causes[:1])]
+        elif again.steps and not same:
+            proof.unstable.append("the weights differ before the first step: the model is built without a seed")
+        return True
+
+    # Killed runs ----------------------------------------------------------------------------------------------------
+
+    def broken(self, kills: int) -> None:
+        """A run that is killed and started again until it ends by itself; then it is compared."""
+        os.mkdir(self.run)
+        lives: list[Life] = []
+        for target, place in [*self.plan(kills), (None, "")]:
+            if target is not None and self.apart(lives, ended=False):
+                continue  # to the end, to see what comes of it
+            whole = [name for name, row in self.checkpoints().items() if row.state in (GOOD, MEMBER, PART)]
+            if target is not None and self.length and lives:
+                target = max(target, lives[-1].reached + 1)
+            self.say(f"{place} at {target:.0f}" if target is not None else "to the end")
+            copy = os.path.join(self.folder, f"before-{self.proof.starts + 1}")
+            if lives:
+                shutil.copytree(self.run, copy, symlinks=True)
+            life = self.live(target, place)
+            start = life.start
+            if self.suspect or start is None or not self.reference.differing(start, life.steps[0]):
+                shutil.rmtree(copy, ignore_errors=True)
+            else:
+                kept = (os.path.join(one.traces, f"values-{start - (one.start or 0)}") for one in lives)
+                self.suspect = copy, next(filter(os.path.exists, kept), "")
+            lives.append(life)
+            self.judge_start(lives, whole)
+            if life.code is not None or life.late:
+                break
+            self.proof.kills.append(Kill(life.reached if self.length else None, life.place, None))
+            self.judge_files()
+        self.judge_end(lives)
+
+    def plan(self, kills: int) -> list[tuple[float | None, str]]:
+        """Where kills come, in order, and at what: after so many steps; where none are seen, events, else seconds."""
+        places = [place for place in PLAN if place == ANY or place in self.proof.events]
+        if self.length:
+            first = min([*self.saves, self.length - 1, self.length])
+            at: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
+            at[0] = min(at[0], (first + self.length) // 2)  # early enough for what it breaks to show
+        else:
+            parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
+            whole = sum(self.proof.events.values()) or self.proof.seconds
+            at = [(here - before) * whole for before, here in zip([0.0, *parts], parts, strict=False)]
+        return [(when, places[(len(self.proof.kills) + number) % len(places)]) for number, when in enumerate(at)]
+
+    def judge_start(self, lives: list[Life], whole: list[str]) -> None:
+        """Notes what a start after a kill resumed from, and how it ended unless it was killed."""
+        findings, kills, life, after = self.proof.findings, self.proof.kills, lives[-1], ""
+        if len(lives) > 1:
+            kills[-1] = replace(kills[-1], resumed=life.start)
+            after = f"{_killed(kills[-1])}, "
+            before = max((each.start or 0 for each in lives[:-1]), default=0)
+            if life.start == 0 and whole and self.saves:
+                findings.append(f"{after}it began again at step 0, although {printable(whole[-1])} was whole")
+            elif life.start is not None and life.start < before:
+                findings.append(f"{after}it went back to step {life.start}, from before step {before}")
+        if life.late:
+            findings.append(f"{after}it did not end within {self.limit:.0f} s")
+        elif life.code:
+            last = self.tail().splitlines()[-1:] or ["it printed nothing"]
+            findings.append(f"{after}it ended with exit code {life.code}: {last[0][:300]}")
+
+    def judge_files(self) -> None:
+        """Notes files that a kill left torn under the names that checkpoints have in the end."""
+        findings, names = self.proof.findings, {_pattern(name) for name in self.proof.compared}
+        for name, row in self.checkpoints().items():
+            torn = row.state not in (GOOD, MEMBER, PART) and _pattern(name) in names
+            if torn and not any(name in finding for finding in findings):
+                problem = row.problem.replace(f"{self.run}{os.sep}", "")
+                why = f"the program was {_killed(self.proof.kills[-1])}, and writes it in place ({problem})"
+                findings.append(f"{name} is torn: {why}")
+
+    def judge_end(self, lives: list[Life]) -> None:
+        """Compares the end with that of the unbroken run, and finds the cause of a difference."""
+        proof, ended, words, causes = self.proof, lives[-1].code == 0, [], list[Cause]()
+        found = self.differences("reference", "run") if ended else {}
+        if ended and found and len(lives) > 1 and self.length and not lives[-1].steps:
+            proof.findings.append("started again after a kill, it ended with exit code 0 without training on")
+        if ended and not found and (causes := self.reference.unsaved_averages(lives[-1])):
+            proof.findings += [f"{text}, and no checkpoint has them" for text in sentences(causes)]
+        elif (found or not ended) and (apart := self.apart(lives, ended)) is not None:
+            words, causes = [f"the first step that differs is {apart.step}"], apart.causes
+        if found:
+            words.append(f"the first tensor at the end is {min(found, key=lambda place: not found[place])}")
+        proof.differs, proof.causes = "; ".join(words), sentences(causes)
+        os.rename(self.run, os.path.join(self.folder, f"killed-{len(proof.kills)}"))
+        if ended and self.suspect and self.suspect[1]:
+            self.confirm([each for each in causes if each.keys], *self.suspect)
+
+    def apart(self, lives: list[Life], ended: bool) -> Divergence | None:
+        """The first start that went another way than the reference, and why."""
+        lives = [life for life in lives if life.steps]
+        for number, life in enumerate(lives):
+            if life.start is None:
+                step = next((each.start or 0 for each in reversed(lives[:number])), 0) + 1
+                return Divergence(step, [Cause([NOT_RESTORED], [])])
+            if found := self.reference.divergence(life):
+                return found
+        return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
+
+    def confirm(self, causes: list[Cause], folder: str, values: str) -> None:
+        """Restarts it once more with the first cause put back, then with the next, too; with which the end is right."""
+        for count in range(1, min(len(causes), TRIES) + 1):
+            tried = causes[:count]
+            self.say(f"put back: {tried[-1].sentences[0]}")
+            shutil.copytree(folder, self.run, symlinks=True)
+            life = self.live(put=[":".join(key) for each in tried for key in each.keys], values=values)
+            wrong = life.code or self.differences("reference", "run") or self.reference.unsaved_averages(life)
+            shutil.rmtree(self.run)
+            if not wrong:
+                self.proof.causes = self.proof.confirmed = sentences(tried)
+                break
+
+    # A process ------------------------------------------------------------------------------------------------------
+
+    def live(self, target: float | None = None, place: str = "", **plan: Any) -> Life:
+        """Starts the command, and ends it after a step, or at the next event of a kind there. plan: for the tracer."""
+        self.proof.starts += 1
+        life = Life(os.path.join(self.folder, f"trace-{self.proof.starts}"))
+        os.mkdir(life.traces)
+        told = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **plan}
+        _write_plan(life, told)
+        env = {**os.environ, "CKPTOOL_PROVE_TRACE": life.traces}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (self.tools, env.get("PYTHONPATH"))))
+        self.watch.begin(env)
+        if target is not None and not self.length:
+            self.watch.arm(place, int(target))
+        steps = self.reference.steps
+        pace = (steps[-1].time - steps[0].time) / len(steps) if steps else 0.0  # seconds between two steps
+        delay = self.rng.uniform(0, pace) if place == ANY else SOON
+        begun, armed, killed = time.monotonic(), 0.0, False
+        words = [word.replace(RUN, self.run) for word in self.command]
+        with open(os.path.join(self.folder, "output"), "wb") as log:
+            process = subprocess.Popen(
+                words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            while process.poll() is None:
+                now = time.monotonic()
+                life.read(self.reference)
+                if self.length:
+                    is_there = target is not None and bool(life.steps) and life.reached >= target
+                else:
+                    came = self.watch.total() if self.watch.name == PRELOAD else now - begun
+                    is_there = target is not None and came >= target
+                if is_there and not armed:
+                    armed = now
+                    if place != ANY and self.length:
+                        self.watch.arm(place)
+                    if place != ANY or pace > 5 * PAUSE:  # else it could come to its end before the kill
+                        _write_plan(life, {**told, "hold": None})
+                elif target is not None and not armed and len(life.steps) == told["hold"] == 1:
+                    # It waits in its first step, which tells its place.
+                    last = int(target) - (life.start or 0)
+                    saves = [save - (life.start or 0) for save in self.saves]
+                    told |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}
+                    _write_plan(life, told)
+                life.place = place if self.watch.due() else ANY
+                life.late = now - begun > self.limit
+                if killed := life.place != ANY or life.late or (armed > 0 and now - armed >= delay):
+                    break
+                time.sleep(PAUSE)
+            else:
+                life.place, killed = place, self.watch.due() and process.returncode == -signal.SIGKILL
+        finally:
+            _end(process, life.traces)
+            life.read(self.reference)
+            life.close()
+        life.seconds, life.code = time.monotonic() - begun, None if killed else process.returncode
+        return life
+
+    def tail(self) -> TextLines:
+        """The end of what the program wrote."""
+        text = Path(self.folder, "output").read_text(encoding="utf-8", errors="replace")
+        return TextLines(*text[-TAIL:].strip().splitlines())
+
+    # The checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoints(self, name: str = "run") -> dict[str, ScannedFile]:
+        """The checkpoints of a run, by their paths in it."""
+        folder = os.path.join(self.folder, name)
+        return {os.path.relpath(row.path, folder): row for row in scan(folder).files}
+
+    def differences(self, one: str, other: str) -> dict[str, bool]:
+        """What of the checkpoints of one run is missing or another in the second, not by chance; True for a tensor."""
+        there, found = self.checkpoints(other), dict[str, bool]()
+        for name in self.checkpoints(one):
+            if name not in there:
+                found[f"{name}, which is missing"] = True
+                continue
+            try:
+                pair = (os.path.join(self.folder, run, name) for run in (one, other))
+                report = diff_files(*pair, ignore=("order",), statistics=False)
+            except CkptoolError as error:
+                found[f"{name}, which cannot be compared: {error.what}"] = True
+                continue
+            pairs = [(each.path, each.left) for each in report.changed] + [*report.only_left, *report.only_right]
+            found |= {f"{address(path)} in {name}": isinstance(node, TensorEntry) for path, node in pairs}
+        return {place: is_tensor for place, is_tensor in found.items() if place not in self.chance}
+
+
+def _pattern(name: str) -> str:
+    """The name without its numbers: the step, the rank."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _killed(kill: Kill) -> str:
+    step = [] if kill.step is None else [f" after step {kill.step}"]
+    moment = "half way through a write" if kill.place == HALF else f"before a call of {kill.place}"
+    return "killed" + ",".join([*step, *([] if kill.place == ANY else [f" {moment}"])])
+
+
+def _write_plan(life: Life, plan: dict[str, Any]) -> None:
+    """What `tracer` reads, in one piece."""
+    path = os.path.join(life.traces, "plan.json")
+    Path(f"{path}.tmp").write_text(json.dumps(plan), encoding="utf-8")
+    os.replace(f"{path}.tmp", path)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Ends the process, its group, and what it started in sessions of its own, as torchrun does."""
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() + b"\0" in entry.read_bytes():
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+
+
+# Events ---------------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What a program does to its folder, as `shim.c` counts it, which ends it before an event or half through a write.
+
+    library: the compiled shim; "" where there is none, and no event is seen.
+    """
+
+    def __init__(self, run: str, tools: str) -> None:
+        self.run, self.page, self.library = run, os.path.join(tools, "events"), compiled(tools)
+        self.size = _HEAD.size + _FOLDER + _OUTSIDE + _LOG
+        Path(self.page).write_bytes(bytes(self.size))
+        with open(self.page, "r+b") as file:
+            self.shared = mmap.mmap(file.fileno(), self.size)
+        self.least = 0  # log2 of the bytes of a write that counts: one of a checkpoint, not of a log
+
+    @property
+    def name(self) -> str:
+        return PRELOAD if self.library else TIME
+
+    def begin(self, env: dict[str, str]) -> None:
+        """Before a process starts: what it needs goes into `env`."""
+        if self.library:
+            folder = os.fsencode(os.path.realpath(self.run))
+            self.shared[:] = (_HEAD.pack(0, -1, 0, 0, 0, 0, self.least) + folder).ljust(self.size, b"\0")
+            env["LD_PRELOAD"] = ":".join(filter(None, (self.library, env.get("LD_PRELOAD"))))
+            env["CKPTOOL_PROVE_EVENTS"] = self.page
+
+    def arm(self, kind: str, after: int = 0) -> None:
+        """Asks for an end at the next event of a kind (at any of another), once so many events have come."""
+        self.shared[16:20] = struct.pack("i", KINDS.index(kind) if kind in KINDS else -1)
+        self.shared[8:16] = struct.pack("q", after)
+
+    def due(self) -> bool:
+        """True where that has come."""
+        return bool(_HEAD.unpack(self.shared[: _HEAD.size])[3])
+
+    def total(self) -> int:
+        """How many events the process had so far."""
+        return int(_HEAD.unpack(self.shared[: _HEAD.size])[0])
+
+    def counts(self) -> Counter[str]:
+        """Kind -> how many events of it the process had."""
+        entries = self.shared[self.size - _LOG :][: self.total()]
+        self.least = max((entry >> 3 for entry in entries), default=2) - 2
+        return Counter(KINDS[entry & 7] for entry in entries)
+
+    def outside(self) -> list[str]:
+        """Files that were opened for writing elsewhere."""
+        begin = _HEAD.size + _FOLDER
+        text = self.shared[begin : begin + _OUTSIDE].rstrip(b"\0")
+        return [os.fsdecode(path) for path in text.split(b"\n")[:-1]]
+
+
+def compiled(tools: str) -> str:
+    """The shim, compiled into a folder; "" where there is no compiler."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None or sys.platform != "linux":
+        return ""
+    library, source = os.path.join(tools, "shim.so"), str(HERE / "shim.c")
+    words = [compiler, "-shared", "-fPIC", "-O1", "-w", "-U_FORTIFY_SOURCE", "-o", library, source, "-ldl"]
+    return "" if subprocess.run(words, capture_output=True, check=False).returncode else library

@@ -185,7 +185,9 @@ class Reference:
         keys = self.differing(place, other) if keys is None else keys
         wholes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(wholes)}
-        ranked = sorted({key for key in keys if key[0] not in _EFFECTS} or keys, key=_rank)
+        kinds = (*_ORDER, *_EFFECTS)
+        found = {key for key in keys if key[0] not in _EFFECTS} or keys
+        ranked = sorted(found, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}
         for key in ranked:
             groups.setdefault(_group(key, ranked), []).append(key)
@@ -208,10 +210,6 @@ class Reference:
 
 def sentences(causes: list[Cause]) -> list[str]:
     return [text for each in causes for text in each.sentences]
-
-
-def _rank(key: Key) -> tuple[int, int, str]:
-    return ((*_ORDER, *_EFFECTS).index(key[0]), key[1].count("."), key[1])
 
 
 def _group(key: Key, keys: Iterable[Key]) -> Key:

@@ -81,20 +81,17 @@ class Tracer:
         begin = loaders.DataLoader.__iter__
 
         def traced(loader: Any) -> Any:
+            """A loader begins; where it is trained on, its generators are kept, or put back."""
             with suppress(Exception):
-                self.before_epoch()
+                if sys.modules["torch"].is_grad_enabled():
+                    if not self.count and self.plan["put"]:
+                        self.put_back({"random": self.kept()["begun"]})
+                    self.begun = self.generators(self.walk()[1])
             return begin(loader)
 
         loaders.DataLoader.__iter__ = traced
 
     # What happens -------------------------------------------------------------------------------------------------
-
-    def before_epoch(self) -> None:
-        """Before a loader begins that is trained on: its generators are kept, or put back."""
-        if sys.modules["torch"].is_grad_enabled():
-            if not self.count and self.plan["put"]:
-                self.put_back({"random": self.kept()["begun"]})
-            self.begun = self.generators(self.walk()[1])
 
     def before_call(self, module: Any, given: Any) -> None:
         """Before a model is called: notes what it is given; the first time after a step keeps or puts back values."""

@@ -105,10 +105,6 @@ class Broken(Items):
         raise KeyError("no such picture")
 
 
-def no_data():
-    return iter([1])
-
-
 def doubled(samples):
     return torch.stack([2 * each[0] for each in samples]), torch.tensor([int(each[1]) for each in samples])
 
@@ -206,10 +202,6 @@ class Kept(nn.Linear):
         self.count = 0 if self.forgets else state
 
 
-def no_model():
-    return "model"
-
-
 def raises(*given, **named):
     raise RuntimeError("out of ideas")
 
@@ -232,10 +224,6 @@ def net():
 def odd_metrics():
     found = dict.fromkeys(("every", "seconds", "step", "self", "val_loss"), 0.5) | {"odd": float("nan")}
     return Task(classify().phases, lambda models, batches: found)
-
-
-def no_task():
-    return 1
 
 
 def vector():
@@ -318,10 +306,6 @@ class Moody(Lion):
     def step(self, closure=None):
         assert self.mode == "train"
         super().step()
-
-
-class Signs(torch.optim.SGD):
-    pass
 
 
 def matrices(params, lr):

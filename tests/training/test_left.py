@@ -1,14 +1,17 @@
-"""Which loops were left by `break` or `return`, and which by an exception: a generator is closed alike in both."""
+"""How a run is left: by `break` or `return`, which close a generator as an exception does; by a signal, of which the
+first asks, and only a person's second means at once."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from textwrap import indent
 
 import pytest
 
-from ckptool.training.stopping import left_by_break, loop_frame
+from ckptool.training.stopping import left_by_break, loop_frame, stopping
 
 LOOPS = {
     "plain": "for i in counted():\n{body}",
@@ -72,3 +75,37 @@ def test_a_loop_that_is_left(leave: str) -> None:
                 wrong.append((name, place, list(found)))
             found.clear()
     assert wrong == []
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_signal_is_the_one_that_is_answered() -> None:
+    """A scheduler signals all processes of a job, and torchrun passes on the one that it got: that is no second
+    wish."""
+    with stopping() as stop:
+        assert (stop.asked, stop.exit_code) == (False, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.asked, stop.exit_code) == (True, 143)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_person_who_asks_twice_is_obeyed_at_once(first: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), stopping():
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_signals_that_are_named_are_caught_and_no_hang_up_that_is_ignored() -> None:
+    before, ignored = signal.getsignal(signal.SIGUSR1), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping(["TERM", "HUP"]) as stop:
+            assert signal.getsignal(signal.SIGUSR1) is before
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
