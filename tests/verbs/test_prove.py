@@ -50,7 +50,7 @@ def test_a_configuration_is_proved_by_the_command_that_trains_it(
         return Proof(tuple(words), "preload", steps, 1.5, {"rename": 2}, compared, [Kill(9, "rename", 5)], starts=4)
 
     if not real:
-        monkeypatch.setattr("ckptool.training.prove.command.prove_command", once)
+        monkeypatch.setattr("ckptool.training.prove.prove_command", once)
     found = run("prove", written(tmp_path), "--steps", "12", "--kills", "1", "--json").json
     assert not list(judge(schema("prove").document, found))
     assert (found["schema"], found["proved"], found["starts"], found["steps"]) == ("ckptool.prove/2", True, 4, 12)
