@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ckptool.verbs.eval import eval as eval
     from ckptool.verbs.inspect import inspect as inspect
     from ckptool.verbs.load import load as load
+    from ckptool.verbs.load import open as open
     from ckptool.verbs.lora_convert import lora_convert as lora_convert
     from ckptool.verbs.lora_extract import lora_extract as lora_extract
     from ckptool.verbs.lora_merge import lora_merge as lora_merge
     from ckptool.verbs.lora_resize import lora_resize as lora_resize
-    from ckptool.verbs.open import open as open
     from ckptool.verbs.plot import plot as plot
     from ckptool.verbs.prove import prove as prove
     from ckptool.verbs.prune import prune as prune
@@ -83,7 +83,7 @@ _HOMES = {
     "layouts": "verbs.translate",
     "load": "verbs.load",
     "load_into": "bridge.modules",
-    "open": "verbs.open",
+    "open": "verbs.load",
     "save": "verbs.save",
     "save_for_cpu": "verbs.save",
 }

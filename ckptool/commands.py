@@ -8,7 +8,7 @@ From this come a command, its help and completion. A parameter without `option` 
     OutputExists(f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
 
 A shell reads `Overwrite it: -f`, Python `Overwrite it: overwrite=True`. Both are made from the names that the verb's
-function has; a test holds them to its signature. File names are filled in by `analysis.fixes`.
+function has; a test holds them to its signature. File names are filled in by `analysis.findings`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from ckptool.errors import Command as Command
 from ckptool.errors import Slot as Slot
 from ckptool.errors import UsageError
 
-Words = tuple[str, ...]
-
 
 class Use(Enum):
     """The meaning of an address (`FILE#ADDRESS`, `--at`) to a verb."""
@@ -41,10 +39,8 @@ class Use(Enum):
 
 class Verb(NamedTuple):
     """Facts about a verb. group: of the help.  address: None for verbs without files.  about: its line of help.
-
     function: the name of its function, which stands in `module`.  in_python: it is also `ckptool.NAME`; only a shell
-    needs the others.
-    """
+    needs the others."""
 
     group: str
     address: Use | None
@@ -122,30 +118,13 @@ for _line in _TABLE.strip().split("\n"):
         VERBS[_name] = Verb(_group, Use[_use.upper()] if _use else None, _about, _function, _module, _in_python)
 
 # What people type for them. Only the command line knows these.
-ALIASES = {
-    "ls": "inspect",
-    "info": "inspect",
-    "cat": "show",
-    "compare": "diff",
-    "check": "verify",
-    "strip": "strip-module",
-}
+ALIASES = dict(
+    each.split(":") for each in "ls:inspect info:inspect cat:show compare:diff check:verify strip:strip-module".split()
+)
 
 # Options that are not called as their parameter is. What a verb takes without a flag has none.
-FLAGS = {
-    "out": "-o",
-    "folder": "-d",
-    "overwrite": "-f",
-    "dry_run": "-n",
-    "container": "--to",
-    "moves": "--map",
-    "rules_file": "--rules",
-    "from_folder": "--from",
-    "latest_only": "--latest-good",
-    "file": "",
-    "members": "",
-    "values": "",
-}
+_FLAGS = "out:-o folder:-d overwrite:-f dry_run:-n container:--to moves:--map rules_file:--rules from_folder:--from"
+FLAGS = dict(each.split(":") for each in f"{_FLAGS} latest_only:--latest-good file: members: values:".split())
 # Options of verbs that are functions, but not of these: what is printed, and answers of another kind.
 SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
 
@@ -175,13 +154,11 @@ Hook = Callable[..., Any]
 
 class Option(NamedTuple):
     """A parameter on the command line.  flags: its names; none for an argument.  metavar: what stands for its value.
-
     panel: the part of the help that it stands in; rare: in the last one, whatever the panel.
     least: the smallest number.  choices: those of a `Literal`.
     parse: makes the value of the flag and what was typed.  several: a list of texts.  each: the same, and the function
     is called for each of them.  needed: must be given, although Python has a default for it; optional: the reverse.
-    hidden: not in the help.
-    """
+    hidden: not in the help."""
 
     help: str
     flags: tuple[str, ...] = ()
@@ -374,9 +351,7 @@ Value = str | bool | float | Sequence[str] | Mapping[str, Any]
 
 def command(verb: str, *arguments: str, **options: Value) -> Command:
     """`ckptool VERB ARGUMENTS… OPTIONS…`, with the options called as in Python: `weights_only=True`, `out=OUT`.
-
-    True is a flag; an option with several values is repeated; `False` and "" are left out.
-    """
+    True is a flag; an option with several values is repeated; `False` and "" are left out."""
     given = {name: value for name, value in options.items() if value is not False and value != ""}
     words = (word for name, value in given.items() for word in _typed(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
@@ -394,18 +369,29 @@ def arg(name: str = "", /, **options: Value) -> Command:
     return Command(words, ", ".join(_keywords(options)))
 
 
-def called(line: Command) -> tuple[Any, dict[str, Any]]:
-    """The function of a command, and the options that are typed in it, as Python gives them."""
+def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
+    """The function of a command, and the files and options that are typed in it, as Python gives them."""
     verb, *words = with_verb(line[1:])
     function, options = function_of(verb), dict[str, Any]()
     typed: dict[str, Parameter] = {}
     for each in parameters_of(function):
         typed = {**dict.fromkeys(each.option.flags, each), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
-    rest = iter(words)
-    for each in filter(None, map(typed.get, rest)):
-        value = True if each.kind is bool else next(rest)
-        options[each.name] = [*options.get(each.name, ()), value] if each.option.several else value
-    return function, options
+    rest, files = iter(words), list[str]()
+    for word in rest:
+        if (option := typed.get(word)) is None:
+            files.append(word)
+        else:
+            value = True if option.kind is bool else next(rest)
+            options[option.name] = [*options.get(option.name, ()), value] if option.option.several else value
+    return function, files, options
+
+
+def in_both(line: Command) -> Command:
+    """The same, which Python spells `ckptool.cast('a.pt', dtype='bf16', out='b.pt')`, where it is a command of ours."""
+    if line[0] != "ckptool" or not VERBS[with_verb(line[1:])[0]].in_python:
+        return line
+    function, files, options = called(line)
+    return Command(line, f"ckptool.{function.__name__}({', '.join([*map(_literal, files), *_keywords(options)])})")
 
 
 def flag(name: str) -> str:

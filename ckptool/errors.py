@@ -98,9 +98,7 @@ class MissingKey(UsageError, KeyError):
         cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
     ) -> MissingKey:
         """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`.
-
-        below: gives the place further down where there is one of that name.
-        """
+        below: gives the place further down where there is one of that name."""
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
         error._looked = name, names, below
@@ -300,9 +298,7 @@ def without_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
-
-    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is.
-    """
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is."""
     text = without_secrets(text) if GIVEN and "://" in text else text
     if text.isprintable():
         return text
@@ -365,9 +361,7 @@ class Command(tuple[str, ...]):
 
 class Text(str):
     """A text as people who use a shell read it, escaped; `python` is the same for those who write Python.
-
-    parts: texts and the commands between them.
-    """
+    parts: texts and the commands between them."""
 
     __slots__ = ("parts", "python")
     parts: tuple[str | Command, ...]

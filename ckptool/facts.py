@@ -96,13 +96,11 @@ MORE = f"  … {{}} more ({Command(('--json',), 'to_dict()')} lists them)"
 
 class Table(NamedTuple):
     """Rows under a title: of cells, or of objects whose facts are the columns: `name nbytes why`.
-
     heads: names of the columns, above them; the title stands in the place of an empty first one.
     right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
     limit: that many rows are shown, or one more rather than a line that says so; `more` says how many are left out.
     hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
-    is too long for the terminal.
-    """
+    is too long for the terminal."""
 
     rows: Sequence[Any]
     columns: str = ""
@@ -131,9 +129,7 @@ class Table(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
     """Something about a file that its user should know, escaped.
-
-    code: explained by `ckptool explain CODE`.  fix: the command that fixes it, as argv.
-    """
+    code: explained by `ckptool explain CODE`.  fix: the command that fixes it, as argv."""
 
     code: str
     message: str
@@ -155,9 +151,7 @@ Told = Iterable[Part]
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
     """How the values of a type are shown.  json: what JSON has in the place of a value, of the type that `schema` says.
-
-    about: said of it in the schema.
-    """
+    about: said of it in the schema."""
 
     show: Callable[[Any], str] = str
     right: bool = False
@@ -230,10 +224,8 @@ def _unit(hint: Any) -> Unit:
 
 class Report:
     """The base of all that verbs answer: text, plain values, and a table for notebooks, whatever it is about.
-
     schema: name and version of its JSON, `scan/2`; by default that of the class.
-    verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess.
-    """
+    verdict: its attribute that answers yes or no where it has one, for which `bool` would be a guess."""
 
     __slots__ = ()
     schema: ClassVar[str] = ""
@@ -249,7 +241,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        return dict(import_module("ckptool.render.json").report_json(self))
+        facts = import_module("ckptool.render.json").facts_json(self)
+        return {"schema": f"ckptool.{schema_of(type(self))}", **facts}
 
     def __str__(self) -> str:
         """The text that the command prints, with the arguments of functions in place of its options."""

@@ -17,9 +17,8 @@ from typing import Any
 
 import ckptool
 from ckptool.analysis.findings import KnownError, of_error_text, recognised
-from ckptool.cli.help import about as help_of
-from ckptool.cli.help import called, usage
-from ckptool.cli.parser import typed_parameters
+from ckptool.cli.parser import about as help_of
+from ckptool.cli.parser import called, typed_parameters, usage
 from ckptool.commands import VERBS, function_of
 from ckptool.verbs._explain import all_codes
 from ckptool.verbs._schema import schema

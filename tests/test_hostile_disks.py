@@ -36,8 +36,8 @@ from ckptool.cli import main
 from ckptool.output import durable
 folder, words, free = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 durable.check_space = durable.reserve = lambda *args: None  # somebody else takes the room after it was looked at
-import ckptool.output.append, ckptool.output.folders
-ckptool.output.append.check_space = ckptool.output.folders.check_space = durable.reserve
+import ckptool.output.durable, ckptool.output.folders
+ckptool.output.durable.check_space = ckptool.output.folders.check_space = durable.reserve
 ckptool.output.folders.reserve = durable.reserve
 os.chdir(folder)
 data = open(sys.argv[4], "rb").read()

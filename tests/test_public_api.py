@@ -28,7 +28,7 @@ from tests.support.looped import looped
 VERBS = sorted(
     path.stem for path in (Path(ckptool.__file__).parent / "verbs").glob("*.py") if not path.stem.startswith("_")
 )
-LIVE = {"find_rules", "inspect_run", "layouts", "load_into", "save_for_cpu"}  # of runs, of live modules, of `translate`
+LIVE = {"find_rules", "inspect_run", "layouts", "load_into", "open", "save_for_cpu"}  # beside `load`, `translate`, …
 CLASSES = [
     value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CkptoolError)
 ]

@@ -16,7 +16,7 @@ import torch
 
 import ckptool
 from ckptool import errors
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.findings import Chain
 from ckptool.checkpoint.paths import parted
 from ckptool.cli import main
 from ckptool.cli.parser import typed_parameters

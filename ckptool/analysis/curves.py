@@ -22,11 +22,9 @@ _step = itemgetter(0)
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A number over the steps, in their order.
-
     steps, values: all points, or of more than 2,048 the last one, and the lowest, the highest and the first NaN or
     infinity of each of some 512 equally long stretches of the steps.  points, not_finite: how many were logged, and of
-    them NaN or infinite.
-    """
+    them NaN or infinite."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -50,9 +48,7 @@ class Curve:
 
     def pieces(self, first: int, last: int, width: int) -> list[list[tuple[int, float]]]:
         """Lines to draw in `width` columns for the steps from `first` to `last`: columns, and heights from 0 to 1.
-
-        Each has at most the lowest and the highest value of a column; a line ends where a value is not finite.
-        """
+        Each has at most the lowest and the highest value of a column; a line ends where a value is not finite."""
         low, high = self.ends or (0.0, 0.0)
         span = high / 2 - low / 2  # halves: the distance of two numbers can be more than the largest number
         lines: list[list[tuple[int, float]]] = []
@@ -95,10 +91,8 @@ class CurveBuilder:
 
 def _thinned(points: list[Point]) -> list[Point]:
     """The points that a curve of many keeps.
-
     A stretch is a power of two long and begins at a multiple of it, so that those of a longer curve are whole ones of
-    a shorter: what is thinned again and again loses nothing that thinning once would keep.
-    """
+    a shorter: what is thinned again and again loses nothing that thinning once would keep."""
     points = sorted(points, key=_step)
     shift = max((points[-1][0] - points[0][0]).bit_length() - BUCKETS.bit_length() + 1, 0)
     kept: list[Point] = []

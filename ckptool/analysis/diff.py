@@ -9,21 +9,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
-from ckptool.analysis.compare import ValueDifference, change_of
-from ckptool.analysis.differences import (
-    Comparer,
-    Difference,
-    PartChange,
-    Tie,
-    Unpaired,
-    is_integer,
-    is_tensor,
-    place,
-    ties,
-    topmost,
-)
-from ckptool.analysis.fold import grouped
-from ckptool.analysis.words import entry_text, type_name
+from ckptool.analysis import differences
+from ckptool.analysis.differences import Comparer, Difference, PartChange, Tie, Unpaired, is_integer, is_tensor
+from ckptool.analysis.values import ValueDifference, change_of
+from ckptool.analysis.words import entry_text, grouped, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.progress import reading
@@ -106,7 +95,19 @@ class Diff(Report):
         if self.differs_by_prefix():
             yield "the names differ only by a wrapper's prefix: --ignore prefix compares what they name"
         yield ""
-        yield from self._counts() if counts else self.differences((self.left, self.right), all=all, order=self.strict)
+        if counts:
+            aspects = Counter(name for change in self.changed for name in change.aspects)
+            rows = [(f"only in {self.left}", len(self.only_left)), (f"only in {self.right}", len(self.only_right))]
+            rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
+            rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
+            yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))
+            floats = [each for each in self.changed if each.values is not None and not is_integer(each)]
+            sizes = {each.address: each.values.max_abs or 0 for each in floats if each.values is not None}
+            if sizes:
+                worst = max(sizes, key=lambda name: sizes[name])
+                yield f"  largest difference: {number(sizes[worst])} in {worst or WHOLE}"
+        else:
+            yield from self.differences((self.left, self.right), all=all, order=self.strict)
         yield ""
         limits = "not compared (one of the containers does not record it)"
         yield f"{limits}: {', '.join(self.not_compared)}" if self.not_compared else None
@@ -133,9 +134,8 @@ class Diff(Report):
 
     def differs_by_prefix(self) -> bool:
         """True if the names of what is in one file only differ by nothing but a wrapper's prefix."""
-        left, right = (
-            {bare(path) for path, node in only if is_tensor(node)} for only in (self.only_left, self.only_right)
-        )
+        onlys = (self.only_left, self.only_right)
+        left, right = ({bare(path) for path, node in only if is_tensor(node)} for only in onlys)
         return bool(left) and left == right and "prefix" not in self.ignored
 
     def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int = ROWS) -> Told:
@@ -169,7 +169,15 @@ class Diff(Report):
         """A row for each tensor, or for each group of tensors."""
         if all:
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
-            cells = [(name or WHOLE, *_cells(change.values)) for name, change in rows]
+            cells = list[tuple[str, ...]]()
+            for name, change in rows:
+                if (far := change.values) is None:
+                    cells.append((name or WHOLE, "differ", "", "", "", "", ""))
+                    continue
+                at = "" if far.first is None else str(list(far.first))
+                cosine = "–" if far.cosine is None else f"{far.cosine:.6f}"
+                numbers = map(number, (far.max_abs, far.max_rel, far.mean_rel))
+                cells.append((name or WHOLE, f"{far.changed:,} of {far.total:,}", *numbers, cosine, at))
             yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(1, 6))
             yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
         else:
@@ -177,25 +185,13 @@ class Diff(Report):
             heads = ("", "change", "max |a-b|", "elements")
             if room:  # names of any length have room at the end of a line
                 groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
-            numbers = range(not room, 4 - bool(room))
-            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=numbers, hang=NAMES)
+            right = range(not room, 4 - bool(room))
+            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES)
             yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
             share = percent(self.changed_elements / max(self.elements, 1))
             yield f"  {self.changed_elements:,} of {counted(self.elements, 'element')} changed ({share})"
-
-    def _counts(self) -> Told:
-        aspects = Counter(name for change in self.changed for name in change.aspects)
-        rows = [(f"only in {self.left}", len(self.only_left)), (f"only in {self.right}", len(self.only_right))]
-        rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
-        rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
-        yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))
-        floats = [each for each in self.changed if each.values is not None and not is_integer(each)]
-        sizes = {each.address: each.values.max_abs or 0 for each in floats if each.values is not None}
-        if sizes:
-            worst = max(sizes, key=lambda name: sizes[name])
-            yield f"  largest difference: {number(sizes[worst])} in {worst or WHOLE}"
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -205,21 +201,17 @@ def aspect_rows(diff: Diff) -> list[tuple[str, str]]:
     """Shapes, types, devices and the like, old and new."""
     rows = []
     for change in diff.changed:
-        sides = {name: pair for name, pair in change.aspects.items() if name not in ("values", "value")}
-        texts = [f"{name} {_side(old)} → {_side(new)}" for name, (old, new) in sides.items()]
+        texts = []
+        for name, sides in change.aspects.items():
+            old, new = (list(side) if isinstance(side, tuple) else side for side in sides)
+            texts += [f"{name} {old} → {new}"] if name not in ("values", "value") else []
         rows += [(change.address, ", ".join(texts))] if texts else []
     return rows
 
 
-def _side(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
 def entry_rows(diff: Diff) -> list[tuple[str, str]]:
     """What is no tensor on both sides, old and new.
-
-    First what stands at the top (epoch, loss) and the learning rate; the items of lists come last.
-    """
+    First what stands at the top (epoch, loss) and the learning rate; the items of lists come last."""
     rows = []
     for change in diff.changed:
         if "value" in change.aspects or ("values" in change.aspects and not is_tensor(change.left)):
@@ -237,9 +229,7 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
 
 def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
     """Names with a text each: those with the same text in groups, with their number.
-
-    by_end: of names that end in different words each stays on its own.
-    """
+    by_end: of names that end in different words each stays on its own."""
     by_text: dict[tuple[str, str], list[tuple[str, None]]] = {}
     for name, text in rows:
         end = re.split("[./]", name)[-1].strip("0123456789") if by_end else ""
@@ -273,19 +263,11 @@ def integer_rows(diff: Diff) -> list[tuple[str, str]]:
     return rows
 
 
-def _cells(values: ValueDifference | None) -> tuple[str, ...]:
-    if values is None:
-        return "differ", "", "", "", "", ""
-    share, at = f"{values.changed:,} of {values.total:,}", "" if values.first is None else str(list(values.first))
-    cosine = "–" if values.cosine is None else f"{values.cosine:.6f}"
-    return share, *map(number, (values.max_abs, values.max_rel, values.mean_rel)), cosine, at
-
-
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:
     """Groups of tensors, those of a part together and the largest change first, and how many there is no room for."""
     parts, cells, left = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
     for name, change in rows:
-        parts.setdefault(place(change.path)[0], []).append((name, change))
+        parts.setdefault(differences.place(change.path)[0], []).append((name, change))
     most = max(2 * room // len(parts) ** 2, 3) if room else None
     for inside in parts.values():
         groups = list[tuple[str, Values]]()
@@ -295,7 +277,10 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
         left += len(groups[most:]) if most else 0
         for name, values in groups[:most]:
             changed, total, top = totals(values)
-            cells.append((name or WHOLE, change_text(values), number(top), percent(changed / max(total, 1))))
+            first = max(values, key=change_of, default=None)  # which changed most; in words where there is no number
+            far, mean = (None, 0.0) if first is None else (first.max_abs, first.mean_rel or 0.0)
+            how = "differ" if far is None else "NaN, inf" if far == inf else percent(mean) if far else "bits only"
+            cells.append((name or WHOLE, how, number(top), percent(changed / max(total, 1))))
     return cells, left
 
 
@@ -303,14 +288,6 @@ def totals(values: Values) -> tuple[int, int, float | None]:
     """The elements that changed, all elements, and the largest |a-b|, None where nothing has one."""
     top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
     return sum(each.changed for each in values), sum(each.total for each in values), top
-
-
-def change_text(values: Values) -> str:
-    """The relative change of the tensor that changed most; in words where there is no number."""
-    most = max(values, key=change_of, default=None)
-    if most is None or not most.max_abs or most.max_abs == inf:
-        return "differ" if most is None or most.max_abs is None else "NaN, inf" if most.max_abs else "bits only"
-    return percent(most.mean_rel or 0.0)
 
 
 def percent(share: float) -> str:
@@ -369,25 +346,24 @@ def diff(
     comparer = Comparer(skipped, pickled, atol, rtol, statistics, identity=identity, notes_metadata=lenient)
     pairs = [((), left.tree, right.tree)]
     if only:
-        pairs = comparer.chosen(*topmost((left.tree, right.tree), only, "prefix" in ignore))
+        pairs = comparer.chosen(*differences.topmost((left.tree, right.tree), only, "prefix" in ignore))
     sides = ([pair[side] for pair in pairs] for side in (1, 2))
     with reading(lambda: 2 * min(sum(storage.nbytes for storage in storages(side)) for side in sides)):
         same = comparer.compare(pairs)
-    tied = () if "ties" in skipped or not pickled or only else tuple(ties(left.tree, right.tree, "prefix" in skipped))
+    is_tied = pickled and not ("ties" in skipped or only)
+    tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if is_tied else ()
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     compared = ((values, b) for _, values, _, b in comparer.compared.values() if isinstance(b, TensorEntry))
     changed = {(id(b.storage), b.layout): values.changed for values, b in compared if values is not None}
+    facts: Any = {name: getattr(comparer, name) for name in ("tensors", "equal", "elements")}
+    facts |= {name: tuple(getattr(comparer, name)) for name in ("changed", "only_left", "only_right")}
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
         same=same and not (tied or (order and strict)),
         evidence=BYTES if not comparer.close else TOLERANCE if atol or rtol else VALUES,
-        tensors=comparer.tensors,
-        equal=comparer.equal,
-        changed=tuple(comparer.changed),
-        only_left=tuple(comparer.only_left),
-        only_right=tuple(comparer.only_right),
+        **facts,
         ties=tied,
         order_differs=order,
         metadata_differs=tuple(comparer.metadata),
@@ -396,7 +372,6 @@ def diff(
         remarks=(),
         strict=strict,
         only=tuple(only),
-        elements=comparer.elements,
         changed_elements=sum(changed.values()) if statistics else None,
         parts=tuple(comparer.parts()),
     )

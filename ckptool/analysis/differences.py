@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.analysis.compare import ValueDifference, change_of, compare_values
+from ckptool.analysis.values import ValueDifference, change_of, compare_values
 from ckptool.analysis.words import PathFact, type_name, value_json
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.blocks import same_bytes
@@ -44,10 +44,8 @@ _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) -> list[Chosen]:
     """The nodes of each tree that a pattern matches by their address or its end, without those inside of others.
-
     The keys are what trees with the same address have in common.  as_bare: addresses are those without the prefixes of
-    wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree.
-    """
+    wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree."""
     walked: list[list[tuple[Path, Any, list[str]]]] = []
     for tree in trees:
         walked.append([])
@@ -133,10 +131,8 @@ class Tie(NamedTuple):
 
 class PartChange(NamedTuple):
     """An entry at the top with the tensors in it that were compared; '' is a file that is one set of tensors.
-
     largest_change: mean |a-b| / max(|a|, |b|) of the tensor that changed most.
-    layers: that of each, by the beginnings of their names: None for what did not change, 0 for what is no float.
-    """
+    layers: that of each, by the beginnings of their names: None for what did not change, 0 for what is no float."""
 
     name: str
     tensors: int
@@ -170,35 +166,28 @@ def whole_number(entry: TensorEntry) -> int | None:
     return int(value) if not isinstance(value, float) or value.is_integer() else None
 
 
+@dataclass(eq=False)
 class Comparer:
     """The comparison of two trees, as far as it has come: its differences, and how many tensors are the same.
-
+    skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors.  identity: what is
+    shared in only one of them counts, too.  notes_metadata: it is looked at and does not count.
     mixed: an array stood for a tensor, where a container cannot tell them apart.  close: bytes that differ were called
-    the same.  compared: what was found out about pairs of tensors, by their ids.
-    """
+    the same.  layers: of each part, see there.  compared: what was found out about pairs of tensors, by their ids."""
 
-    def __init__(
-        self,
-        skipped: Collection[str],
-        pickled: bool,
-        atol: float = 0.0,
-        rtol: float = 0.0,
-        statistics: bool = True,
-        *,
-        identity: bool = False,
-        notes_metadata: bool = False,
-    ) -> None:
-        """skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors.
+    skipped: Collection[str]
+    pickled: bool
+    atol: float = 0.0
+    rtol: float = 0.0
+    statistics: bool = True
+    identity: bool = False
+    notes_metadata: bool = False
 
-        identity: what is shared in only one of them counts, too.  notes_metadata: it is looked at and does not count.
-        """
-        self.skipped = {*skipped, "metadata"} if notes_metadata else {*skipped}
-        self.pickled, self.identity, self.notes_metadata = pickled, identity, notes_metadata
-        self.atol, self.rtol, self.statistics = atol, rtol, statistics
+    def __post_init__(self) -> None:
+        self.skipped = {*self.skipped, "metadata"} if self.notes_metadata else {*self.skipped}
         self.strip = "prefix" in self.skipped
         self.mixed = self.close = False
         self.tensors = self.elements = self.equal = 0
-        self.layers = dict[str, dict[str, list[float | None]]]()  # of each part, see there
+        self.layers = dict[str, dict[str, list[float | None]]]()
         self.changed = list[Difference]()
         self.only_left, self.only_right = list[Unpaired](), list[Unpaired]()
         self.order, self.metadata = list[str](), list[str]()
@@ -282,9 +271,7 @@ class Comparer:
 
     def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """The parts of a node by what their keys are called in both files; and the keys that are no texts.
-
-        Raises `Conflict` for two that are called the same without their prefixes.
-        """
+        Raises `Conflict` for two that are called the same without their prefixes."""
         parts, segments, counts = dict[Any, Any](), dict[Any, Any](), Counter[str]()
         strip = self.strip and isinstance(node, dict) and id(node) not in self._bare
         hides_metadata = "metadata" in self.skipped and isinstance(node, OrderedDict)

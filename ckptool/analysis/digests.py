@@ -44,9 +44,7 @@ _THREADS, _BATCH = 2, 64
 
 class TensorDigest(NamedTuple):
     """A tensor of a root. key: as JSON has it; of one below a nested container the list of the keys that lead to it.
-
-    shape: null where only torch could say.  sha256: of its values.
-    """
+    shape: null where only torch could say.  sha256: of its values."""
 
     key: Any
     dtype: str
@@ -64,9 +62,7 @@ class TensorDigest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Digests:
     """The digests of the tensors of a root, in the order of their lines.
-
-    at: the address of the root.  remark: why that one was taken, where there were others.  root: the digest of all.
-    """
+    at: the address of the root.  remark: why that one was taken, where there were others.  root: the digest of all."""
 
     at: str
     remark: str
@@ -96,9 +92,7 @@ def root_digests(root: Any, at: str = "", remark: str = "") -> Digests:
 
 def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[TensorDigest]:
     """The digests of these tensors of a tree, in their order. What lies in a file as it is is read by two threads.
-
-    Raises `LimitExceeded` where views show far more than is stored.
-    """
+    Raises `LimitExceeded` where views show far more than is stored."""
     left = readable_bytes(root)
     views: dict[Any, Tensor] = {}  # what shows the same bytes in the same way is read once
     for path, tensor in pairs:
@@ -124,7 +118,8 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
         dtype = ("" if isinstance(tensor, TensorEntry) else f"{tensor.kind} ") + (
             tensor.dtype.name if tensor.dtype else "?"
         )
-        rows.append(TensorDigest(path_key(path), dtype, tensor.shape, digests[_view(tensor)]))
+        keys = [_key(segment) for segment in path]
+        rows.append(TensorDigest(keys[0] if len(keys) == 1 else keys, dtype, tensor.shape, digests[_view(tensor)]))
     return rows
 
 
@@ -139,54 +134,37 @@ def _view(tensor: Tensor) -> Any:
 
 def tensor_digest(tensor: Tensor) -> str:
     """The sha256, in hexadecimal, of a tensor's values. Reads them once, in bounded memory.
-
-    Raises `Unsupported` for a negated view of a type that has no negative.
-    """
-    if isinstance(tensor, Composite):
-        return _composite_digest(tensor)
+    Raises `Unsupported` for a negated view of a type that has no negative."""
+    total = hashlib.sha256()
+    if isinstance(tensor, Composite):  # of a text of all that it is made of: every value once, then by its number
+        numbers: dict[int, int] = {}
+        stack: list[Any] = [tensor.made]
+        while stack:
+            node = stack.pop()
+            is_data = isinstance(node, (TensorEntry, StorageRef, Composite))
+            below = () if is_data else tuple(structural_parts(node))
+            if (below or is_data) and id(node) in numbers:
+                total.update(f"again {numbers[id(node)]}\n".encode())
+                continue
+            if below or is_data:
+                numbers[id(node)] = len(numbers)
+            if isinstance(node, TensorEntry):
+                made: Any = ["tensor", node.dtype.name, node.shape, tensor_digest(node)]
+            elif isinstance(node, StorageRef):
+                made = ["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()]
+            elif isinstance(node, LazyBytes):
+                made = ["bytes", sha256_of(node.data).hexdigest()]
+            else:
+                made = [type(node).__name__, len(below)] if below else _key(node)
+            total.update(b"missing\n" if node is MISSING else f"{_json(made)}\n".encode())
+            stack += [node.made] if isinstance(node, Composite) else reversed(below)
+        return total.hexdigest()
     if not any(tensor.flags.lazy):
         return sha256_of(tensor.row_major()).hexdigest()
     if tensor.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {tensor.dtype} has no values", "torch does not create such views.")
-    total = hashlib.sha256()
     fold(lambda _, raw: total.update(raw.data), tensor)
     return total.hexdigest()
-
-
-def _composite_digest(composite: Composite) -> str:
-    """The digest of a text of all that a composite is made of: every value once, then by its number."""
-    total = hashlib.sha256()
-    numbers: dict[int, int] = {}
-    stack: list[Any] = [composite.made]
-    while stack:
-        node = stack.pop()
-        is_data = isinstance(node, (TensorEntry, StorageRef, Composite))
-        below = () if is_data else tuple(structural_parts(node))
-        if below or is_data:
-            if id(node) in numbers:
-                total.update(f"again {numbers[id(node)]}\n".encode())
-                continue
-            numbers[id(node)] = len(numbers)
-        total.update(f"{_made_of(node, len(below))}\n".encode())
-        stack += [node.made] if isinstance(node, Composite) else reversed(below)
-    return total.hexdigest()
-
-
-def _made_of(node: Any, parts: int) -> str:
-    if isinstance(node, TensorEntry):
-        return _json(["tensor", node.dtype.name, node.shape, tensor_digest(node)])
-    if isinstance(node, StorageRef):
-        return _json(["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()])
-    if isinstance(node, LazyBytes):
-        return _json(["bytes", sha256_of(node.data).hexdigest()])
-    if node is MISSING:
-        return "missing"
-    return _json([type(node).__name__, parts]) if parts else _json(_key(node))
-
-
-def path_key(path: Path) -> Any:
-    """A key as JSON; of a path of several, the list of them."""
-    return _key(path[0]) if len(path) == 1 else [_key(segment) for segment in path]
 
 
 def _key(key: Any) -> Any:
@@ -213,10 +191,8 @@ def digests_file(digests: Digests) -> bytes:
 
 def read_digests(file: PathLike) -> Digests:
     """The digests in a file of `digests_file`.
-
     Raises `Unsupported` for a file of another version or kind, `Corrupt` where it was damaged: its own root digest
-    covers all of it.
-    """
+    covers all of it."""
     source = Source(file)
     if source.size > MAX_FILE:
         raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")

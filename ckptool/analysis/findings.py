@@ -1,13 +1,16 @@
 """What `doctor` says: why a file does not load, in the order in which to run the commands; what an error message means.
 
-Their sentences and commands are rows of `findings.yaml` and `error_texts.yaml`.
+Their sentences and commands are rows of `findings.yaml` and `error_texts.yaml`. File names are filled in by a chain:
+each command works on what the one before it wrote.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
@@ -16,10 +19,97 @@ from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.analysis.fixes import Chain, Fix
-from ckptool.commands import FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot, command
-from ckptool.errors import printable
-from ckptool.facts import LIVE, Report, Told, bold, cyan, dim, green, red, yellow
+from ckptool.checkpoint.paths import absolute, is_url, parted
+from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, command
+from ckptool.errors import listed, printable
+from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dim, green, red, yellow
+from ckptool.formats import NOT_WRITTEN
+
+# File names in commands -----------------------------------------------------------------------------------------------
+
+
+class Fix(NamedTuple):
+    """A command that writes, and works on what the one before it wrote.
+    command: its slots not filled in.  at: the address of the part that it is about.  line: it, as a shell runs it.
+    out: the name that its output has there."""
+
+    command: Command
+    at: str
+    line: Command
+    out: str
+
+
+class Chain:
+    """Fills in `FILE` and `OUT` so that each command works on the output of the one before, under a free name.
+    steps: the commands that were filled in and write, for who does them without a shell."""
+
+    def __init__(self, file: str, at: str = "") -> None:
+        """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""
+        self.original = self.current = as_argument(file)
+        self.at = at
+        self.steps: list[Fix] = []
+        self._taken: set[str] = set()
+        self._suffix: str | None = None  # of what was written last, where that is another than the input's
+
+    def fill(self, command: Command) -> Command:
+        """The command for the file as the commands before left it; that for what is in memory stays as it is."""
+        words, output, place = list[str](), "", ""
+        for word in command:
+            if isinstance(word, Slot) and word.startswith("OUT"):
+                word = output = self._free(word[3:] or None)
+            elif isinstance(word, Slot) and word.startswith("FILE"):
+                place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
+                word = f"{self.current}#{place}" if place else self.current
+            words.append(word)
+        line = Command(words) if self.original else command
+        if output:
+            self.steps.append(Fix(command, place, line, output))
+            self.current = output
+            self.at = self.at if command[1] in VERBS and VERBS[command[1]].address is Use.CHANGES else ""
+        return line
+
+    def aside(self, command: Command) -> Command:
+        """The command filled in for who chooses it; those that follow go on without it."""
+        other = copy(self)
+        other.steps = []
+        return other.fill(command)
+
+    def _free(self, suffix: str | None) -> str:
+        self._suffix = suffix or self._suffix
+        path = self.original or "checkpoint"
+        name = os.path.basename(path)
+        if is_url(path):  # a name here; of `runs/` and `.` one beside the folder
+            path = os.path.basename(path.rstrip("/"))
+        elif name in ("", ".", ".."):
+            path = os.path.normpath(path)
+            is_above = os.path.basename(path) in (".", "..")
+            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
+        stem, own = parted(path)
+        own = ".pt" if own in NOT_WRITTEN else own
+        own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
+        own = own if self._suffix is None else self._suffix
+        names = (f"{stem}.fixed{number if number > 1 else ''}{own}" for number in count(1))
+        name = next(each for each in names if each not in self._taken and not os.path.lexists(each))
+        self._taken.add(name)
+        return name
+
+
+def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
+    """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
+    A command that is there twice is left out the second time, as is a fix that is no command."""
+    notes = list(notes)
+    chain, seen, filled = Chain(path), set[tuple[str, ...]](), list[Note]()
+    # Verbs that write refuse such a file; doctor says what to do first.
+    refused = any(note.code == "unsafe-global" for note in notes)
+    for note in notes:
+        fix = note.fix
+        wanted = isinstance(fix, Command) and not (refused and fix.writes) and fix not in seen
+        filled.append(replace(note, fix=chain.fill(fix) if isinstance(fix, Command) and wanted else ()))
+        seen.add(fix)
+    return tuple(filled)
+
+
+# Findings -------------------------------------------------------------------------------------------------------------
 
 
 class Stage(IntEnum):
@@ -38,13 +128,11 @@ class Stage(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A reason why a checkpoint does not load, or loads as something else than one expects.
-
     says: the message that people see.  blocks: stock `torch.load` (or the model of `--against`) refuses it here or on
     another machine.  certain: False for the likely meaning of a message that has others.  fixes: command lines that can
     be run as they stand, in order; each is ckptool's unless its first word is another program.
     advised: a command at the end of the advice.  inert: its commands leave out what loading would call.
-    steps: those of its commands that write, for who does them without a shell.
-    """
+    steps: those of its commands that write, for who does them without a shell."""
 
     code: str
     what: str
@@ -77,10 +165,8 @@ class Finding:
 @dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(Report):
     """A file's kind, and its problems. `file` is empty where only an error text was given.
-
     unread: the command that reads the data of the tensors, which was not looked at; empty where nothing was opened.
-    against: the model that it was compared with.  at_once: one command for all of them.
-    """
+    against: the model that it was compared with.  at_once: one command for all of them."""
 
     schema = "doctor/2"
     verdict = "loads"
@@ -121,7 +207,7 @@ class Diagnosis(Report):
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)
 
 
-_SLOTS = {str(slot): slot for slot in (FILE, FOLDER, MODEL, OUT, OUT_PT, OUT_SAFETENSORS, Slot("PREFIX"))}
+_SLOTS = {word: Slot(word) for word in "FILE FOLDER MODEL OUT OUT.pt OUT.safetensors PREFIX".split()}
 
 
 @cache
@@ -158,9 +244,7 @@ def finding(name: str, **facts: str) -> Finding:
 
 def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
     """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
-
-    compact: the command that only writes the file anew; it is left out where another writes a new file anyway.
-    """
+    compact: the command that only writes the file anew; it is left out where another writes a new file anyway."""
     codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
     for each in sorted(findings, key=lambda each: each.stage):
@@ -229,12 +313,23 @@ def first_line(text: str, known: KnownError | None = None) -> str:
     return printable((named or errors or lines or [""])[0])[:200]
 
 
-def of_error_text(text: str, file: str = "") -> Diagnosis:
-    """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT."""
+def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
+    """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
+    devices: those that the file's tensors were saved on, where they are known."""
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
+    if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
+        tags = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        meant = re.search(r"tagged with ([a-zA-Z]+)|\b(cuda|mps|xpu|hpu|npu)\b", text, re.IGNORECASE)
+        kind = (meant[1] or meant[2]).lower() if meant else ""
+        if finding.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):
+            finding = replace(finding, what=f"{finding.what} {tags}.")
+        else:
+            what = f"{tags}: the message is of another file, or the code itself asks for the device."
+            finding = replace(finding, what=what, commands=(), advised=(), certain=False)
+            finding = replace(finding, advice="Name the file that the code loads.")
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

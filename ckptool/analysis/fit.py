@@ -13,23 +13,14 @@ from typing import Any
 
 from ckptool.analysis.findings import Finding, finding
 from ckptool.analysis.inspect import Listing
-from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, tie_groups
-from ckptool.analysis.torch_versions import accepted, also_newer
+from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, accepted, also_newer, tie_groups
 from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
-from ckptool.checkpoint.tree import Path, address, children, item_at, walk
+from ckptool.checkpoint.tree import address, children, item_at, walk
 from ckptool.commands import FILE, OUT, Command, command
-from ckptool.conventions.state_dicts import (
-    AVERAGE,
-    COUNTER,
-    PEELED,
-    WEIGHTS,
-    StateDict,
-    is_optimizer,
-    without_wrappers,
-    wrappers,
-)
+from ckptool.conventions import state_dicts
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
 from ckptool.formats import named
 from ckptool.pickles.plain import expand
@@ -51,22 +42,25 @@ _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packe
 def mains(found: Listing) -> list[StateDict]:
     """The sets of weights that somebody may mean: all but averages, where there are others."""
     models = [root for root in found.roots if root.is_model]
-    return [root for root in models if root.kind == WEIGHTS] or models
+    return [root for root in models if root.kind == state_dicts.WEIGHTS] or models
 
 
 def of_layout(
     found: Listing, chosen: StateDict | None, alone: bool, taken: StateDict | None, gone: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Findings on the place of the weights. chosen: those that fit the model best, if known.  alone: it is not.
-
     taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command
-    left out.
-    """
+    left out."""
     if named(found.container).is_program:
         return
-    unnamed = list(_unnamed(found.tree))
-    for path, node in unnamed:
-        yield finding("unnamed-weights", where=address(path) or "the file", count=counted(len(node), "tensor"))
+    unnamed = False
+    below = walk(found.tree) if isinstance(found.tree, dict) else ()
+    paths = {path[:-1] for path, _ in below if len(path) > 1 and path[-1] == 1 and path[-2] in _SHADOWS}
+    for path in [(), *sorted(paths, key=str)]:  # lists of two or more tensors and nothing else
+        node = item_at(found.tree, path)
+        if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(part, Tensor) for part in node):
+            unnamed = True
+            yield finding("unnamed-weights", where=address(path) or "the file", count=counted(len(node), "tensor"))
     candidates = mains(found)
     root = chosen or (candidates[0] if candidates else None)
     if root is None:
@@ -81,17 +75,19 @@ def of_layout(
     if root.module is None and alone:
         if COUNTER in root.node and len(root.node) > 1:
             yield finding("averaged-counter", model="the model itself")
-        yield from _inner_prefix(found, root)
-
-
-def _unnamed(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """The lists of two or more tensors and nothing else, at the top or under a name of _SHADOWS."""
-    below = walk(tree) if isinstance(tree, dict) else ()
-    paths = {path[:-1] for path, _ in below if len(path) > 1 and path[-1] == 1 and path[-2] in _SHADOWS}
-    for path in [(), *sorted(paths, key=str)]:
-        node = item_at(tree, path)
-        if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(part, Tensor) for part in node):
-            yield path, node
+        # A model inside another object whose layout is known: Lightning's module, an average.
+        names = [key for key in root.node if type(key) is str and isinstance(root.node[key], Tensor)]
+        bare = [name.removeprefix(wrappers(name)) for name in names]
+        fronts = {name.partition(".")[0] + "." for name in bare if "." in name}
+        averaged = next((prefix for prefix in _AVERAGED if prefix in fronts), "")
+        online = next((prefix for prefix in _ONLINE if prefix in fronts), "")
+        lightning = isinstance(found.tree, dict) and _LIGHTNING in found.tree
+        if averaged and online:
+            yield finding("several-weights, under prefixes", online=online, averaged=averaged, first=names[0])
+        elif (averaged or lightning) and len(fronts) == 1 and all("." in name for name in bare):
+            (prefix,), count = fronts, counted(len(names), "key")
+            whose = "an average" if averaged else "the LightningModule"
+            yield finding("prefix, of another object", count=count, prefix=prefix, whose=whose)
 
 
 def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is_taken: bool) -> Finding:
@@ -110,7 +106,7 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
         names = listed([each.address for each in candidates], 4)
         each = finding("several-weights", count=counted(len(candidates), "set"), names=names, **facts)
     else:
-        averages = {other.path[0] for other in found.roots if other.kind == AVERAGE and other.path}
+        averages = {other.path[0] for other in found.roots if other.kind == state_dicts.AVERAGE and other.path}
         others = [f"{key}{' (an average)' if key in averages else ''}" for key in tops if key != root.path[0]]
         each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
     return replace(each, commands=()) if is_taken else each
@@ -136,40 +132,19 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     if not odd:
         return
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {root.address or 'the state dict'}"
-    shown = listed([f"{key} ({_kind(value)})" for key, value in odd.items()], 3)
+    kinds = {key: "None" if value is None else f"a {type(value).__name__}" for key, value in odd.items()}
+    kinds |= {key: value.name for key, value in odd.items() if isinstance(value, Object)}
+    kinds |= {key: "a storage" for key, value in odd.items() if isinstance(value, StorageRef)}
+    shown = listed([f"{key} ({kind})" for key, kind in kinds.items()], 3)
     holding = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
     name = "not-a-tensor, but holds some" if holding else "not-a-tensor"
     each = finding(name, count=f"{len(odd):,}", entries=entries, odd=shown)
-    if any(map(is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong with it
+    if any(map(state_dicts.is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong
         each = replace(each, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
     if len(droppable) == len(odd) and not holding:  # no module's parameter is called so
         each = replace(each, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
     yield each
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Object):
-        return value.name
-    if isinstance(value, StorageRef):
-        return "a storage"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _inner_prefix(found: Listing, root: StateDict) -> Iterator[Finding]:
-    """A model inside another object whose layout is known: Lightning's module, an average."""
-    names = [key for key in root.node if type(key) is str and isinstance(root.node[key], Tensor)]
-    bare = [name.removeprefix(wrappers(name)) for name in names]
-    fronts = {name.partition(".")[0] + "." for name in bare if "." in name}
-    averaged = next((prefix for prefix in _AVERAGED if prefix in fronts), "")
-    online = next((prefix for prefix in _ONLINE if prefix in fronts), "")
-    lightning = isinstance(found.tree, dict) and _LIGHTNING in found.tree
-    if averaged and online:
-        yield finding("several-weights, under prefixes", online=online, averaged=averaged, first=names[0])
-    elif (averaged or lightning) and len(fronts) == 1 and all("." in name for name in bare):
-        (prefix,), count = fronts, counted(len(names), "key")
-        whose = "an average" if averaged else "the LightningModule"
-        yield finding("prefix, of another object", count=count, prefix=prefix, whose=whose)
 
 
 # The fit --------------------------------------------------------------------------------------------------------------
@@ -275,12 +250,8 @@ def find_way(root: StateDict, target: Target) -> Way:
 
 def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
     """The prefixes with which a few of the names are among the longer ones."""
-    return dict.fromkeys(
-        long[: -len(name)] for name in islice(names, FEW) for long in longer if long.endswith(f".{name}")
-    )
-
-
-# The rest -------------------------------------------------------------------------------------------------------------
+    few = list(islice(names, FEW))
+    return dict.fromkeys(long[: -len(name)] for name in few for long in longer if long.endswith(f".{name}"))
 
 
 TranslationTo = Callable[[Mapping[Any, Any], Mapping[str, Any]], tuple[str, Command] | None]

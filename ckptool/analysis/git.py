@@ -37,9 +37,7 @@ POINTER = re.compile(
 
 def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | None = None) -> str | None:
     """The output of a git command; None where it ends with another code of `ok` than 0.
-
-    Raises `RunFailed` with what git says, `FileProblem` where there is no git.
-    """
+    Raises `RunFailed` with what git says, `FileProblem` where there is no git."""
     try:
         done = subprocess.run(["git", *words], input=given, capture_output=True, cwd=at, check=False)
     except OSError as error:
@@ -52,11 +50,9 @@ def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | N
 
 def text_for_git(path: str) -> list[str]:
     """The tensors and entries of a file, sorted, a line each, so that git can compare them.
-
     A line says address, dtype, shape and the first digits of the tensor's digest, which are equal for equal values in
     any container. What is no checkpoint, or a damaged one, is said without the name of the file, which is git's.
-    Raises only `FileProblem`: git caches the text, and a passing trouble of this machine must not be cached.
-    """
+    Raises only `FileProblem`: git caches the text, and a passing trouble of this machine must not be cached."""
     source = Source(path)
     if pointer := POINTER.match(source.read(0, min(source.size, SMALL))):
         oid = pointer[1].decode()

@@ -10,9 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckptool.analysis import words
-from ckptool.analysis.fixes import runnable
-from ckptool.analysis.memory import MemoryNeeds, memory_needs
-from ckptool.analysis.outline import LINES, Branch, overview
+from ckptool.analysis.findings import runnable
+from ckptool.analysis.outline import LINES, Branch, MemoryNeeds, memory_needs, overview
 from ckptool.analysis.quantization import quantized_notes
 from ckptool.analysis.words import Json, PathFact, type_name, value_json, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
@@ -22,15 +21,8 @@ from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
-from ckptool.conventions.state_dicts import (
-    COUNTER,
-    OPTIMIZER,
-    StateDict,
-    array_state_dicts,
-    find_state_dicts,
-    unnamed_tensors,
-    wrappers,
-)
+from ckptool.conventions import state_dicts
+from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_state_dicts, wrappers
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
 from ckptool.formats import named
@@ -40,7 +32,7 @@ from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.weights_only import takes, weights_only
 
 if TYPE_CHECKING:
-    from ckptool.analysis.statistics import Statistics
+    from ckptool.analysis.values import Statistics
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -75,9 +67,7 @@ class TensorRow:
 @dataclass(slots=True, eq=False)
 class EntryRow:
     """A value other than a tensor, at one place in the tree.
-
-    same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one.
-    """
+    same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one."""
 
     path: Path
     value: Any
@@ -174,12 +164,8 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[
-            int | None, option("--depth N", "Levels of the outline; as many as fit without it.", least=0)
-        ] = None,
-        quiet: Annotated[
-            bool, option("-q --quiet", "Only addresses, one per line; of a run, its checkpoints.")
-        ] = False,
+        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else what fits.", least=0)] = None,
+        quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
         if quiet:
@@ -196,10 +182,21 @@ class Listing(Report):
         yield ""
         if self.statistics:
             heads = ("", "dtype", "shape", "min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
-            yield Table([_numbers(row) for row in self.tensors], heads=heads, right=range(3, 11), indent=0)
+            rows = list[list[str]]()
+            for row in self.tensors:
+                cells = [row.address, *_type(row.tensor)]
+                if (values := row.statistics) is not None:
+                    cells += map(number, (values.min, values.max, values.mean, values.std, values.norm))
+                    cells.append(f"{values.zeros / values.count:.1%}" if values.zeros else "0")
+                rows.append([*cells, *([short(values.nans), short(values.infs)] if values else [""] * 8)])
+            yield Table(rows, heads=heads, right=range(3, 11), indent=0)
         elif all:
             tied = {id(part.rows[row]): part.rows[first] for part in self.parts for row, first in part.tied.items()}
-            yield Table([_cells(row, tied.get(id(row))) for row in self.tensors], right=(3,), indent=0)
+            rows = []
+            for row in self.tensors:
+                odd = [*unusual(row.tensor), *([f"tied to {tied[id(row)].address}"] if id(row) in tied else [])]
+                rows.append([row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(odd)])
+            yield Table(rows, right=(3,), indent=0)
         else:
             yield from _outlined(self.parts, depth)
         yield ""
@@ -259,28 +256,12 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
     yield aligned
 
 
-def _cells(row: TensorRow, first: TensorRow | None) -> tuple[str, ...]:
-    """A tensor in a line of `--all`.  first: what it is tied to."""
-    also = [*unusual(row.tensor), *([f"tied to {first.address}"] if first else [])]
-    return row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(also)
-
-
 def unusual(tensor: Tensor) -> list[str]:
     """What is not so of most tensors: a device, a kind, strides."""
     also = [] if tensor.location == "cpu" else [tensor.location]
     if isinstance(tensor, Composite):
         return [*also, tensor.kind]
     return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
-
-
-def _numbers(row: TensorRow) -> tuple[str, ...]:
-    """A tensor in a line of `--stats`."""
-    values = row.statistics
-    if values is None:
-        return row.address, *_type(row.tensor), *[""] * 8
-    numbers = (number(value) for value in (values.min, values.max, values.mean, values.std, values.norm))
-    zeros = f"{values.zeros / values.count:.1%}" if values.zeros else "0"
-    return row.address, *_type(row.tensor), *numbers, zeros, short(values.nans), short(values.infs)
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:
@@ -314,14 +295,27 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 entries.append(EntryRow(path, node, repeated=repeat is not None))
             else:
                 unlisted += 1
-        elif repeat is None and places.setdefault(id(node), path) is not path and not _is_short(node):
-            repeat = path
-            entries.append(EntryRow(path, node, same_as=places[id(node)]))
+        elif repeat is None and places.setdefault(id(node), path) is not path:
+            parts = list(islice(children(node), SHORT + 1))
+            # Else it is printed in every place, as the `betas` that all groups of an optimizer share.
+            if len(parts) > SHORT or any(type(part) not in SCALARS for _, part in parts):
+                repeat = path
+                entries.append(EntryRow(path, node, same_as=places[id(node)]))
     check_names(len(rows), len({id(row.tensor) for row in rows}) if len(rows) > MANY_NAMES else 0)
     source = checkpoint.source
     roots = find_state_dicts(replace(checkpoint, tree=tree))
     roots = [replace(root, path=base + root.path) for root in roots] if base else roots
-    rows = _with_names(rows, roots, numbers)
+    modules = {root.path: root for root in roots if root.module is not None}
+    owner, named = owners(modules.values()), list[TensorRow]()
+    for row in rows if modules else ():  # those of whole modules under the names of their state dicts
+        if (place := owner(row.path)) is None:
+            named.append(row)
+        elif (root := modules.pop(place, None)) is not None:  # its first row
+            own = (((*root.path, key), value) for key, value in root.node.items())
+            for path, tensor in (*own, *state_dicts.unnamed_tensors(root)):
+                index = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
+                named.append(TensorRow(path, tensor, index))
+    rows = named or rows
     return Listing(
         file=(source.shown if isinstance(source, Folder) else source.path) if source else "",
         container=checkpoint.container,
@@ -342,9 +336,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
 
 def matching_only(found: Listing, only: Sequence[str]) -> Listing:
     """The tensors and entries whose address matches one of the patterns, or whose key in its part does.
-
-    Raises `NoMatch` naming a pattern that matches nothing.
-    """
+    Raises `NoMatch` naming a pattern that matches nothing."""
     if not only:
         return found
     owner = owners(found.roots)
@@ -381,9 +373,7 @@ def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
 
 def engine_of(metadata: Mapping[str, Any]) -> str:
     """The program that wrote a checkpoint, on how many ranks and at which step: `accelerate, saved by 2 ranks`.
-
-    Empty where the file does not say.
-    """
+    Empty where the file does not say."""
     engine, ranks, step = (metadata.get(key) for key in ENGINE)
     if type(engine) is not str:
         return ""
@@ -393,32 +383,10 @@ def engine_of(metadata: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _with_names(rows: list[TensorRow], roots: Sequence[StateDict], numbers: dict[int, int]) -> list[TensorRow]:
-    """The rows with those of whole modules under the names of their state dicts, else under their addresses."""
-    modules = {root.path: root for root in roots if root.module is not None}
-    if not modules:
-        return rows
-    owner, named = owners(modules.values()), list[TensorRow]()
-    for row in rows:
-        if (place := owner(row.path)) is None:
-            named.append(row)
-        elif (root := modules.pop(place, None)) is not None:  # its first row
-            for path, tensor in (*(((*root.path, k), v) for k, v in root.node.items()), *unnamed_tensors(root)):
-                number = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
-                named.append(TensorRow(path, tensor, number))
-    return named
-
-
 def _is_leaf(node: Any) -> bool:
     if isinstance(node, Object):
         return not (node.items or node.elements or node.attributes)
     return not node.items if isinstance(node, Set) else not isinstance(node, (dict, list, tuple)) or not node
-
-
-def _is_short(node: Any) -> bool:
-    """True for what is printed in every place, as the `betas` that all groups of an optimizer share."""
-    parts = list(islice(children(node), SHORT + 1))
-    return len(parts) <= SHORT and all(type(part) in SCALARS for _, part in parts)
 
 
 # Notes ----------------------------------------------------------------------------------------------------------------
@@ -430,18 +398,41 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         # Beside a program nothing can be changed, nor in one shard of several.
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
     yield from use
-    yield from _waste_notes(rows)
+    # Storages of which the tensors show only a part, as slices do that were saved without `.clone()`.
+    shown, totals = Counter[int](), dict[int, int]()
+    for row in rows:
+        entry = row.tensor
+        if isinstance(entry, TensorEntry) and row.storage is not None:
+            first, last = entry.span() if entry.storage.nbytes != entry.nbytes else (0, entry.nbytes)
+            shown[row.storage] += min(entry.nbytes, last - first)
+            totals[row.storage] = entry.storage.nbytes
+    wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
+    if sum(wasted) >= WASTE_WORTH_A_NOTE:
+        where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
+        fix = command("slim", FILE, keep_optimizer=True, out=OUT)
+        yield Note("wasted-storage", f"{where} are used by no tensor: slices, saved without .clone()", fix)
     if any(root.is_model and " adapter, " in root.detail for root in roots):
         trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
         whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
         yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
-    yield from _optimizer_notes(roots)
+    # Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter.
+    for root in (root for root in roots if root.kind == OPTIMIZER):
+        state = root.node["state"]
+        groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
+        lists = [names for names in groups if isinstance(names, (list, tuple))]
+        known = {each for names in lists for each in names if type(each) in (int, str)}
+        missing = [key for key in state if key not in known]
+        if missing and groups:
+            which = listed([str(key)[:100] for key in missing])
+            count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
+            yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {which}")
     yield from quantized_notes(checkpoint, roots)
-    arrays = array_state_dicts(checkpoint.tree) if not any(root.is_model for root in roots) else []
+    arrays = state_dicts.array_state_dicts(checkpoint.tree) if not any(root.is_model for root in roots) else []
     if arrays:
         places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
-        fix = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
-        yield Note("numpy-weights", f"{places}: no tensors yet, but convert and diff take them for weights", fix)
+        message = f"{places}: no tensors yet, but convert and diff take them for weights"
+        one = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
+        yield Note("numpy-weights", message, one)
     yield from checkpoint.notes
 
 
@@ -518,50 +509,16 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
         yield Note(WEIGHTS_ONLY, what, fix)
 
 
-def _waste_notes(rows: Sequence[TensorRow]) -> Iterator[Note]:
-    """Storages of which the tensors show only a part, as slices do that were saved without `.clone()`."""
-    shown, totals = Counter[int](), dict[int, int]()
-    for row in rows:
-        entry = row.tensor
-        if isinstance(entry, TensorEntry) and row.storage is not None:
-            first, last = entry.span() if entry.storage.nbytes != entry.nbytes else (0, entry.nbytes)
-            shown[row.storage] += min(entry.nbytes, last - first)
-            totals[row.storage] = entry.storage.nbytes
-    wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
-    if sum(wasted) >= WASTE_WORTH_A_NOTE:
-        where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
-        fix = command("slim", FILE, keep_optimizer=True, out=OUT)
-        yield Note("wasted-storage", f"{where} are used by no tensor: slices, saved without .clone()", fix)
-
-
-def _optimizer_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
-    """Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter."""
-    for root in roots:
-        if root.kind != OPTIMIZER:
-            continue
-        state = root.node["state"]
-        groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
-        lists = [names for names in groups if isinstance(names, (list, tuple))]
-        known = {each for names in lists for each in names if type(each) in (int, str)}
-        missing = [key for key in state if key not in known]
-        if missing and groups:
-            which = listed([str(key)[:100] for key in missing])
-            count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
-            yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {which}")
-
-
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartSummary:
     """A root and its tensors.
-
     sizes: bytes of each row's values, 0 for one that is tied to an earlier row of the part; `bytes` and `elements` are
     sums of that kind.
     tied: index of such a row -> index of the first of the same tensor.  dtypes, locations: names, the most frequent
-    first.
-    """
+    first."""
 
     root: Annotated[StateDict, LIVE]
     rows: Annotated[Sequence[TensorRow], LIVE]

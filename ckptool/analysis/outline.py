@@ -1,4 +1,5 @@
-"""The parts of a checkpoint in forty lines: modules with sizes, repeated layers folded, as deep as there is room.
+"""The parts of a checkpoint in forty lines: modules with sizes, repeated layers folded, as deep as there is room; and
+the memory that its weights need.
 
 Nothing is split or added up that is not shown: a file may have a million tensors, and a person reads forty lines.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptool.analysis.words import tensor_text, value_text
 from ckptool.checkpoint import Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.tree import Path, address
-from ckptool.conventions.state_dicts import COUNTER, PLAIN, without_wrappers
+from ckptool.checkpoint.tree import Path, address, tensors
+from ckptool.conventions.state_dicts import AVERAGE, COUNTER, OPTIMIZER, PLAIN, WEIGHTS, without_wrappers
 from ckptool.errors import counted, listed
-from ckptool.facts import WHOLE, short
+from ckptool.facts import WHOLE, Bytes, short, size
 
 if TYPE_CHECKING:
-    from ckptool.analysis.inspect import PartSummary
+    from ckptool.analysis.inspect import Listing, PartSummary
 
 LINES = 40  # of a file, unless more is asked for
 ROOTS = 60  # parts with a line of their own
@@ -42,11 +43,9 @@ Item = tuple[Sequence[str], int, str]
 @dataclass(eq=False)
 class Branch:
     """Tensors whose names begin alike.
-
     depth: how many pieces they share.  times: how often this structure is repeated, here and further out; `run`: here.
     size: bytes, repetitions included.  members: the branches that a folded one stands for.
-    hidden: children that are left out.
-    """
+    hidden: children that are left out."""
 
     part: PartSummary
     items: Sequence[Item]
@@ -119,9 +118,7 @@ class Branch:
     @cached_property
     def structure(self) -> list[tuple[object, ...]]:
         """Everything by which two repeated layers can differ, whatever the last piece is that they share.
-
-        A tie within the layer is to a place in it, any other to one row of the part.
-        """
+        A tie within the layer is to a place in it, any other to one row of the part."""
         pieces, tied = self.items[0][0][: self.depth], self.part.tied
         begin = sum([len(piece) + 1 for piece in pieces[:-1]])
         end = begin + len(pieces[-1])
@@ -181,10 +178,8 @@ def _compressed(branch: Branch, start: int) -> Branch:
 
 def _folded(branches: list[Branch]) -> list[Branch]:
     """Runs of numbered siblings that are the same in everything but their number, as one: `{0..11}`, `layer{1..4}`.
-
     Numbers go up by one, with the leading zeros of the first. Where something is folded, neighbours of one prefix come
-    in the order of their numbers, as sorted names do not (`layers.10` before `layers.2`).
-    """
+    in the order of their numbers, as sorted names do not (`layers.10` before `layers.2`)."""
     folded: list[Branch] = []
     for prefix, group in groupby(branches, lambda each: (match := _NUMBERED.fullmatch(each.label)) and match[1]):
         siblings = list(group)
@@ -193,7 +188,10 @@ def _folded(branches: list[Branch]) -> list[Branch]:
             continue
         at, runs = len(prefix), list[list[Branch]]()
         for each in sorted(siblings, key=lambda each: int(each.label[at:])):
-            if runs and _is_next(runs[-1], each, at):
+            first, number = (runs[-1][0], str(int(runs[-1][-1].label[at:]) + 1)) if runs else (each, "")
+            is_next = each.label[at:] == number.zfill(len(first.label) - at) and first is not each
+            is_next = is_next and (first.size, len(first.items)) == (each.size, len(each.items))
+            if is_next and first.structure == each.structure:
                 runs[-1].append(each)
             else:
                 runs.append([each])
@@ -207,15 +205,6 @@ def _folded(branches: list[Branch]) -> list[Branch]:
             times, size = first.times * len(run), sum(each.size for each in run)
             folded.append(Branch(first.part, first.items, first.depth, label, times, size, run))
     return folded
-
-
-def _is_next(run: list[Branch], other: Branch, at: int) -> bool:
-    first, number = run[0], str(int(run[-1].label[at:]) + 1)
-    return (
-        other.label[at:] == number.zfill(len(first.label) - at)
-        and (first.size, len(first.items)) == (other.size, len(other.items))
-        and first.structure == other.structure
-    )
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -287,3 +276,89 @@ def root_detail(part: PartSummary) -> str:
     facts.append(" + ".join(part.dtypes[:3]))
     facts += [listed(part.locations, 3)] if part.locations and part.locations != ("cpu",) else []
     return f"{what}: {', '.join(facts)}" if part.rows else what
+
+
+ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
+_BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters
+_UNKNOWN = frozenset({"quantized", "quantized-unknown"})  # notes on codes, whose weights have other sizes
+_ADAPTER = "adapter"  # the note on one: how large its model is, it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What the weights take up; null where the file does not tell. Tied tensors count once.
+
+    parameters: floating and complex elements of the weights, without running statistics of norms; in pickled modules,
+    those of their parameters.  sets: of weights that these are in.  dtypes: bytes of the weights by dtype, most first.
+    average: of an average of the weights beside them.  optimizer: of optimizer state; `optimizer_share` of all parts.
+    to_load: the storages of the weights.  to_train: these, and for each parameter with gradients a gradient and the two
+    moments of Adam in its own dtype; no activations.  trained: the dtypes of these.  partial: the file is only a part.
+    """
+
+    parameters: int | None
+    sets: int
+    dtypes: dict[str, int]
+    average: Bytes
+    optimizer: Bytes
+    optimizer_share: float
+    to_load: Bytes | None
+    to_train: Bytes | None
+    trained: tuple[str, ...]
+    partial: bool
+
+    def __str__(self) -> str:
+        """`11.7M parameters: 44.6 MB f32 + 40 B i64; …`: what is known of it, in one line; empty where nothing is."""
+        facts = []
+        if self.sets:
+            counts = "weights" if self.parameters is None else counted(self.parameters, "parameter", shown=short)
+            counts += f" in {counted(self.sets, 'set')} of weights" if self.sets > 1 else ""
+            facts.append(f"{counts}: {' + '.join(f'{size(n)} {name}' for name, n in self.dtypes.items()) or '0 B'}")
+        facts += [f"EMA {size(self.average)}"] if self.average else []
+        facts += [f"optimizer {size(self.optimizer)} ({self.optimizer_share:.0%})"] if self.optimizer else []
+        if self.to_load:
+            dtypes = " + ".join(self.trained)
+            training = f"{size(self.to_train or 0)} to train with Adam in {dtypes} without activations"
+            facts.append(f"{size(self.to_load)} to load" + (f", {training}" if self.to_train and self.trained else ""))
+        return ("this part alone: " if self.partial and facts else "") + "; ".join(facts).replace("%", " %")
+
+
+def memory_needs(listing: Listing) -> MemoryNeeds:
+    """What the weights of a listing need. Reads no tensor data."""
+    models = [part for part in listing.parts if part.root.kind == WEIGHTS and part.rows]
+    averages = [part for part in listing.parts if part.root.kind == AVERAGE and part.rows]
+    optimizer = sum(part.bytes for part in listing.parts if part.root.kind == OPTIMIZER)
+    everything = sum(part.bytes for part in listing.parts)
+    weights = models or averages
+    dtypes, trained = Counter[str](), Counter[str]()
+    parameters, storages, known = 0, dict[int, int](), bool(weights)
+    seen: set[tuple[object, ...]] = set()
+    for part in weights:
+        pairs = tensors(part.root.module) if part.root.module is not None else ((r.path, r.tensor) for r in part.rows)
+        entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
+        # What is a parameter the file tells in modules, and in state dicts that kept their parameters.
+        flags = {each.view: each.flags for each in entries} if any(each.flags.parameter for each in entries) else {}
+        for index, row in enumerate(part.rows):
+            tensor, nbytes = row.tensor, part.sizes[index]
+            if index in part.tied or (len(weights) > 1 and tensor.view in seen):
+                continue
+            seen.update((tensor.view,) if len(weights) > 1 else ())
+            dtypes[tensor.dtype.name if tensor.dtype else "unknown"] += nbytes
+            if not isinstance(tensor, TensorEntry):
+                known = False  # its parts may be anything: codes, indices
+                storages[id(tensor)] = nbytes
+                continue
+            storages[id(tensor.storage)] = tensor.storage.nbytes
+            flag = flags.get(tensor.view) if flags else None
+            may_be = tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS)
+            if flag.parameter if flag else may_be:
+                parameters += nbytes // tensor.dtype.itemsize
+                trained[tensor.dtype.name] += nbytes if flag is None or flag.requires_grad else 0
+    to_load = sum(storages.values()) if weights else None
+    codes = {note.code for note in listing.notes}
+    known = known and codes.isdisjoint(_UNKNOWN)
+    to_train = None if not known or _ADAPTER in codes or to_load is None else to_load + ADAM * trained.total()
+    kinds = {name: nbytes for name, nbytes in dtypes.most_common() if nbytes}
+    others = sum(part.bytes for part in averages) if models else 0, optimizer, optimizer / (everything or 1)
+    types = tuple(name for name, nbytes in trained.most_common() if nbytes)
+    of = parameters if known else None, len(weights), kinds
+    return MemoryNeeds(*of, *others, to_load, to_train, types, listing.part is not None)

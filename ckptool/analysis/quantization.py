@@ -32,9 +32,7 @@ def refuse_quantized(
     checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], done: str, keys: Collection[Any] | None = None
 ) -> None:
     """Raises `Unsupported` for state dicts with quantized weights. done: to what they would be wrong, `Cast`.
-
-    keys: those that this is done to; parts of a weight, or any where they are not understood. None for all.
-    """
+    keys: those that this is done to; parts of a weight, or any where they are not understood. None for all."""
     for node in nodes:
         found = quantized_in(checkpoint, node)
         parts = {key for weight in found.weights for key in weight.keys}

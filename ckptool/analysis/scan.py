@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,7 +30,7 @@ from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
-from ckptool.pickles.skeleton import reaches_a_call
+from ckptool.pickles.decode import reaches_a_call
 
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
@@ -61,10 +61,8 @@ _UTC = Unit(
 @dataclass(frozen=True, slots=True)
 class Call:
     """A name that is not known to be inert. how: `called` (or a class with arguments), `made`, `named` (by itself).
-
     is_custom: an object of a class of the file's own, filled with plain values; else it would run unknown code.
-    places: addresses in the tree, the first of `count`.
-    """
+    places: addresses in the tree, the first of `count`."""
 
     name: str
     how: str
@@ -82,14 +80,12 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
     """A checkpoint of a folder.
-
     state: `good`, `part` (whole bytes of an incomplete checkpoint), `member` (what lies beside weights: optimizer,
     random states), `recovered-file`, `unsafe-global` (loading it would run unknown code), or the code of the error that
     opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; null where neither the file nor its name says.
-    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
-    """
+    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know."""
 
     path: str
     state: str
@@ -153,11 +149,9 @@ class ScannedFile:
 @dataclass(frozen=True, slots=True, repr=False)
 class Scan(Report):
     """The checkpoints of a folder, or one file.
-
     other_files: how many are no checkpoints.  latest_by: what the newest good one was judged by; empty for none.
     full: the data was read and compared with its checksums; otherwise good means that tables and structure are whole.
-    latest_only: the question was which is the newest good one, and whether there is one.
-    """
+    latest_only: the question was which is the newest good one, and whether there is one."""
 
     verdict = "findings"
 
@@ -265,31 +259,20 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
         source = Source(row.path) if row.state in ("corrupt", "truncated") else None
         if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # before the damage
             rows.remove(row)
-    latest, by = _newest([row for row in rows if row.is_good and files[row.path]])
+    # The newest good one by step where every one has it, else by epoch, else by time: a copy or a download changes
+    # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.
+    good = [row for row in rows if row.is_good and files[row.path]]
+    known = (by for by in ("step", "epoch") if all(getattr(row, by) is not None for row in good))
+    by, latest = next(known, "time") if good else "", max(good, key=lambda row: row.modified, default=None)
+    if by in ("step", "epoch"):
+        latest = max(good, key=lambda row: (getattr(row, by), len(row.holds) + row.members, row.bytes, row.modified))
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(every) - len(rows), latest, by, full, latest_only, shown)
 
 
-def _newest(good: Sequence[ScannedFile]) -> tuple[ScannedFile | None, str]:
-    """The newest file, and how that was told: by step where every one has it, else by epoch, else by time.
-
-    A copy or a download changes times, so what the files themselves say goes first; of two of the same step, the one
-    that holds more: kinds of contents and members, then bytes.
-    """
-    if not good:
-        return None, ""
-    for by in ("step", "epoch"):
-        if all(getattr(file, by) is not None for file in good):
-            more = [(getattr(file, by), len(file.holds) + file.members, file.bytes, file.modified) for file in good]
-            return good[more.index(max(more))], by
-    return max(good, key=lambda file: file.modified), "time"
-
-
 def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
     """The files of a folder and below it: True for checkpoints, by name, False for other pickles, None for the rest.
-
-    Links are not followed.
-    """
+    Links are not followed."""
     count = 0
     stack = [folder]
     while stack:
@@ -397,20 +380,10 @@ def _row(full: bool, path: str) -> ScannedFile:
             some.append(place)
     calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
-    return ScannedFile(
-        path,
-        state,
-        problem,
-        part,
-        count,
-        checkpoint.container,
-        *_progress(tree, path),
-        nbytes,
-        modified,
-        tuple(kinds_of(contents.roots)),
-        tuple(codes),
-        tuple(sorted(calls, key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))),
-    )
+    calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
+    of = *_progress(tree, path), nbytes, modified
+    facts = tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
+    return ScannedFile(path, state, problem, part, count, checkpoint.container, *of, *facts)
 
 
 def _damaged(path: str, error: CkptoolError) -> ScannedFile:

@@ -12,12 +12,12 @@ order is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated, Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import FILE, Slot, command
@@ -30,6 +30,10 @@ PARAMETER, BUFFER = "parameter", "buffer"
 CHECKPOINT, MODULE, SPEC = "checkpoint", "module", "spec"
 SPEC_SCHEMA, SPEC_VERSION, STATED = "ckptool.spec/", "1", "stated"
 
+COUNTER = "num_batches_tracked"  # of BatchNorm and InstanceNorm, since version 2 (torch 0.4.1)
+_WEIGHT_NORM = {"original0": "_g", "original1": "_v"}  # of `parametrizations.weight` -> of torch before 2.1
+# Of the `bn` that QAT fuses with a convolution -> beside that, before torch 1.6.
+_FUSED = {"weight": "gamma", "bias": "beta"} | {name: name for name in ("running_mean", "running_var", COUNTER)}
 # What torch's own modules call their buffers. A checkpoint does not say which of its tensors are parameters.
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -99,21 +103,15 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
     if len(values) != len(node):
         what = f"{root} of {checkpoint.source or name} has keys that are not strings"
         raise UsageError(what, "The keys of a model's state dict are strings.")
-    tensors = {key: value for key, value in values.items() if isinstance(value, (TensorEntry, Composite))}
+    first: dict[Any, str] = {}
+    tensors = dict[str, Expected]()
+    for key, value in values.items():
+        if isinstance(value, (TensorEntry, Composite)):
+            tied, kind = first.setdefault(value.view, key), kind_by_name(key, value.dtype)
+            tensors[key] = Expected(key, value.dtype, value.shape, kind, tied if tied != key else None)
     metadata = node.metadata if isinstance(node, OrderedDict) else None
     remarks = (remark,) if remark else ()
-    return Target(name, CHECKPOINT, expected_of(tensors), False, values, metadata, checkpoint, remarks)
-
-
-def expected_of(tensors: Mapping[str, Tensor]) -> dict[str, Expected]:
-    """Names, types, shapes and ties of tensors; what is a parameter and what a buffer by their names and types."""
-    first: dict[Any, str] = {}
-    made = {}
-    for name, tensor in tensors.items():
-        tied = first.setdefault(tensor.view, name)
-        kind = kind_by_name(name, tensor.dtype)
-        made[name] = Expected(name, tensor.dtype, tensor.shape, kind, tied if tied != name else None)
-    return made
+    return Target(name, CHECKPOINT, tensors, False, values, metadata, checkpoint, remarks)
 
 
 def kind_by_name(name: str, dtype: DType | None) -> str:
@@ -137,9 +135,7 @@ def is_spec(raw: bytes) -> bool:
 
 def of_spec(raw: bytes, name: str) -> Target:
     """The target that a spec describes. name: the file, for messages.
-
-    Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself.
-    """
+    Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself."""
     odd = "It is not what ckptool spec writes."
     again = command("spec", Slot("TARGET"), out=FILE)
     try:
@@ -157,10 +153,18 @@ def of_spec(raw: bytes, name: str) -> Target:
     for number, fact in enumerate(facts["tensors"]):
         if not isinstance(fact, dict) or type(fact.get("name")) is not str:
             raise Corrupt(f"{name}: tensor {number} has no name", odd)
-        expected = _expected(fact, f"{name}: tensor {number} ({fact['name'][:80]})")
-        if expected.name in tensors:
-            raise Corrupt(f"{name} has {expected.name!r} twice", "A state dict has each name once.")
-        tensors[expected.name] = expected
+        called, where = fact["name"], f"{name}: tensor {number} ({fact['name'][:80]})"
+        dtype, shape, kind = map(fact.get, ("dtype", "shape", "kind"))
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+            raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
+        if kind not in (PARAMETER, BUFFER):
+            raise Corrupt(f"{where} is neither a parameter nor a buffer")
+        if called in tensors:
+            raise Corrupt(f"{name} has {called!r} twice", "A state dict has each name once.")
+        try:
+            tensors[called] = Expected(called, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
+        except KeyError:
+            raise Corrupt(f"{where} has the unknown dtype {str(dtype)[:40]!r}") from None
     for names in facts["ties"]:
         known = isinstance(names, list) and all(type(each) is str and each in tensors for each in names)
         if not known or len(names) < 2:
@@ -175,19 +179,60 @@ def of_spec(raw: bytes, name: str) -> Target:
     return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
 
 
-def _expected(fact: Mapping[str, Any], where: str) -> Expected:
-    name, dtype, shape, kind = map(fact.get, ("name", "dtype", "shape", "kind"))
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-        raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
-    if kind not in (PARAMETER, BUFFER):
-        raise Corrupt(f"{where} is neither a parameter nor a buffer")
-    try:
-        return Expected(str(name), by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
-    except KeyError:
-        raise Corrupt(f"{where} has the unknown dtype {str(dtype)[:40]!r}") from None
-
-
 def names_code(text: str) -> bool:
     """True for a text of the form `file.py:NAME` or `module:NAME`."""
     place, separator, attribute = text.rpartition(":")
     return bool(separator and place and attribute.isidentifier())
+
+
+def accepted(
+    pairs: Mapping[str, str], missing: Collection[str], free: Mapping[str, str], metadata: Any
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Names that a model misses in an older state dict -> keys that torch renames to them; names that it supplies; and
+    keys that it takes out.
+
+    Source: the `_load_from_state_dict` and load hooks of torch 2.13 (nn/modules/batchnorm.py,
+    nn/utils/parametrizations.py, nn/utils/spectral_norm.py, ao/nn/intrinsic/qat/modules/conv_fused.py,
+    ao/quantization/observer.py). A module tells the version of what it loads by `_metadata`; a state dict without it
+    (safetensors, a plain dictionary) is of the oldest. Modules are known by the names of their parameters and buffers.
+    pairs: name of the model -> the checkpoint's key that it gets.  free: names without a counterpart -> their keys.
+    metadata: the state dict's `_metadata`, None where it has none.
+    """
+    renamed, supplied, dropped = dict[str, str](), list[str](), list[str]()
+    for name in missing:
+        *outer, last = name.split(".")
+        old, around = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
+        gamma, mean = free.get(f"{around}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
+        is_norm = last in _WEIGHT_NORM and outer[-2:-1] == ["parametrizations"]
+        if is_norm and f"{old}_g" in free and f"{old}_v" in free:
+            renamed[name] = free[old + _WEIGHT_NORM[last]]
+        elif gamma and f"{around}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
+            renamed[name] = free[around + _FUSED[last]]
+        elif last == COUNTER and (key := renamed.get(mean) or pairs.get(mean)) and _version(metadata, key) < 2:
+            # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
+            quantizer = pairs.get(f"{around}weight_fake_quant.scale", "")
+            supplied += [name] if not quantizer or _version(metadata, quantizer.removesuffix(".scale")) >= 2 else []
+        elif last == "eps" and (low := pairs.get(".".join([*outer, "min_val"]))) and _version(metadata, low) < 2:
+            supplied.append(name)  # of an observer
+        elif {f"{name[:-2]}_orig", f"{name[:-2]}_u"} <= pairs.keys() and name[:-2] in free and last.endswith("_v"):
+            # The second vector of `nn.utils.spectral_norm`: torch before 1.0 saved the weight itself instead.
+            supplied.append(name)
+            dropped.append(free[name[:-2]])
+    return renamed, supplied, dropped
+
+
+def also_newer(extra: Collection[str], theirs: Collection[str], metadata: Any) -> list[str]:
+    """Names that only the model of today has beside a checkpoint of it: counters of older BatchNorms."""
+    counters = [name for name in extra if name.rpartition(".")[2] == COUNTER and _mean_beside(name) in theirs]
+    return [name for name in counters if _version(metadata, _mean_beside(name)) < 2]
+
+
+def _mean_beside(counter: str) -> str:
+    return counter.removesuffix(COUNTER) + "running_mean"
+
+
+def _version(metadata: Any, key: str) -> int:
+    """The version that the module of a key had when it was saved; 0 where nothing says it."""
+    facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
+    version = facts.get("version") if isinstance(facts, Mapping) else None
+    return version if type(version) is int else 0

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
-from ckptool.analysis.fixes import Chain, runnable
+from ckptool.analysis.findings import Chain, runnable
 from ckptool.analysis.inspect import use_notes
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
@@ -58,9 +58,7 @@ _SAID = (
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Something that is wrong.
-
-    what, why: in words.  record: of a zip.  offset: in the file, in bytes.  tensors: addresses of those concerned.
-    """
+    what, why: in words.  record: of a zip.  offset: in the file, in bytes.  tensors: addresses of those concerned."""
 
     code: str
     what: str
@@ -209,9 +207,7 @@ def verified(
     progress: Progress | None = None,
 ) -> tuple[Verification, Checkpoint | None]:
     """All that is wrong with a file or folder, or what is open already; and the checkpoint, if it could be opened.
-
-    at, finite, jobs, progress: see the verb.
-    """
+    at, finite, jobs, progress: see the verb."""
     jobs = checked_jobs(jobs)
     try:
         with counting_whole():
@@ -241,7 +237,17 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     own = {name.partition("/")[0] for name in folder.files} if folder is not None else set()
     files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
     elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
-    problems = list(check_by_reading(checkpoint.tree))
+    problems, seen = list[Problem](), set[int]()
+    for place, storage in _storages_by_address(checkpoint.tree):
+        data = storage.data
+        if isinstance(data, Computed) and data.checks and id(data) not in seen:
+            seen.add(id(data))
+            try:  # what only reading shows: parts that several ranks saved, streams that are inflated
+                # A stream is inflated to its end before its first byte is given.
+                for offset in range(0, data.length if data.inputs else 1, BLOCK):
+                    data.read(offset, BLOCK if data.inputs else 1)
+            except CkptoolError as error:
+                problems.append(problem_of(error, "", None, (place,)))
     archive = archive_of(checkpoint)
     archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
     for file in files.values() if archive is None and not checkpoint.base else ():
@@ -299,7 +305,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         part=part,
         bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
         files=(len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1) + others,
-        tensors=_count(checkpoint.tree),
+        tensors=len({id(tensor) for _, tensor in tensors(checkpoint.tree)}),
         storages=count,
         checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
         checked=checked,
@@ -308,11 +314,6 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
         notes=runnable(notes, path),
         fixes=_fixes(source, problems),
     )
-
-
-def _count(tree: Any) -> int:
-    """How many tensors there are, each once, under however many names."""
-    return len({id(tensor) for _, tensor in tensors(tree)})
 
 
 def _member(folder: Folder, progress: Progress | None, name: str) -> Verification:
@@ -358,7 +359,7 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
         source.path,
         saved.checkpoint.container,
         bytes=source.size,
-        tensors=0 if saved.raw else _count(tree),
+        tensors=0 if saved.raw else len({id(tensor) for _, tensor in tensors(tree)}),
         storages=sum(1 for _ in storages(tree)),
         checksums=ALL if saved.proven else NONE,
         checked=saved.whole if saved.proven else 0,
@@ -381,10 +382,8 @@ def archive_of(checkpoint: Checkpoint) -> Archive | None:
 
 def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
     """The first header beside the data that contradicts the tables, and whether torch minds. Reads no data.
-
     Of a record's own header torch takes the signature and the lengths that lead to the data, and believes the directory
-    for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`).
-    """
+    for the rest (miniz, `mz_zip_reader_extract_to_mem_no_alloc1`)."""
     if checkpoint.source is not None and checkpoint.source.far:
         return None  # every header would be a request
     archive, wrong = archive_of(checkpoint), list[tuple[CkptoolError, bool]]()
@@ -506,30 +505,29 @@ def check_storages(
     return problems, extent, len(own), sum(part.nbytes for part in own.values())
 
 
-def check_by_reading(tree: Any) -> Iterator[Problem]:
-    """Reads the data whose damage only reading shows: parts that several ranks saved, streams that are inflated."""
-    seen: set[int] = set()
-    for place, storage in _storages_by_address(tree):
-        data = storage.data
-        if isinstance(data, Computed) and data.checks and id(data) not in seen:
-            seen.add(id(data))
-            try:
-                # A stream is inflated to its end before its first byte is given.
-                for offset in range(0, data.length if data.inputs else 1, BLOCK):
-                    data.read(offset, BLOCK if data.inputs else 1)
-            except CkptoolError as error:
-                yield problem_of(error, "", None, (place,))
-
-
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
 def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], list[str]]:
-    """The tensors with NaN or Inf, and those that could not be searched (packed types, views without end).
+    """The tensors with NaN (of complex ones in either part) or Inf, and those that could not be searched: packed
+    types, views without end.
 
     damaged: it is known that some cannot be read, which are not searched then.
     """
-    rows, unsearched = [], []
+    import numpy
+
+    rows, unsearched, nans, infs = list[NonFinite](), list[str](), 0, 0
+
+    def count(_: int, raw: Array) -> None:
+        nonlocal nans, infs
+        # That all are finite is seen in the exponents: four times as quick as computing with the values.
+        if (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
+            with numpy.errstate(all="ignore"):  # signalling NaN
+                values = numbers(raw, dtype, "wide")
+            bad = numpy.isnan(values)
+            nans += int(numpy.count_nonzero(bad))
+            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+
     left = readable_bytes(tree)
     known: dict[Any, tuple[int, int]] = {}
     for path, tensor in over(tensors(tree), lambda pair: pair[1].nbytes):
@@ -543,8 +541,11 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
                     unsearched.append(address(path))
                     left += entry.nbytes if left < 0 else 0
                     continue
+                dtype, (kind, mask) = entry.dtype, _EXPONENTS.get(entry.dtype.name, ("u1", 0))
+                exponent, nans, infs = numpy.array(mask, kind), 0, 0
                 try:
-                    known[view] = _special(entry)
+                    fold(count, in_storage_order(entry) or entry)
+                    known[view] = nans, infs
                 except CkptoolError:
                     if not damaged:
                         raise
@@ -554,25 +555,3 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
             if nans or infs:
                 rows.append(NonFinite(address(path), nans, infs, entry.numel))
     return rows, unsearched
-
-
-def _special(entry: TensorEntry) -> tuple[int, int]:
-    """The numbers of values of a tensor that are NaN (in either part, of complex ones) and infinite."""
-    import numpy
-
-    nans = infs = 0
-    kind, mask = _EXPONENTS.get(entry.dtype.name, ("u1", 0))
-    exponent = numpy.array(mask, kind)
-
-    def count(_: int, raw: Array) -> None:
-        nonlocal nans, infs
-        # That all are finite is seen in the exponents: four times as quick as computing with the values.
-        if (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
-            with numpy.errstate(all="ignore"):  # signalling NaN
-                values = numbers(raw, entry.dtype, "wide")
-            bad = numpy.isnan(values)
-            nans += int(numpy.count_nonzero(bad))
-            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
-
-    fold(count, in_storage_order(entry) or entry)
-    return nans, infs

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptool.analysis.fold import grouped
 from ckptool.analysis.targets import BUFFER
+from ckptool.analysis.words import grouped
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.paths import matcher
@@ -56,9 +56,7 @@ class NewFile(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A tensor that is loaded. elements: of the target's that it fills.
-
-    how: `as it is`, `sliced`, `padded` or `resized`.
-    """
+    how: `as it is`, `sliced`, `padded` or `resized`."""
 
     source: str
     target: str
@@ -81,9 +79,7 @@ class Absent:
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A name of both sides that does not fit. about: `shape`, `dtype` or `kind`.  done: the outcome.
-
-    how: the way in which it is resized.
-    """
+    how: the way in which it is resized."""
 
     source: str
     target: str
@@ -114,9 +110,7 @@ class DtypeChange:
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
     """Optimizer state that goes along. known_by: whether `names`, `order` or `shapes` match slots and parameters.
-
-    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along.
-    """
+    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along."""
 
     address: str
     known_by: str
@@ -128,11 +122,9 @@ class OptimizerReport:
 @dataclass(frozen=True, slots=True)
 class Suggestion:
     """Rules that belong together, in the order in which they have to be given; `why`, the evidence for them.
-
     agree: how many keys get a name of the target with the same shape.  total: how many keys the rules take.
     unambiguous: False where something else would fit as well: to be looked at before it is used.
-    rules: empty where no renaming can help.
-    """
+    rules: empty where no renaming can help."""
 
     rules: tuple[str, ...]
     agree: int
@@ -252,6 +244,24 @@ class LoadReport(Report):
     def _names(self, width: int | None) -> Iterator[Table]:
         """The names of each kind, grouped exactly; on a terminal so many lines of each."""
         whole = [fact for fact in self.loaded if fact.how == AS_IT_IS]
+        casts: dict[str, list[str]] = {}  # each pair of types, and what that does to values
+        for cast in self.dtype_changes:
+            loss = "values overflow" if cast.overflowed else "values are rounded"
+            loss = "values may be rounded (too many to read)" if cast.exact is None else loss
+            loss = "no value changes" if cast.exact else loss
+            casts.setdefault(f"{cast.old.name} → {cast.new.name}, {loss}", []).append(cast.target)
+        # A line for each group of names that differ in the same way, with their sources where these have other names.
+        alike, apart = dict[str, dict[str, str]](), list[str]()
+        for fact in self.mismatched:
+            done = f"{fact.done} by {fact.how}" if fact.how else fact.done
+            alike.setdefault(f"{fact.have} against {fact.want}, {done}", {})[fact.target] = fact.source
+        for difference, sources in alike.items():
+            for group in grouped(sources):
+                theirs = [sources[key] for key in group.keys]
+                names = ", ".join(each.text for each in grouped(theirs))
+                origin = f" (from {names})" if theirs != [*group.keys] else ""
+                apart.append(f"{group.text}: {difference}{origin}{_times(len(group.keys))}")
+        cast_lines = [f"{how}: {', '.join(_groups(names)[1])}" for how, names in casts.items()]
         every: list[tuple[str, int, list[str]]] = [
             ("loaded", *_groups(fact.target for fact in whole if fact.kind != BUFFER)),
             ("loaded buffers", *_groups(fact.target for fact in whole if fact.kind == BUFFER)),
@@ -259,8 +269,8 @@ class LoadReport(Report):
             ("missing", *_groups(fact.name for fact in self.missing if fact.kind != BUFFER)),
             ("missing buffers", *_groups(fact.name for fact in self.missing if fact.kind == BUFFER)),
             ("unexpected", *_groups(fact.source for fact in self.unexpected)),
-            ("do not fit", len(self.mismatched), list(_differences(self.mismatched))),
-            ("other type", len(self.dtype_changes), list(_changes(self.dtype_changes))),
+            ("do not fit", len(self.mismatched), apart),
+            ("other type", len(self.dtype_changes), cast_lines),
             ("left out", *_groups(self.excluded)),
             ("from the target", *_groups(self.taken)),
         ]
@@ -277,30 +287,6 @@ def _groups(names: Iterable[str]) -> tuple[int, list[str]]:
 
 def _times(count: int) -> str:
     return f"  ({count:,})" if count > 1 else ""
-
-
-def _differences(facts: Iterable[Mismatch]) -> Iterator[str]:
-    """A line for each group of names that differ in the same way, with their sources where these have other names."""
-    alike: dict[str, dict[str, str]] = {}
-    for fact in facts:
-        done = f"{fact.done} by {fact.how}" if fact.how else fact.done
-        alike.setdefault(f"{fact.have} against {fact.want}, {done}", {})[fact.target] = fact.source
-    for difference, sources in alike.items():
-        for group in grouped(sources):
-            theirs = [sources[key] for key in group.keys]
-            origin = f" (from {', '.join(each.text for each in grouped(theirs))})" if theirs != [*group.keys] else ""
-            yield f"{group.text}: {difference}{origin}{_times(len(group.keys))}"
-
-
-def _changes(facts: Iterable[DtypeChange]) -> Iterator[str]:
-    """A line for each pair of types and what that does to values."""
-    alike: dict[str, list[str]] = {}
-    for fact in facts:
-        loss = "values overflow" if fact.overflowed else "values are rounded"
-        loss = "values may be rounded (too many to read)" if fact.exact is None else loss
-        loss = "no value changes" if fact.exact else loss
-        alike.setdefault(f"{fact.old.name} → {fact.new.name}, {loss}", []).append(fact.target)
-    return (f"{change}: {', '.join(_groups(names)[1])}" for change, names in alike.items())
 
 
 def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:

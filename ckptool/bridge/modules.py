@@ -18,8 +18,7 @@ from torch.optim import swa_utils
 
 from ckptool import bridge
 from ckptool.analysis.quantization import refuse_codes
-from ckptool.analysis.targets import BUFFER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
-from ckptool.analysis.torch_versions import COUNTER
+from ckptool.analysis.targets import BUFFER, COUNTER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import LoadReport, Refusal, not_loaded, refusal
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry

@@ -109,26 +109,28 @@ class Storages:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
         data = storage.data
         # Of two storages in one place of a file, one has its own memory.
-        mapped = self.map_files and id(data) not in self.mapped
-        mapped = mapped and type(data) is FileRange and not data.file.far and data.offset % min(itemsize, 8) == 0
-        if mapped and isinstance(data, FileRange) and data.length:
-            self.mapped.add(id(data))
-            data.ready()
-            if data.file not in self.maps:
-                # The whole file, once, copy-on-write; every storage in it keeps it alive. Torch closes it again: a map
-                # of Python's has a descriptor, and a folder may have more files than a process may.
-                data.file.check_unchanged()
-                try:
-                    fd = data.file.descriptor()
-                    whole = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, data.file.size)
-                    self.maps[data.file] = whole
-                except RuntimeError as error:
-                    what, why = f"{data.file} cannot be mapped into memory", str(error).splitlines()[0][:300]
-                    raise FileChanged(what, why, "Read it instead: mmap=False") from error
-            made = self.maps[data.file][data.offset : data.offset + data.length]
-        else:
-            made = _in_memory(data, storage.crc)
-        return self.restore(made, storage.location)
+        may = self.map_files and data.length and id(data) not in self.mapped
+        if may and isinstance(data, FileRange) and not data.file.far:
+            start = data.file.begin + data.offset
+            if start % min(itemsize, 8) == 0:
+                self.mapped.add(id(data))
+                data.ready()
+                return self.restore(self._whole(data.file)[start : start + data.length], storage.location)
+        return self.restore(_in_memory(data, storage.crc), storage.location)
+
+    def _whole(self, file: Source) -> torch.UntypedStorage:
+        """The whole file, once, copy-on-write; every storage in it keeps it alive."""
+        if file not in self.maps:
+            # Torch closes it again: a map of Python's has a descriptor, and a folder may have more files than a process
+            # may.
+            file.check_unchanged()
+            try:
+                fd = file.descriptor()
+                self.maps[file] = untyped.UntypedStorage.from_file(f"/dev/fd/{fd}", False, file.begin + file.size)
+            except RuntimeError as error:
+                what, why = f"{file} cannot be mapped into memory", str(error).splitlines()[0][:300]
+                raise FileChanged(what, why, "Read it instead: mmap=False") from error
+        return self.maps[file]
 
 
 def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:

@@ -333,9 +333,14 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
     None where it is not, or cannot do it: then our own way is taken.
     """
     source, tree = checkpoint.source, checkpoint.tree
-    if device is None or device.type not in ("cuda", "mps") or not isinstance(source, Source) or source.far:
+    if device is None or device.type not in ("cuda", "mps") or not isinstance(source, Source):
         return None
-    is_plain = checkpoint.container == "safetensors" and checkpoint.tensors_only and not checkpoint.base
+    is_plain = (
+        not (source.far or source.begin)
+        and checkpoint.container == "safetensors"
+        and checkpoint.tensors_only
+        and not checkpoint.base
+    )
     is_plain = is_plain and len({id(entry.storage.data) for entry in tree.values()}) == len(tree)  # without ties
     if not is_plain or not untyped.get_device_module(device.type).is_available():
         return None

@@ -92,13 +92,16 @@ def most_shared() -> int:
 
 
 class Source:
-    """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened."""
+    """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened.
 
-    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "path", "size")
+    begin: the byte at which they begin, where an open file stood there; whoever reads its `descriptor` adds that.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
     far = False  # every read is a request to another machine, and there is no descriptor
 
-    def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None) -> Source:
+    def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None, begin: int = 0) -> Source:
         """One that is read by ranges for a URL."""
         if fd is None and is_url(path):
             from ckptool.checkpoint.remote import RemoteSource
@@ -106,13 +109,13 @@ class Source:
             return object.__new__(RemoteSource)
         return object.__new__(cls)
 
-    def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], fd: int | None = None, begin: int = 0) -> None:
         """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device).
 
         fd: a descriptor of a regular file that is open already, and closed with it; `path` only names it then.
         """
         self._descriptor: Descriptor | None = None
-        self.path = os.fspath(path)
+        self.path, self.begin = os.fspath(path), begin
         fd, kind, status = open_descriptor(self.path) if fd is None else (fd, "", os.fstat(fd))
         self._descriptor = Descriptor(fd)
         if kind == "a folder":
@@ -120,7 +123,7 @@ class Source:
         if kind:
             why = "A checkpoint is read in many places, which a pipe or device does not allow."
             raise UsageError(f"{self} is {kind}, not a regular file", why, "Write it to a file first, and name that.")
-        self.size = status.st_size
+        self.size = status.st_size - begin
         self._identity: tuple[Any, ...] = _identity(status)
 
     def __str__(self) -> str:
@@ -196,7 +199,7 @@ class Source:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
         self._check(offset, length)
         try:
-            data = os.pread(self.descriptor(), length, offset)
+            data = os.pread(self.descriptor(), length, self.begin + offset)
         except OSError as error:
             raise file_problem(error, self.path, "read") from error
         if len(data) < length:
@@ -210,7 +213,7 @@ class Source:
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(self.descriptor(), [buffer[done:]], offset + done)
+                got = os.preadv(self.descriptor(), [buffer[done:]], self.begin + offset + done)
             except OSError as error:
                 raise file_problem(error, self.path, "read") from error
             if not got:
@@ -227,8 +230,8 @@ class Source:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:
-        """True if both are open on one file, by whatever names."""
-        return self._identity[:2] == other._identity[:2]
+        """True if both are open on one file, by whatever names, from one byte on."""
+        return self._identity[:2] == other._identity[:2] and self.begin == other.begin
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         """True if `path` leads to this very file, by whatever name or link."""
@@ -541,10 +544,9 @@ _BINARY = "Open it for reading in binary: open(PATH, 'rb')"
 def source_of(file: Any) -> Source:
     """What an open binary file holds from its position on, which is at the end afterwards.
 
-    A regular file of the system that stands at its start is shared, not copied, and stays readable when `file` is
-    closed; of anything else (a `BytesIO`, a gzip file, a pipe, a file that stands further on) the rest is copied once
-    into memory outside of the heap. Raises `UsageError` for a text file and one that is closed or cannot be read,
-    `FileProblem` where reading fails.
+    A regular file of the system is shared, not copied, and stays readable when `file` is closed; of anything else (a
+    `BytesIO`, a gzip file, a pipe) the rest is copied once into memory outside of the heap. Raises `UsageError` for a
+    text file and one that is closed or cannot be read, `FileProblem` where reading fails.
     """
     name = getattr(file, "name", None)
     shown = name if type(name) is str and name else f"<{type(file).__name__}>"
@@ -553,14 +555,18 @@ def source_of(file: Any) -> Source:
     if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
         raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
     raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
+    what = f"{shown} is at its end, so there is nothing to read"
+    at_end = Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
     try:
-        if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode) and not file.tell():
+        if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             if not file.readable():
                 raise io.UnsupportedOperation("it is open for writing only")
             if file.writable():
                 file.flush()
-            file.seek(0, os.SEEK_END)
-            return Source(shown, os.dup(raw.fileno()))
+            at = file.tell()
+            if at >= file.seek(0, os.SEEK_END) and at:
+                raise at_end
+            return Source(shown, os.dup(raw.fileno()), at)
         import shutil
         import tempfile  # with all kinds of random numbers
 
@@ -572,8 +578,7 @@ def source_of(file: Any) -> Source:
                 raise UsageError(f"{shown} gives no bytes", "A checkpoint is bytes.", _BINARY) from None
             copy.flush()
             if not copy.tell() and file.seekable() and file.tell():
-                what = f"{shown} is at its end, so there is nothing to read"
-                raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+                raise at_end
             return Source(shown, os.dup(copy.fileno()))
     except CkptoolError:
         raise

@@ -262,12 +262,22 @@ def same(value: Any) -> Any:
     return value
 
 
-def copy_dict(node: dict[Any, Any], plain: type = dict, ordered: type[OrderedDict] = OrderedDict) -> FillLater:
+Put = Callable[[dict[Any, Any], Any, Any, Any], None]
+"""Puts a result into a dictionary: it, the key, and the results for the key and the value."""
+
+
+def copy_dict(
+    node: dict[Any, Any], plain: type = dict, ordered: type[OrderedDict] = OrderedDict, put: Put | None = None
+) -> FillLater:
     """A dictionary of the results for its keys, values and attributes, of one of two types."""
     copy: dict[Any, Any] = ordered() if isinstance(node, OrderedDict) else plain()
 
     def fill(of: Of) -> None:
-        dict.update(copy, ((key if type(key) is str else of(key), of(value)) for key, value in node.items()))
+        if put is None:
+            dict.update(copy, ((key if type(key) is str else of(key), of(value)) for key, value in node.items()))
+        else:
+            for key, value in node.items():
+                put(copy, key, of(key), of(value))
         if isinstance(copy, OrderedDict):
             copy.attributes = of(node.attributes)  # type: ignore[attr-defined]
 

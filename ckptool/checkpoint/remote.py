@@ -489,8 +489,8 @@ class RemoteSource(Source):
     __slots__ = ("_object",)
     far = True
 
-    def __init__(self, path: str | os.PathLike[str], fd: int | None = None) -> None:
-        self._descriptor, self.path = None, named_urls(os.fspath(path))
+    def __init__(self, path: str | os.PathLike[str], fd: int | None = None, begin: int = 0) -> None:
+        self._descriptor, self.begin, self.path = None, 0, named_urls(os.fspath(path))
         try:
             self._object = _object(self.path)
         except _IsFolder:
@@ -552,12 +552,12 @@ class RemoteFolder(Folder):
                 found = context.run(_object, url)
                 found.expect([(max(0, found.size - END), found.size)])  # where every reader looks for a zip's end
 
-        for at in range(0, len(names), AT_ONCE):
-            urls = [os.path.join(self.path, name) for name in names[at : at + AT_ONCE]]
-            if files.opened.get() is not None:
-                with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for at in range(0, len(names), AT_ONCE):
+                urls = [os.path.join(self.path, name) for name in names[at : at + AT_ONCE]]
+                if files.opened.get() is not None:
                     list(pool.map(begin, [copy_context() for _ in urls], urls))
-            yield from map(self.open, names[at : at + AT_ONCE])
+                yield from map(self.open, names[at : at + AT_ONCE])
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
         name = named_urls(os.fspath(path)).rstrip("/")

@@ -220,13 +220,13 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
             buffer[place : place + length] = data.read(start, length)
         return
     data.ready()
-    preadv, shift = os.preadv, data.offset
+    preadv, shift = os.preadv, data.file.begin + data.offset
     try:
         fd = data.file.descriptor()
         for place, start in zip(range(0, len(buffer), length), starts, strict=True):
             run = buffer[place : place + length]
             if preadv(fd, [run], shift + start) != length:
-                data.file.read_into(shift + start, run)
+                data.file.read_into(data.offset + start, run)
     except OSError as error:
         raise file_problem(error, data.file.path, "read") from error
 

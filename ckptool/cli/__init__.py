@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import re
 import signal
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
+from functools import partial
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, NoReturn
+from threading import current_thread, main_thread
+from typing import Any, NoReturn
 
+from ckptool import commands
+from ckptool.checkpoint import progress
 from ckptool.checkpoint.files import while_open
-from ckptool.checkpoint.paths import named_urls
+from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.workers import deliver_signal_again, stop
-from ckptool.cli.help import FLAGS, program_help, verb_help
-from ckptool.cli.output import (
-    FORM,
-    LostAnswer,
-    in_words,
-    names_place,
-    say,
-    shown_progress,
-    style_of,
-    tell,
-    unknown_command,
-)
-from ckptool.commands import ALIASES, VERBS, function_of, with_verb
-from ckptool.errors import CkptoolError
-from ckptool.render.lines import error_text
+from ckptool.cli import output
+from ckptool.cli.output import FORM, Answer, LostAnswer, answer_of, in_words, say, style_of, tell
+from ckptool.cli.parser import FLAGS, parse, program_help, typed_parameters, verb_help, writes
+from ckptool.commands import ALIASES, VERBS, Declared, signature_of, watched
+from ckptool.errors import CkptoolError, UsageError, counted, printable, quoted
+from ckptool.facts import Page, Report
+from ckptool.render.json import Json, dumps, error_json, results_json
+from ckptool.render.lines import Style, error_text
 
-if TYPE_CHECKING:
-    from ckptool.cli.output import Json
-
+Arguments = Mapping[str, Any]
+REFUSED = "refused"
+WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 INTERRUPTED = 130
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 FIRST_STEPS = """\
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], done: list[Json]) -> int:
-    words = with_verb(words)
+    words = commands.with_verb(words)
     first = words[0] if words else ""
     asked = words[: words.index("--")] if "--" in words else words
     below = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
@@ -101,29 +100,35 @@ def _run(words: list[str], done: list[Json]) -> int:
     if first in FLAGS or (below and (not words[1:] or words[1] in FLAGS)):
         say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
         return 0
-    if first not in VERBS and not below and names_place(first):
-        first, words = "inspect", ["inspect", *words]
     if first not in VERBS:
-        raise unknown_command(" ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES])
-    from ckptool.cli.parser import parse, typed_parameters
+        from ckptool.formats import split
 
-    function = function_of(first)
+        if not below and may_exist(split(first)[0]):
+            first, words = "inspect", ["inspect", *words]
+    if first not in VERBS:
+        name, known, meant = " ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES], ""
+        if name.startswith("-"):
+            why = "Options stand after the command."
+            raise UsageError(f"ckptool has no option {name}", why, "See: ckptool --help")
+        with suppress(OSError):  # a file here was meant, or a command
+            meant = commands.nearest(name, os.listdir()) if "." in name else ""
+        meant = meant or commands.nearest(name.lower().replace("_", "-"), known)
+        see = f"{meant} --help" if meant in known else quoted(meant or "--help")
+        why = f"Did you mean '{meant}'?" if meant else ""
+        raise UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
+    function = commands.function_of(first)
     parameters = typed_parameters(function)
     if not {*FLAGS}.isdisjoint(asked):
         say(verb_help(first, function.verb, parameters, style_of(sys.stdout)))
         return 0
-    from ckptool.cli.answers import answers
-
-    found, separate, label = answers(first, function, parse(first, parameters, words[1:]))
+    found, separate, label = _answers(first, function, parse(first, parameters, words[1:]))
     form, code = FORM.get(), 0
-    with shown_progress(label), ExitStack() as stack:
+    with output.shown_progress(label), ExitStack() as stack:
         if isinstance(found, Generator):  # whatever happens, no process is left that works for it
             stack.callback(found.close)
         for number, answer in enumerate(found):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
             if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
-                from ckptool.render.json import error_json
-
                 done.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _told(answer, [])
@@ -136,8 +141,6 @@ def _run(words: list[str], done: list[Json]) -> int:
             else:
                 say(("\n" if number and separate else "") + answer.content)
     if form == "json":
-        from ckptool.render.json import dumps, results_json
-
         say(dumps(results_json(done)) + "\n")
     return code
 
@@ -150,8 +153,6 @@ def _told(error: Exception, done: list[Json]) -> int:
     form = "text" if isinstance(problem, LostAnswer) else FORM.get()
     with suppress(LostAnswer):
         if form == "json":
-            from ckptool.render.json import dumps, error_json
-
             say(dumps(error_json(problem, done)) + "\n")
             return problem.exit_code
         if form == "markdown":
@@ -160,6 +161,128 @@ def _told(error: Exception, done: list[Json]) -> int:
             say(markdown(error_text(problem)))
     tell(as_text)
     return problem.exit_code
+
+
+# The answers of a verb, one file after the other ----------------------------------------------------------------------
+
+
+def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answer | CkptoolError], bool, str]:
+    """What a verb answers to what was typed for it, one file after the other; whether a blank line stands between; and
+    what its progress is called, where it does not show its own.
+
+    Raises `UsageError` for what does not go together, and what the verb raises before its first answer.
+    """
+    as_json, as_form = typed["as_json"], typed["as_form"]
+    if as_json and as_form not in (None, "json"):
+        what = f"--json and --format {as_form} exclude each other"
+        raise UsageError(what, "An answer has one form.", "Choose one.")
+    FORM.set("json" if as_json else as_form or "text")
+    given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
+    given["as_json"] = FORM.get() == "json"
+    style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
+    if declared.from_words is not None:
+        found = declared.from_words(**_named(declared.from_words, given))
+        if isinstance(found, Report):
+            return [answer_of(found, style, _named(found.told, given), found.exit())], False, ""
+        given |= found
+    first = next(iter(signature_of(function).parameters))
+    several = next((each.option.several for each in commands.parameters_of(function) if each.name == first), False)
+    files = given[first] if isinstance(given.get(first), list) and not several else None
+    work = partial(_answer, function, given, "" if files is None else first, style)
+    is_output = writes(function) or (files is not None and any(map(given.get, ("out", "folder", "in_place"))))
+    separate = declared.blank_between and not given.get("quiet") and not is_output
+    every: list[Any] = [given.get(first)] if files is None else files
+    outs = list[Any]()  # where each file is written to, None for in place
+    if is_output:
+        chosen = [at for at, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if given.get(name)]
+        if len(chosen) != 1:
+            what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+            why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
+            raise UsageError(what, why, declared.one_output or WAYS)
+        if chosen == ["-o"] and len(every) > 1:
+            what = f"{counted(len(every), 'file')} cannot be written to one"
+            raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")
+        outs = [given.get("out")] * len(every)
+        if chosen == ["-d"]:
+            from ckptool.verbs._many_files import in_folder
+
+            outs = list(in_folder(verb, every, given))
+    if len(every) == 1:
+        given |= {"out": outs[0]} if outs else {}
+        given |= {"make_folder": True} if outs and "folder" in given else {}
+        names = (each for each in (every[0], given.get("out")) if isinstance(each, str))
+        label = f"{verb} {printable(os.path.basename(next(names, '')))}".rstrip()
+        shows_own = "training" in watched(function).values()
+        return (work(each) for each in every), separate, "" if shows_own else label
+    from ckptool.verbs._many_files import each_file, write_many
+
+    words = ("written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
+    words = words if declared.exits else ("read", "", "not read")
+    results: Iterator[Any]
+    if is_output:
+        results = write_many(list(zip(every, outs, strict=True)), given, work)
+    else:
+        results, given["jobs"] = each_file(work, every, given.get("jobs", 1)), 1  # the work on one is not divided
+    return _summed(results, len(every), words, style, bool(given.get("quiet"))), separate, verb
+
+
+def _summed(
+    results: Iterator[Any], files: int, words: tuple[str, str, str], style: Style | None, quiet: bool
+) -> Iterator[Answer | CkptoolError]:
+    """The answers on several files, then a line that says how many went how.  words: for those that are fine, that have
+    findings, that failed."""
+    counts = [0, 0, 0]
+    for result in results:
+        failed = isinstance(result, Exception)
+        counts[2 if failed else min(result.exit_code, 1)] += 1
+        if failed and words[2] == REFUSED:  # as was asked for, the others are written
+            result = Answer(error_json(result) if style is None else error_text(result, style), 1)
+        yield in_words(result) if isinstance(result, Exception) else result
+    if style is not None and not quiet:
+        facts = (f"{count:,} {word}" for count, word in zip(counts, words, strict=True) if count)
+        yield Answer(f"{counted(files, 'file')}: {', '.join(facts)}\n")
+
+
+def _named(function: Any, given: Arguments) -> dict[str, Any]:
+    """The options that a hook or a view names."""
+    names = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in names.values())
+    return {name: value for name, value in given.items() if takes_all or name in names}
+
+
+def _answer(function: Any, given: Arguments, first: str, style: Style | None, file: Any, **output_to: Any) -> Answer:
+    """The answer on one file, which is the function's first argument, or else among what was given.
+    output_to: where a verb that writes many files writes this one."""
+    from ckptool.formats import split
+
+    given = {**given, **({first: file} if first else {}), **output_to}
+    declared: Declared = function.verb
+    report = declared.first_try(**_named(declared.first_try, given)) if declared.first_try is not None else None
+    if report is None:
+        arguments = {name: value for name, value in given.items() if name in signature_of(function).parameters}
+        asked = watched(function)
+        with ExitStack() as stack:
+            for name, how in asked.items():  # what the function is given to tell how far it is
+                if how == "status":
+                    arguments[name] = stack.enter_context(output.status_line())
+                elif how == "training":
+                    gc.enable()  # a run lives long, and the models of its user may be rings of objects
+                    arguments[name] = None if given.get("quiet") else stack.enter_context(output.training_progress())
+                elif how == "lines":
+                    arguments[name] = lambda text: tell(text + "\n")
+                else:
+                    arguments[name] = progress.written if progress.is_watched else None
+            if "training" not in asked.values() and current_thread() is main_thread():
+                stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
+            try:
+                report = function(**arguments)
+            except CkptoolError as error:
+                if isinstance(named := arguments.get("file"), str) and named != "-":
+                    error.fill({"FILE": commands.as_argument(split(named)[0])})
+                raise
+        if "training" in asked.values() and os.environ.get("RANK", "0") != "0":
+            return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
+    return answer_of(report, style, _named(report.told, given), report.exit() if declared.exits else 0)
 
 
 _interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it

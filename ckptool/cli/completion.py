@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -37,9 +37,7 @@ class Candidate(NamedTuple):
 
 def complete(arguments: Sequence[str]) -> int:
     """Answers a shell: prints what may follow in `SHELL LINE [REPLACED [KEY]]`, and returns the exit code.
-
-    replaced: of the last word, the part that bash puts its choice in place of.  key: `?` only lists them.
-    """
+    replaced: of the last word, the part that bash puts its choice in place of.  key: `?` only lists them."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
     answer = sys.stdout.buffer
@@ -112,7 +110,7 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
             return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
-    if words and words[0] not in VERBS and _of("cli.output").names_place(words[0]):
+    if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats").split(words[0])[0]):
         words = ["inspect", *words]
     if not words or words[0] not in VERBS:
         return _verbs(words, typed)
@@ -167,9 +165,9 @@ def _first_sentence(text: str) -> str:
 
 def addresses(path: str, typed: str) -> list[Candidate]:
     """The addresses in a file that go on from a typed one, each up to the next `/` or `.` that others share.
-
-    Raises `CkptoolError` for what cannot be opened, and where nothing is at the part before the last `/`.
-    """
+    Raises `CkptoolError` for what cannot be opened, and where nothing is at the part before the last `/`."""
+    from ckptool.analysis.words import tensor_text, value_text
+    from ckptool.checkpoint import Composite, TensorEntry
     from ckptool.checkpoint.tree import children, find, module_state_dict, segment_text
     from ckptool.formats import open_file
 
@@ -179,29 +177,22 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     known = Counter(name for name, _ in parts)
     parts += [(str(key), part) for key, part in (module_state_dict(node) or {}).items() if str(key) not in known]
     there = {name: part for name, part in parts if name and known[name] < 2}  # 0 and '0' read the same
-    return [each._replace(text=above + slash + each.text) for each in _next(there, begun)]
-
-
-def _next(there: Mapping[str, Any], begun: str) -> Iterator[Candidate]:
-    """The names that begin so, up to the next dot: where there is only one way, up to where there are several."""
-    from ckptool.analysis.words import tensor_text, value_text
-    from ckptool.checkpoint import Composite, TensorEntry
-    from ckptool.checkpoint.tree import children
-
-    names = [name for name in there if name.startswith(begun)]
-    while True:
+    names, found = [name for name in there if name.startswith(begun)], list[Candidate]()
+    while True:  # up to the next dot: where there is only one way, up to where there are several
         groups = Counter(name[: name.find(".", len(begun)) + 1] or name for name in names)
         only = next(iter(groups), "")
         if len(groups) != 1 or only in there:
             break
         begun = only
     for group, count in groups.items():
-        node: Any = there.get(group)
-        is_tensor = isinstance(node, (TensorEntry, Composite))
-        below = 0 if is_tensor else sum(1 for _ in children(node))
+        here: Any = there.get(group)
+        text = above + slash + group
+        is_tensor = isinstance(here, (TensorEntry, Composite))
+        below = 0 if is_tensor else sum(1 for _ in children(here))
         if group not in there or count > 1:
-            yield Candidate(group, counted(count, "entry", "entries"), final=False)
+            found.append(Candidate(text, counted(count, "entry", "entries"), final=False))
         elif below:
-            yield Candidate(f"{group}/", counted(below, "entry", "entries"), final=False)
+            found.append(Candidate(f"{text}/", counted(below, "entry", "entries"), final=False))
         else:
-            yield Candidate(group, tensor_text(node) if is_tensor else value_text(node, 40))
+            found.append(Candidate(text, tensor_text(here) if is_tensor else value_text(here, 40)))
+    return found

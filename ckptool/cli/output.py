@@ -1,4 +1,5 @@
-"""Answers of commands: reports, one for each file, that `main` prints as they come."""
+"""What is printed: answers on standard output; errors, and how far the work is, on standard error; whatever was raised
+in words."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
@@ -17,9 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple, TextIO, cast
 
 from ckptool.checkpoint import progress
-from ckptool.checkpoint.paths import may_exist
-from ckptool.commands import nearest
-from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, UsageError, counted, printable, quoted
+from ckptool.errors import CkptoolError, FileProblem, LimitExceeded, counted, printable
 from ckptool.facts import bar, size
 from ckptool.render import lines
 from ckptool.render.lines import Style
@@ -100,9 +99,7 @@ class _Live:
 
 def tell(text: str, live: bool = False) -> None:
     """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them.
-
-    live: on a terminal, where it is replaced by what is written next.
-    """
+    live: on a terminal, where it is replaced by what is written next."""
     with _Live.lock, suppress(OSError):
         wipe = "\r\x1b[K" if live or _Live.is_drawn else ""
         _Live.is_drawn = live
@@ -233,7 +230,8 @@ def in_words(error: Exception) -> CkptoolError:
         what = f"a system limit was reached: {error!s}"
         why = "This process cannot open more files, start threads or use more memory. Outputs were left as they were."
         return FileProblem(what, why, "Look at the limits: ulimit -a")
-    if isinstance(error, (MemoryError, RecursionError)) or failed_silently(error):
+    is_silent = isinstance(error, SystemError) and "without exception set" in str(error)  # not even C made the error
+    if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         why = "The file needs more than this machine has, or is malicious. Outputs were left as they were."
         return LimitExceeded(what, why)
@@ -244,28 +242,3 @@ def in_words(error: Exception) -> CkptoolError:
         "This is a bug in ckptool, not in what you typed. Files are as they were, or complete.",
         "Run it again with CKPTOOL_DEBUG=1 and report what it prints.",
     )
-
-
-def failed_silently(error: Exception) -> bool:
-    """True where C code could not even make its `MemoryError`."""
-    return isinstance(error, SystemError) and "without exception set" in str(error)
-
-
-def unknown_command(name: str, known: Iterable[str]) -> UsageError:
-    """The error for a word that is no command: the command or the file here that was meant."""
-    if name.startswith("-"):
-        return UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
-    meant = ""
-    with suppress(OSError):
-        meant = nearest(name, os.listdir()) if "." in name else ""
-    meant = meant or nearest(name.lower().replace("_", "-"), known)
-    why = f"Did you mean '{meant}'?" if meant else ""
-    see = f"{meant} --help" if meant in known else quoted(meant or "--help")
-    return UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
-
-
-def names_place(word: str) -> bool:
-    """True for what is a file or folder, a part of one, or an address elsewhere: no command."""
-    from ckptool.formats import split
-
-    return may_exist(split(word)[0])

@@ -1,20 +1,115 @@
-"""What is typed for a verb, by the declaration of its function; parsed by typer; and what is not taken, in words."""
+"""What is typed for a verb, from the declaration of its function: its help, and its parsing by typer."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Annotated, Any, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, get_args
 
-from ckptool.cli.help import called, usage
-from ckptool.commands import Declared, Parameter, nearest, option, parameters_of, signature_of, watched
-from ckptool.errors import UsageError, quoted
+from ckptool import commands
+from ckptool.commands import ALIASES, VERBS, Declared, Parameter, signature_of
+from ckptool.errors import UsageError, listed, quoted
 from ckptool.facts import Report
-from ckptool.verbs._options import QUOTE_RULES, Folder, Jobs, SkipRefused, was_redirected
+from ckptool.render.lines import Style
 
-_FORMS = "text, json, or markdown: for a job summary or a comment."
+FLAGS = ("-h", "--help")
+WIDEST = 100  # columns; longer lines are hard to read
+MORE = "More options"
+ABOUT = """\
+Open any PyTorch checkpoint without running its code, without importing torch, without loading it into memory.
+
+See it, compare it, fix it, convert it. Nothing is written without -o, -d or --in-place, or replaced without -f."""
+_ROOM = 24  # columns for the names; what is longer has a line of its own
+
+
+def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
+    """The verbs by their groups, each with its line."""
+    is_whole = len(verbs) == len(VERBS)
+    prose = [textwrap.wrap(text, _width(style)) for text in ABOUT.split("\n\n")] if is_whole else []
+    lines = [
+        "Usage: ckptool COMMAND [OPTIONS] …",
+        *(["       ckptool FILE            what is in it: inspect"] * is_whole),
+    ]
+    blocks = [lines, *prose]
+    for group in dict.fromkeys(VERBS[verb].group for verb in verbs):
+        rows = [(verb, VERBS[verb].about) for verb in verbs if VERBS[verb].group == group]
+        blocks.append(_table(style, group.capitalize(), rows))
+    rows = [("-h, --help", "Show this message; for one command: ckptool help inspect")]
+    rows += [("--version", "Print the version.")] if is_whole else []
+    return _page([*blocks, _table(style, "Options", rows)])
+
+
+def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], style: Style) -> str:
+    """All that a verb takes, by the parts of the help, and its examples."""
+    blocks = [[usage(verb, parameters)], textwrap.wrap(VERBS[verb].about, _width(style))]
+    shown = [each for each in parameters if not each.option.hidden]
+    own = [(called(each), about(each)) for each in shown if not each.option.flags]
+    blocks += [_table(style, "Arguments", own)] if own else []
+    several = sum(each.option.rare for each in shown) > 1  # one alone stands with the others
+    flags = [each for each in shown if each.option.flags]
+    options = [(MORE if each.option.rare and several else each.option.panel, each) for each in flags]
+    for panel in sorted(dict.fromkeys([None, *(panel for panel, _ in options)]), key=lambda panel: panel == MORE):
+        rows = [(called(each), about(each)) for at, each in options if at == panel]
+        rows += [("-h, --help", "Show this message.")] if panel is None else []
+        blocks.append(_table(style, panel or "Options", rows))
+    examples = [part for line, purpose in declared.examples for part in (f"  # {purpose}", f"  {line}")]
+    blocks.append([style.bold("Examples" if len(examples) > 2 else "Example"), *examples])
+    others = [f"ckptool {alias}" for alias, meant in ALIASES.items() if meant == verb]
+    return _page([*blocks, *([[f"Also: {', '.join(others)}"]] if others else [])])
+
+
+def usage(verb: str, parameters: Iterable[Parameter]) -> str:
+    """`Usage: ckptool diff [OPTIONS] A B`."""
+    arguments = [each for each in parameters if not each.option.flags]
+    words = [called(each) if each.is_needed else f"[{called(each).strip('[]')}]" for each in arguments]
+    return " ".join(["Usage: ckptool", verb, "[OPTIONS]", *words])
+
+
+def called(parameter: Parameter) -> str:
+    """A parameter as its help calls it: `-o, --out OUT`, `FILE…`."""
+    option = parameter.option
+    if not option.flags:
+        is_repeated = (option.several or option.each) and not option.metavar.endswith("…")
+        return f"{option.metavar}…" if is_repeated else option.metavar
+    value = "|".join(option.choices) or option.metavar
+    return ", ".join(option.flags) + (f" {value}" if parameter.kind is not bool else "")
+
+
+def about(parameter: Parameter) -> str:
+    option, default = parameter.option, parameter.default
+    words = [option.help]
+    if option.flags and option.several:
+        words.append("Repeatable.")
+    if option.least is not None and option.least > 0:
+        words.append(f"[at least {option.least:g}]")
+    if parameter.is_needed and option.flags:
+        words.append("[required]")
+    if option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags):
+        words.append(f"[default: {default}]")
+    return " ".join(words)
+
+
+def _table(style: Style, title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    room = min(_ROOM, max(len(name) for name, _ in rows))
+    lines = [style.bold(title)]
+    for name, text in rows:
+        indent = " " * (room + 4)
+        wrapped = textwrap.wrap(text, _width(style) - len(indent), break_on_hyphens=False) or [""]
+        first, *rest = wrapped if len(name) <= room else ["", *wrapped]
+        lines += [f"  {name:{room}}  {first}".rstrip(), *(indent + line for line in rest)]
+    return lines
+
+
+def _width(style: Style) -> int:
+    return max(min(style.width or 80, WIDEST), 40)
+
+
+def _page(blocks: Iterable[Sequence[str]]) -> str:
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def typed_parameters(function: Any) -> list[Parameter]:
@@ -26,30 +121,20 @@ def typed_parameters(function: Any) -> list[Parameter]:
     reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
     sources += [each.told for each in reports if issubclass(each, Report)]
     taken: set[str] = set()
-    for each in (each for source in sources for each in parameters_of(source)):
+    for each in (each for source in sources for each in commands.parameters_of(source)):
         if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
             found[each.name] = each
             taken.update(each.option.flags)
-    names = ["quiet"] if "training" in watched(function).values() else []
+    names = ["quiet"] if "training" in commands.watched(function).values() else []
     are_files = any(each.option.each for each in found.values())
     if (writes(function) and not declared.one_output) or (are_files and "out" in found):
         names += ["folder", "skip_refused", "jobs"]
     elif are_files and "jobs" not in found:
         names += ["jobs"]
-    program = {each.name: each for each in parameters_of(_program)}
+    from ckptool.verbs._options import program_options  # with types that the program's help does without
+
+    program = {each.name: each for each in commands.parameters_of(program_options)}
     return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
-
-
-def _program(
-    *,
-    folder: Folder = None,
-    skip_refused: SkipRefused = False,
-    jobs: Jobs = 1,
-    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
-    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
-    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS, rare=True)] = None,
-) -> None:
-    """The options of the program: the first three for many files, the next for runs, the last for all."""
 
 
 def writes(function: Any) -> bool:
@@ -104,33 +189,31 @@ def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
     app.command(verb, add_help_option=False)(command)
     made: Any = typer.main.get_command(app)
     for each in made.params:
-        each.process_value = _as_typed(each)
+        each.process_value = partial(_value, each, each.process_value)
     return made
 
 
-def _as_typed(option: Any) -> Callable[[Any, Any], Any]:
-    """Takes texts and flags as they are: typer would import pydantic to check them, a third of the time of a small
-    `inspect`."""
-    process: Callable[[Any, Any], Any] = option.process_value
+def _value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    """Texts and flags as they are: typer would import pydantic for them, a third of the time of a small `inspect`."""
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
-    is_plain = kind is not None and kind.annotation in (str, list[str], bool)
-
-    def value_of(context: Any, value: Any) -> Any:
-        if value is None and not option.required:
-            return None
-        return value if is_plain and value is not None else process(context, value)
-
-    return value_of
+    if value is None and not option.required:
+        return None
+    is_plain = kind is not None and kind.annotation in (str, list[str], bool) and value is not None
+    return value if is_plain else process(context, value)
 
 
 def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], error: Any) -> UsageError:
     """The error for a command line that could not be parsed: what the parser says, and what stands there."""
+    from ckptool.verbs._options import QUOTE_RULES, was_redirected
+
     what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     why, more = usage(verb, parameters), ""
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
-        meant = nearest(error.option_name, [name for each in parameters for name in each.option.flags])
-        why = f"Did you mean {meant}?" if meant else why
+        meant = commands.nearest(error.option_name, [name for each in parameters for name in each.option.flags])
+        every = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
+        others = [name for name, own in every if any(error.option_name in each.option.flags for each in own)]
+        why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {meant}?" if meant else why
     elif type(error).__name__ == "MissingParameter":
         missing = next(each for each in parameters if each.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""

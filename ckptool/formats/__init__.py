@@ -202,7 +202,7 @@ def read_alone(source: Input) -> Checkpoint:
     for container in FORMATS:
         if container.detect(head, source):
             if isinstance(source, Source) and re.match(container.disguise, head, re.DOTALL):
-                from ckptool.pickles.skeleton import reaches_a_call
+                from ckptool.pickles.decode import reaches_a_call
 
                 if reaches_a_call(FileRange(source, 0, source.size)):
                     why = "Its first bytes are opcodes that skip what makes it a file of its format; a program follows."

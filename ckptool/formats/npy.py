@@ -25,9 +25,8 @@ from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import Decoded
+from ckptool.pickles.decode import Decoded, decode_lazily, skeleton
 from ckptool.pickles.plain import summary
-from ckptool.pickles.skeleton import decode_lazily, skeleton
 
 NAME = "npy"
 

@@ -15,8 +15,7 @@ from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import decode
-from ckptool.pickles.skeleton import decode_lazily, left_in_file, reaches_a_call, skeleton
+from ckptool.pickles.decode import decode, decode_lazily, left_in_file, reaches_a_call, skeleton
 
 NAME = "pickle"
 SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many

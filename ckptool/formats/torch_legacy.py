@@ -39,8 +39,7 @@ from ckptool.errors import (
 )
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
-from ckptool.pickles.decode import Decoded, decode, no_storage, protocol_notes
-from ckptool.pickles.skeleton import decode_lazily, leaves, skeleton
+from ckptool.pickles.decode import Decoded, decode, decode_lazily, leaves, no_storage, protocol_notes, skeleton
 from ckptool.pickles.strings import StubbedValue, whole
 from ckptool.pickles.torch_objects import StorageView, storage_class
 

@@ -37,7 +37,7 @@ from ckptool.formats.torch_legacy import (
     shown,
     small_pickle,
 )
-from ckptool.pickles.skeleton import decode_lazily, skeleton
+from ckptool.pickles.decode import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import check_view, storage_class
 
 NAME = "torch-tar"

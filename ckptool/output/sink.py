@@ -236,8 +236,8 @@ def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progr
         copied = 0
         if in_kernel:
             try:
-                size = min(PIECE, length - done)
-                copied = os.copy_file_range(source.descriptor(), fd, size, offset + done, at + done)
+                size, place = min(PIECE, length - done), source.begin + offset + done
+                copied = os.copy_file_range(source.descriptor(), fd, size, place, at + done)
             except OSError as error:
                 if error.errno not in _CANNOT:
                     raise

@@ -235,11 +235,8 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
     if DISCARDED in unknown.values() and not as_it_is:
         take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
         fix = f"Objects that loading makes and discards cannot be kept. Write only the weights: {take}"
-    raise UnsafeObject(
-        f"{source} {listed(names)}",
-        "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written.",
-        fix,
-    )
+    why = "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written."
+    raise UnsafeObject(f"{source} {listed(names)}", why, fix)
 
 
 _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}

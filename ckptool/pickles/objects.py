@@ -92,9 +92,8 @@ class PickleReader:
             raise self.corrupt(pos, f"a length of {size:,}")
         if size > len(self.data) - pos:
             self.at = pos
-            raise Truncated(
-                f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there", "The pickle was cut off."
-            )
+            what = f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there"
+            raise Truncated(what, "The pickle was cut off.")
         return self.data[pos : pos + size]
 
     def text(self, pos: int, size: int) -> str:

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import COPY, FillLater, GraphMapper, Of
+from ckptool.checkpoint.graph import COPY, GraphMapper, copy_dict
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array, array, array_type, element, scalar
 from ckptool.errors import CkptoolError, Corrupt, counted, printable
@@ -42,24 +42,16 @@ def plain(value: Any) -> Any:
         found = expand(node)
         return found if isinstance(found, Object) else mapper.handled(found)
 
-    mapper = GraphMapper({**COPY, dict: _dict, OrderedDict: _dict, Object: expanded, Global: shown})
+    kinds: dict[type, Any] = dict.fromkeys((dict, OrderedDict), partial(copy_dict, put=_put))
+    mapper = GraphMapper({**COPY, **kinds, Object: expanded, Global: shown})
     return mapper.map(value)
 
 
-def _dict(node: dict[Any, Any]) -> FillLater:
-    made: dict[Any, Any] = OrderedDict() if isinstance(node, OrderedDict) else {}
-
-    def fill(of: Of) -> None:
-        for key, item in node.items():
-            new = of(key)
-            try:
-                made[key if new in made else new] = of(item)
-            except TypeError:  # it became a list or a dictionary, which no key can be
-                made[key] = of(item)
-        if isinstance(node, OrderedDict) and isinstance(made, OrderedDict):
-            made.attributes = of(node.attributes)
-
-    return FillLater(made, fill)
+def _put(made: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
+    try:
+        made[key if new in made else new] = item
+    except TypeError:  # it became a list or a dictionary, which no key can be
+        made[key] = item
 
 
 def shown(name: Global) -> Any:
@@ -94,9 +86,8 @@ def python_value(node: Any) -> Any:
         _check_arguments(node)
         return make(node)
     except _NOT_WRITTEN_SO:
-        raise Corrupt(
-            f"{node.name} with arguments that it never writes", "The pickle is damaged or malicious."
-        ) from None
+        what = f"{node.name} with arguments that it never writes"
+        raise Corrupt(what, "The pickle is damaged or malicious.") from None
 
 
 def _check_arguments(node: Object, levels: int = 3) -> None:

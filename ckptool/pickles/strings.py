@@ -19,9 +19,8 @@ def check_size(stub: StubbedValue) -> None:
     """Raises `LimitExceeded` for a stub that is too long to be a plain value."""
     size, kind = stub.data.length, "text of Python 2" if stub.kind == "string" else stub.kind
     if size > MAX_STRING:
-        raise LimitExceeded(
-            f"a {kind} of {size:,} bytes that belongs to no tensor", f"At most {MAX_STRING:,} are read into memory."
-        )
+        what = f"a {kind} of {size:,} bytes that belongs to no tensor"
+        raise LimitExceeded(what, f"At most {MAX_STRING:,} are read into memory.")
 
 
 def whole(value: Any) -> Any:
@@ -108,7 +107,7 @@ _PIECE = 1 << 16
 class StubbedValue:
     """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
 
-    Only builders meet it, while a pickle is decoded (see `pickles/skeleton.py`); there is none in an opened checkpoint.
+    Only builders meet it, while a pickle is decoded (see `skeleton`); there is none in an opened checkpoint.
     kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its
     UTF-8).
     of: the stub that it was made from, if another.

@@ -73,9 +73,8 @@ def purse(left: int) -> Spend:
         nonlocal left
         left -= amount
         if left < 0:
-            raise LimitExceeded(
-                "one value copied over and over", "The copies would fill the memory; the file is probably malicious."
-            )
+            why = "The copies would fill the memory; the file is probably malicious."
+            raise LimitExceeded("one value copied over and over", why)
 
     return spend
 
@@ -178,11 +177,8 @@ def check_view(nbytes: int, dtype: DType, shape: Any, stride: Any, offset: Any) 
     if count > MOST:
         raise BadTensor(f"a tensor of shape {list(shape)} has more elements than 64 bits can count", _DAMAGED)
     if offset < 0 or (not empty and (last + 1) * dtype.itemsize > nbytes):
-        raise BadTensor(
-            f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} "
-            f"needs {(last + 1) * dtype.itemsize:,} bytes; its storage has {nbytes:,}",
-            _DAMAGED,
-        )
+        what = f"a tensor of shape {list(shape)}, strides {list(stride)} and offset {offset} needs "
+        raise BadTensor(f"{what}{(last + 1) * dtype.itemsize:,} bytes; its storage has {nbytes:,}", _DAMAGED)
 
 
 def _strided(ref: Any, offset: Any, shape: Any, stride: Any, flags: Flags, dtype: DType | None = None) -> Any:
@@ -335,9 +331,8 @@ def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
     kind, dtype, shape = facts
     if kind == JAGGED:
         return jagged(fn, dtype, args)
-    return Composite(
-        Object(fn, args), kind, dtype, _as_sizes(shape) if shape is not None else None, partial(_composite, fn)
-    )
+    sizes = _as_sizes(shape) if shape is not None else None
+    return Composite(Object(fn, args), kind, dtype, sizes, partial(_composite, fn))
 
 
 def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
@@ -429,10 +424,8 @@ def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
         return
     where, what = indices.shape, values.shape
     if len(where) != 2 or what[:1] != where[1:] or where[0] > len(size) or what[1:] != size[where[0] :]:
-        raise BadTensor(
-            f"a sparse tensor of shape {list(size)} with indices of shape {list(where)} "
-            f"and values of shape {list(what)}"
-        )
+        parts = f"indices of shape {list(where)} and values of shape {list(what)}"
+        raise BadTensor(f"a sparse tensor of shape {list(size)} with {parts}")
 
 
 def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...]) -> None:
@@ -452,10 +445,8 @@ def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...])
         fits = all(block) and not any(size[batch + i] % block[i] for i in (0, 1))
         fits = fits and pointers[-1] == size[batch + axis] // block[axis] + 1
     if not fits:
-        raise BadTensor(
-            f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, "
-            f"indices of shape {list(indices)} and values of shape {list(values)}"
-        )
+        found = f"indices of shape {list(indices)} and values of shape {list(values)}"
+        raise BadTensor(f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, {found}")
 
 
 def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
@@ -470,10 +461,8 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
     scales, zeros, axis = parameters[1].shape, parameters[2].shape, parameters[3]
     channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
     if channels is None or scales != (channels,) or zeros != (channels,):
-        raise BadTensor(
-            f"a quantized tensor of shape {list(shape)} with scales of shape {list(scales)} "
-            f"and zero points of shape {list(zeros)} along axis {axis!r:.20}"
-        )
+        found = f"scales of shape {list(scales)} and zero points of shape {list(zeros)} along axis {axis!r:.20}"
+        raise BadTensor(f"a quantized tensor of shape {list(shape)} with {found}")
 
 
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {

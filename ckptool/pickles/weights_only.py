@@ -8,12 +8,22 @@ the order of keys stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import SCALARS, FillLater, FromParts, GraphMapper, Of, same, structural_parts, visit
+from ckptool.checkpoint.graph import (
+    SCALARS,
+    FillLater,
+    FromParts,
+    GraphMapper,
+    copy_dict,
+    same,
+    structural_parts,
+    visit,
+)
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, module_attributes, module_state_dict, walk
@@ -64,9 +74,8 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
     for number, (_, word, kept) in mapper.words.items():
         (converted if kept else dropped).append((places.get(number, "(a key)"), word))
     dropped += [(DISCARDED, printable(use.name)) for use in uses(checkpoint.discarded)]
-    return PlainValues(
-        replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=()), tuple(converted), tuple(dropped)
-    )
+    whole = replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=())
+    return PlainValues(whole, tuple(converted), tuple(dropped))
 
 
 _TAKEN = SCALARS | {TensorEntry, StorageRef, complex, bytearray}
@@ -94,8 +103,7 @@ class _Plain:
         self.mapper = GraphMapper(
             {
                 **dict.fromkeys((TensorEntry, StorageRef, complex, bytearray), same),
-                dict: self._dict,
-                OrderedDict: self._dict,
+                **dict.fromkeys((dict, OrderedDict), partial(copy_dict, put=_put)),
                 list: _list,
                 tuple: lambda value: FromParts(value, lambda parts: tuple(map(_or_none, parts))),
                 Set: self._set,
@@ -113,28 +121,6 @@ class _Plain:
             return self._became(value, Set(parts), "a set") if value.frozen else Set(parts)
 
         return FromParts(value.items, make)
-
-    def _dict(self, value: dict[Any, Any]) -> FillLater:
-        made: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
-
-        def fill(of: Of) -> None:
-            for key, item in value.items():
-                new, result = of(key), of(item)
-                if result is DROPPED or new is DROPPED:
-                    continue
-                if isinstance(new, (dict, list, Set)):
-                    new = str(key)
-                if new in made:
-                    raise Conflict(
-                        f"two keys of a dictionary would both become {str(new)!r}",
-                        "One of the two values would be lost. Nothing was written.",
-                        f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}",
-                    )
-                made[new] = result
-            if isinstance(value, OrderedDict) and isinstance(made, OrderedDict):
-                made.attributes = of(value.attributes)
-
-        return FillLater(made, fill)
 
     def _composite(self, value: Composite) -> Any:
         made = value.made
@@ -160,22 +146,29 @@ class _Plain:
 
     def _became(self, node: Any, value: Any, word: str) -> Any:
         """The value that stands for a node, which is noted."""
-        match node:
-            case Composite():
-                name = printable(f"a {node.kind} tensor")
-            case Object():
-                name = printable(node.name)
-            case Global():
-                name = printable(str(node))
-            case _:
-                name = type(node).__name__
+        name = printable(_NAMES.get(type(node), lambda _: type(node).__name__)(node))
         kept = value is not DROPPED
-        if kept:
-            said = f"{name} → {word}"
-        else:
-            said = name if name == printable(word) else f"{name}: {printable(word)}"
+        said = f"{name} → {word}" if kept else ": ".join(dict.fromkeys((name, printable(word))))
         self.words.setdefault(id(node), (node, said, kept))
         return value
+
+
+_NAMES: dict[type, Callable[[Any], str]] = {
+    Composite: lambda node: f"a {node.kind} tensor", Object: lambda node: node.name, Global: str
+}  # fmt: skip
+
+
+def _put(made: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
+    """Raises `Conflict` for a key that is there."""
+    if item is DROPPED or new is DROPPED:
+        return
+    if isinstance(new, (dict, list, Set)):
+        new = str(key)
+    if new in made:
+        what, why = f"two keys of a dictionary would both become {str(new)!r}", "One of the two values would be lost."
+        fix = f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
+        raise Conflict(what, f"{why} Nothing was written.", fix)
+    made[new] = item
 
 
 def _plain_form(node: Object) -> tuple[Any, str]:

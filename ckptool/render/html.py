@@ -87,9 +87,7 @@ def _table(table: Table) -> Iterator[str]:
 
 def markdown(text: str) -> str:
     """The plain text of an answer: its first line as a heading, what follows in a block of its own, as far as it fits.
-
-    Both are code to Markdown, between more backticks than the text has in a row: nothing in it ends them.
-    """
+    Both are code to Markdown, between more backticks than the text has in a row: nothing in it ends them."""
     title, _, rest = text.strip("\n").partition("\n")
     ticks = _ticks(title, least=1)
     heading = f"#### {ticks} {title} {ticks}\n" if title else ""

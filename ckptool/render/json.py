@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.errors import CkptoolError, without_secrets
-from ckptool.facts import Report, facts_of, schema_of
+from ckptool.facts import Report, facts_of
 
 Json = dict[str, Any]
 
@@ -27,9 +27,7 @@ def dumps(value: Any) -> str:
 
 def finite(value: Any) -> Any:
     """Plain facts with NaN and infinities as the texts "NaN", "Infinity", "-Infinity", and tuples as lists.
-
-    Of a report what it prints itself, of any other dataclass its fields.
-    """
+    Of a report what it prints itself, of any other dataclass its fields."""
     if type(value) in (str, int, bool):
         return value
     if isinstance(value, float) and not math.isfinite(value):
@@ -54,11 +52,6 @@ def facts_json(value: Any) -> Json:
         for name, (_, unit) in facts_of(type(value)).items()
         for fact in (getattr(value, name),)
     }
-
-
-def report_json(report: Report) -> Json:
-    """What `--json` prints: the schema, then the facts."""
-    return {"schema": f"ckptool.{schema_of(type(report))}", **facts_json(report)}
 
 
 def error_json(error: CkptoolError, done: Sequence[Json] = ()) -> Json:

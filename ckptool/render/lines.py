@@ -23,9 +23,7 @@ _WORDS = re.compile(rf" *(?:{_COMMAND.pattern}.*|[^ ]+)")
 @dataclass(frozen=True, slots=True)
 class Style:
     """colour: ANSI colours are wanted.  width: columns of the terminal; None for lines of any length.
-
-    python: for people who write Python: options are called as the arguments that they are there.
-    """
+    python: for people who write Python: options are called as the arguments that they are there."""
 
     colour: bool = False
     width: int | None = None
@@ -168,7 +166,10 @@ def _table(table: Table, style: Style) -> Iterator[str]:
             yield from [f"{indent}    {', '.join(facts)}"] if facts else []
             continue
         texts[-1] = texts[-1].rstrip()  # as the line is
-        coloured = [_in_padding(*each, style) for each in zip(row, texts, own, strict=True)] if style.colour else own
+        coloured = list(own)
+        for number, (cell, text, padded) in enumerate(zip(row, texts, own, strict=True)) if style.colour else ():
+            before, _, after = padded.partition(text) if text else ("", "", padded)  # the blanks do not stand out
+            coloured[number] = before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after
         used = len(line) - len(texts[-1])
         if style.width is not None and len(line) > style.width and used <= style.width - last:
             first, *more = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
@@ -178,9 +179,3 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         else:
             yield joined(coloured)
     yield from [style.spelled(table.more.format(f"{left:,}"))] if left else []
-
-
-def _in_padding(cell: str, text: str, padded: str, style: Style) -> str:
-    """A padded cell that stands out as it is marked, without the blanks around it."""
-    before, _, after = padded.partition(text) if text else ("", "", padded)
-    return before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after

@@ -18,9 +18,10 @@ from zlib import compress
 
 from ckptool.analysis.curves import Curve
 from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
+from ckptool.analysis.differences import is_tensor
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
-from ckptool.analysis.statistics import Statistics
+from ckptool.analysis.values import Statistics
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
@@ -63,12 +64,24 @@ def page(report: CheckpointReport) -> str:
     compared = _Compared(report.diff, report.compared) if report.diff is not None else None
     rules = [rule for file in report.files for rule in file.health.rules]
     found = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
+    files = []
+    for side, file in enumerate(report.files):
+        listed, facts = file.inspection, [file.diagnosis.is_a]
+        if listed is not None:
+            facts = [listed.container, size(listed.bytes), counted(len(listed.tensors), "tensor")]
+            storages = f"{counted(listed.storages, 'storage')} of {size(listed.tensor_bytes)}"
+            facts += [storages, engine_of(listed.metadata)]
+            facts += [listed.part.label] if listed.part else []
+        about = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
+        about |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
+        letter = "AB"[side] * (len(report.files) > 1)
+        files.append({**about, "letter": letter, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)})
     return environment.get_template("report.html").render(
         report=report,
         policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
         style=style,
         script=script,
-        files=[_about(file, "AB"[side] * (len(report.files) > 1)) for side, file in enumerate(report.files)],
+        files=files,
         change=_changes(report, compared) if compared is not None else None,
         clear=[rule for rule in dict.fromkeys(rules) if rule not in found],
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
@@ -102,18 +115,6 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 
 
 # A file --------------------------------------------------------------------------------------------------------------
-
-
-def _about(file: FileReport, letter: str) -> dict[str, Any]:
-    """What the template gets of a file.  letter: what it is called on a page about two."""
-    found, facts = file.inspection, [file.diagnosis.is_a]
-    if found is not None:
-        facts = [found.container, size(found.bytes), counted(len(found.tensors), "tensor")]
-        facts += [f"{counted(found.storages, 'storage')} of {size(found.tensor_bytes)}", engine_of(found.metadata)]
-        facts += [found.part.label] if found.part else []
-    about = {"name": file.diagnosis.file or "in memory", "letter": letter, "facts": " · ".join(filter(None, facts))}
-    own = {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
-    return {**about, **own, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)}
 
 
 def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
@@ -160,10 +161,8 @@ Item = tuple[str, int]  # the address of a tensor, and its bytes
 
 class Cell(NamedTuple):
     """A module in the treemap. name: its tensors' addresses begin so.  label: without what all names have in common.
-
     leaf: it is a tensor.  hue: of the largest module that it is in, from 0.
-    odd: of its tensors, those with NaN or Inf.
-    """
+    odd: of its tensors, those with NaN or Inf."""
 
     name: str
     label: str
@@ -241,9 +240,7 @@ def _piece(name: str, start: int) -> str:
 
 def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
     """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
-
-    Bruls, Huizing, van Wijk, "Squarified treemaps" (2000).
-    """
+    Bruls, Huizing, van Wijk, "Squarified treemaps" (2000)."""
     x, y, width, height = area
     side, scale = min(width, height), width * height / (sum(sizes) or 1)
     if not sizes or not scale:
@@ -381,7 +378,10 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
     verdict = "; ".join(_clauses(report, compared, values))
-    equal = f"{diff.equal:,} of {counted(diff.tensors, 'tensor')} are the same, {EVIDENCE[diff.evidence]}."
+    beside = {"device", "strides", "requires_grad", "parameter"}  # differ beside equal values
+    alike = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= beside]
+    words = "have the same values" if alike else "are the same"
+    equal = f"{diff.equal + len(alike):,} of {counted(diff.tensors, 'tensor')} {words}, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:
         share = percent(diff.changed_elements / max(diff.elements, 1))
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."

@@ -14,8 +14,7 @@ from dataclasses import replace
 from math import isqrt, prod
 from typing import Any, NamedTuple
 
-from ckptool.analysis.targets import Expected, Target, kind_by_name, tie_groups
-from ckptool.analysis.torch_versions import accepted
+from ckptool.analysis.targets import Expected, Target, accepted, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     PADDED,

@@ -24,9 +24,7 @@ AdapterArgument = Annotated[
     CheckpointLike,
     argument("ADAPTER", "A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one."),
 ]
-ConfigOption = Annotated[
-    AdapterConfig | None, option("--config FILE.json", "Its adapter_config.json, if that is not beside it.")
-]
+ConfigOption = Annotated[AdapterConfig | None, option("--config FILE.json", "adapter_config.json, if not beside it.")]
 Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
 NEW_ADAPTER = f"For example: {arg(out='adapter/')}"
 _WHOLE = "1000TB"  # PEFT reads no shards
@@ -40,10 +38,8 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
     if config is not None and not isinstance(config, (str, os.PathLike)):
         given = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
         # As PEFT's adapter_config.json has them: a list for a set.
-        saved = json.dumps(
-            dict(given), default=lambda one: sorted(one) if isinstance(one, (set, frozenset)) else str(one)
-        )
-        fields = json.loads(saved)
+        sets = (set, frozenset)
+        fields = json.loads(json.dumps(dict(given), default=lambda x: sorted(x) if isinstance(x, sets) else str(x)))
         if not fields:
             what = f"{type(config).__name__} is no configuration of an adapter"
             raise UsageError(what, "", "Give adapter_config.json, what is in it, or a peft.LoraConfig.")
@@ -54,16 +50,11 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
 
 
-def write_adapter(
-    change: Change, original: Checkpoint, made: AdapterFile, inputs: Sequence[Input | None] = ()
-) -> Written:
+def write_adapter(change: Change, whole: Checkpoint, made: AdapterFile, inputs: Sequence[Input | None] = ()) -> Written:
     """Writes an adapter: with a configuration as PEFT's folder, else as one file.
-
-    Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale.
-    """
-    changed = replace(
-        original, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=(), part=None, base=()
-    )
+    Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale."""
+    changed = replace(whole, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=())
+    changed = replace(changed, part=None, base=())
     if change.live and (made.config is not None or made.metadata):
         what = f"{change.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
         raise UsageError(what, "They stand in its configuration or metadata.", f"Write it: {arg(out='adapter/')}")
@@ -79,8 +70,7 @@ def write_adapter(
         changed = divided(changed, _WHOLE, STEMS[PEFT])
     elif DIFFUSERS_CONFIG in made.metadata and container != safetensors.NAME:
         what = f"{container} has no place for the scales of an adapter with diffusers' names"
-        raise Unsupported(
-            what, "They stand in the metadata of safetensors.", f"Write {arg(out=OUT_SAFETENSORS)}, or {arg(fold=True)}"
-        )
+        fix = f"Write {arg(out=OUT_SAFETENSORS)}, or {arg(fold=True)}"
+        raise Unsupported(what, "They stand in the metadata of safetensors.", fix)
     sources = [each for each in inputs if each is not None]
-    return change.into(container).write(original, changed, inputs=sources, beside=beside)
+    return change.into(container).write(whole, changed, inputs=sources, beside=beside)

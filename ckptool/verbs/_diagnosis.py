@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptool.analysis.findings import Diagnosis, Finding, Stage, finding, in_order, table
+from ckptool.analysis.findings import Chain, Diagnosis, Finding, Stage, finding, in_order, table
 from ckptool.analysis.fit import Way, best_root, find_way, mains, of_layout, of_target
-from ckptool.analysis.fixes import Chain
 from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
-from ckptool.checkpoint import Checkpoint, PartKind, PartOf
+from ckptool.checkpoint import Checkpoint, PartKind
 from ckptool.checkpoint.files import Source, folder_at
 from ckptool.checkpoint.paths import parted
 from ckptool.checkpoint.tree import address
@@ -33,23 +32,15 @@ FOLDER = "folder"  # code of a finding
 UNSAFE, CUSTOM_CLASS = "unsafe-global", "custom-class"
 
 # The findings on containers that stock torch.load does not read as it reads its own.
-_CONTAINERS = {
-    "archive": "archive",
-    "npy": "numpy-archive",
-    "npz": "numpy-archive",
-    "pickle": "bare-pickle",
-    "torch-legacy": "legacy-format",
-    "torch-tar": "legacy-tar",
-    "torchscript": "torchscript",
-}
+_CONTAINERS = {"archive": "archive", "pickle": "bare-pickle", "torchscript": "torchscript"}
+_CONTAINERS |= {"torch-legacy": "legacy-format", "torch-tar": "legacy-tar"}
+_CONTAINERS |= dict.fromkeys(("npy", "npz"), "numpy-archive")
 
 
 class RefusedValues(NamedTuple):
     """Values of a checkpoint that `weights_only` refuses, in words.
-
     lossy: `convert --weights-only` would write nothing, or lose a tensor; plain_parts: the addresses of the sets of
-    weights without such values.  dropped: the addresses of what it leaves out, as it has no plain form.
-    """
+    weights without such values.  dropped: the addresses of what it leaves out, as it has no plain form."""
 
     refused: tuple[str, ...]
     lossy: bool
@@ -59,9 +50,7 @@ class RefusedValues(NamedTuple):
 
 def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
     """The diagnosis of what could not be opened: what it is instead, or what is wrong with it.
-
-    Raises the problem where the file cannot be read at all.
-    """
+    Raises the problem where the file cannot be read at all."""
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem
     if folder_at(path) and isinstance(problem, NotACheckpoint):  # a run, or several checkpoints
@@ -102,7 +91,12 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     taken = _taken_alone(found, chosen, values)
     way = find_way(chosen, target) if chosen is not None and target is not None else None
     gone = values.dropped if taken is None and not values.lossy else ()
-    damage = _of_damage(opened)
+    damage = []
+    if (wrong := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
+        error, blocks = wrong
+        each = _of_problem(error, file)
+        fixes = (command("recover", FILE, out=OUT),) if isinstance(checkpoint.source, Source) else each.commands
+        damage = [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
     findings = [
         *damage,
         *_of_container(found, file, values, taken),
@@ -115,7 +109,16 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
 
         findings += of_target(chosen, target, way, translation_to)
     if found.part is not None:
-        findings = [*_of_part(found.part, findings)]
+        part, every = found.part, findings
+        findings = []
+        for each in every:  # no verb that writes takes a part, so only the look at the whole helps
+            if each.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
+                advice = "Copy again what is missing or does not belong to it; or take what is there: "
+                take = command("convert", FILE, part=True, out=OUT_PT)
+                each = replace(each, advice=advice, advised=(take,), says="")
+            elif each.code != PART:
+                each = replace(each, commands=())
+            findings += [each] if each.code != FOLDER else []
     elif any(not each.commands for each in damage) or (
         any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings)
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
@@ -133,28 +136,6 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
     return Diagnosis(file, is_a, ordered, unread, model, at_once)
-
-
-def _of_part(part: PartOf, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """The findings on a part: no verb that writes takes one, so only the look at the whole helps."""
-    for each in findings:
-        if each.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
-            advice = "Copy again what is missing or does not belong to it; or take what is there: "
-            yield replace(each, advice=advice, advised=(command("convert", FILE, part=True, out=OUT_PT),), says="")
-        elif each.code == PART:
-            yield each
-        elif each.code != FOLDER:
-            yield replace(each, commands=())
-
-
-def _of_damage(opened: Opened) -> list[Finding]:
-    """What the other verbs find when they copy the data: a header of its own that contradicts the tables."""
-    if (found := header_damage(opened.checkpoint)) is None:
-        return []
-    error, blocks = found
-    each = _of_problem(error, opened.path)
-    fixes = (command("recover", FILE, out=OUT),) if isinstance(opened.checkpoint.source, Source) else each.commands
-    return [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
 
 
 # The container --------------------------------------------------------------------------------------------------------

@@ -80,10 +80,7 @@ def all_codes() -> dict[str, Code]:
 )
 def explain(
     code: Annotated[
-        str,
-        argument(
-            "[CODE|-]", "The code of a note or error; -: read a message from standard input. Without it: list all."
-        ),
+        str, argument("[CODE|-]", "The code of a note or error; -: a message on standard input. Without it: list all.")
     ] = "",
 ) -> Explanation | Diagnosis:
     """The explanation of a code, or of the message that is piped in; without a code the list of all.
@@ -122,7 +119,6 @@ def explain_text(text: str) -> Explanation | Diagnosis:
     if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
         return Explanation(tuple(known))
     if recognised(text) is None:
-        raise NoMatch(
-            "ckptool does not know this message", f"It says: {first_line(text)}", f"{LOOK}{command('doctor', FILE)}"
-        )
+        look = f"{LOOK}{command('doctor', FILE)}"
+        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", look)
     return of_error_text(text)

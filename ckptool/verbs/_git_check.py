@@ -9,7 +9,7 @@ from typing import Annotated
 
 from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.scan import scan
-from ckptool.analysis.verify import Problem, problem_of, verified
+from ckptool.analysis.verify import Problem, Verification, problem_of, verified
 from ckptool.checkpoint.files import Source
 from ckptool.commands import argument, option, repeated, verb
 from ckptool.errors import CkptoolError, counted, listed, quoted
@@ -50,9 +50,7 @@ class GitCheck(Report):
 def git_check(
     file: Annotated[str, argument("FILE", "Files to be committed.", each=True)],
     *,
-    max_size: Annotated[
-        float, option("--max-size MB", "Largest file that git may store without git-lfs.", least=0)
-    ] = 10,
+    max_size: Annotated[float, option("--max-size MB", "Largest file git may store without git-lfs.", least=0)] = 10,
     allow: Annotated[Collection[str], repeated("--allow CODE", "Accept this problem.")] = (),
 ) -> GitCheck:
     """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
@@ -62,7 +60,18 @@ def git_check(
     """
     source = Source(file)
     pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
-    problems = [*_storing(file, source.size, pointer, max_size * 10**6), *(() if pointer else _contents(source))]
+    problems = list(_storing(file, source.size, pointer, max_size * 10**6))
+    try:
+        report = verified(source, finite=True)[0] if not pointer else Verification(file)
+        problems += report.problems
+        for row in report.non_finite or ():
+            what = f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}"
+            problems.append(Problem("non-finite", what))
+        files = () if pointer or report.problems else scan(source.path).files
+        if calls := [call.name for one in files for call in one.calls]:
+            problems.append(Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}"))
+    except CkptoolError as error:
+        problems.append(problem_of(error))
     return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
 
 
@@ -88,16 +97,3 @@ def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Probl
 
 def _track(file: str) -> str:
     return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
-
-
-def _contents(source: Source) -> Iterator[Problem]:
-    try:
-        report, _ = verified(source, finite=True)
-        yield from report.problems
-        for row in report.non_finite or ():
-            yield Problem("non-finite", f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}")
-        calls = [] if report.problems else [call.name for one in scan(source.path).files for call in one.calls]
-        if calls:
-            yield Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}")
-    except CkptoolError as error:
-        yield problem_of(error)

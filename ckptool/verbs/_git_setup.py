@@ -29,10 +29,8 @@ _OURS = b" diff=ckptool"
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GitSetup(Report):
     """Changes to git's configuration and to a file of attributes.
-
     commands: those that change the configuration, as argv.  attributes: the file.  patterns: that were put in it,
-    or taken out of it.  removed: this was the way back.  dry_run: nothing was changed.
-    """
+    or taken out of it.  removed: this was the way back.  dry_run: nothing was changed."""
 
     schema = "git-setup/2"
 

@@ -41,9 +41,7 @@ def _size_of(item: str | Pair) -> int:
 
 def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """What a verb gives for a list of files, in Python: the report of each, or its error.
-
-    options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`.
-    """
+    options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
     if arguments or options.get("out") is not None:
         what = f"{function.__name__} was given several files and one output"
         raise UsageError(what, "An output names a single file.", f"Into a folder: {arg(folder=DIR)}")

@@ -6,15 +6,23 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptool.checkpoint import workers
+from ckptool.checkpoint import Checkpoint, workers
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
-from ckptool.errors import UsageError
-from ckptool.formats import CheckpointLike, PathLike, split
+from ckptool.errors import LimitExceeded, MissingExtra, UsageError
+from ckptool.formats import CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
+
+if TYPE_CHECKING:
+    from ckptool.analysis.targets import Target
+    from ckptool.training.config import Config as Config
+else:
+    Config = type("Config", (), {})  # pydantic's, which only training needs
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
@@ -37,12 +45,8 @@ Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
-AGAINST = option(
-    "--against TARGET", "The model: a checkpoint, a spec, or your own code as file.py:factory or pkg.module:factory."
-)
-LIKE = option(
-    "--like DIR", "Take config and tokenizer for an output folder from this one, of the same model.", rare=True
-)
+AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as file.py:factory or pkg.module:factory.")
+LIKE = option("--like DIR", "Config and tokenizer for an output folder, from this one of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
@@ -54,12 +58,8 @@ Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
 Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
-Folder = Annotated[
-    PathLike | None, _output("-d --dir DIR", "Write into this folder, under the same names; it is created if needed.")
-]
-InPlace = Annotated[
-    bool, _output("--in-place", "Change the files themselves; killed at any instant, they stay intact.")
-]
+Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; made if needed.")]
+InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed at any time, they stay intact.")]
 Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
 DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
 _CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
@@ -68,10 +68,23 @@ _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
 KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT, rare=True)]
 _CONTAINERS = "Write this container (torch-zip, safetensors, sharded, dcp, npz), whatever the suffix."
 Container = Annotated[str | None, _output("--to CONTAINER", _CONTAINERS)]
-SkipRefused = Annotated[
-    bool, _output("--skip-refused", "If one of several files is refused, write the others. Exit 1.", rare=True)
-]
+SkipRefused = Annotated[bool, _output("--skip-refused", "If a file is refused, write the others. Exit 1.", rare=True)]
 Extract = Annotated[bool, _output("--extract", "Write only the part at the address, changed.", rare=True)]
+
+_FORMS = "text, json, or markdown: for a job summary or a comment."
+
+
+def program_options(
+    *,
+    folder: Folder = None,
+    skip_refused: SkipRefused = False,
+    jobs: Jobs = 1,
+    quiet: Annotated[bool, option("-q --quiet", "Show no progress.")] = False,
+    as_json: Annotated[bool, option("--json", "Print one JSON object.")] = False,
+    as_form: Annotated[Literal["text", "json", "markdown"] | None, option("--format", _FORMS, rare=True)] = None,
+) -> None:
+    """The options of the program: the first three for many files, the next for runs, the last for all."""
+
 
 QUOTE_RULES = (
     "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
@@ -182,3 +195,73 @@ def standard_input() -> str:
         return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
     except (OSError, AttributeError) as problem:
         raise file_problem(OSError(str(problem)), "standard input", "read") from problem
+
+
+MAX_SPEC = 64 << 20  # bytes
+
+
+def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = False) -> Target:
+    """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
+    from ckptool.analysis.targets import is_spec, names_code, of_checkpoint, of_spec  # what no help needs
+    from ckptool.checkpoint.files import Source, open_input
+
+    if not isinstance(target, (str, os.PathLike)):
+        if is_in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
+            from ckptool.bridge.modules import target_of
+
+            return target_of(target, shown(target))
+        opened = open_whole(target, at, part=part)
+        return of_checkpoint(opened.checkpoint, opened.name, opened.at)
+    name = shown(target)
+    path, _ = split(name)
+    if elsewhere := refused_place(path):
+        raise elsewhere
+    if not may_exist(path) and names_code(name):
+        if at is not None:
+            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
+        from ckptool.bridge.modules import target_of_code
+
+        return replace(target_of_code(name), name=name)
+    if not may_exist(path) and "::" not in name and ":" in name:
+        what = f"{name} is neither a file nor a name of your own code"
+        why = "Your own code is file.py:factory or pkg.module:factory."
+        raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
+    if path.endswith(".py") and os.path.isfile(path):
+        what = f"{path} is a Python file; name what in it builds the model"
+        why = "It is a function without arguments, a class, or a module."
+        raise UsageError(what, why, f"For example: {path}:build_model")
+    source = open_input(path) if may_exist(path) else None
+    if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
+        if source.size > MAX_SPEC:
+            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
+        return of_spec(source.read(0, source.size), name)
+    opened = open_whole(target, at, part=part)
+    return of_checkpoint(opened.checkpoint, name, opened.at)
+
+
+Say = Callable[[str], Any]
+Set = Annotated[str | Sequence[str], repeated("--set KEY=VALUE", "Change a key of the configuration: train.steps=300.")]
+Run = Annotated[PathLike, argument("RUN", "The folder of a run.")]
+RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]
+Logged = Annotated[Any, Watched("training")]
+Lines = Annotated[Say | None, Watched("lines")]
+
+
+def check_harness() -> None:
+    """Raises `MissingExtra` where torch or pydantic is not installed."""
+    for name in ("torch", "pydantic"):
+        if find_spec(name) is None:
+            raise MissingExtra(f"training needs {name}, which is not installed", "", "pip install 'ckptool[torch]'")
+
+
+def configuration(config: PathLike | dict[str, Any] | Config, changes: Sequence[str]) -> Config:
+    """A configuration from a file, a dictionary of the same keys, or one that was made; with `KEY=VALUE` changes."""
+    check_harness()
+    from ckptool.training import configfile
+    from ckptool.training.config import Config
+
+    if isinstance(config, Config):
+        config = config.dumped()
+    if isinstance(config, dict):
+        return configfile.changed(config, changes)
+    return configfile.read(os.fspath(config), changes)

@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
-from ckptool import formats
+from ckptool import errors, formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Folder, Input
@@ -23,17 +24,7 @@ from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import (
-    CkptoolError,
-    Conflict,
-    FileProblem,
-    Unsupported,
-    UsageError,
-    VerifyFailed,
-    counted,
-    escaped,
-    listed,
-)
+from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
@@ -81,12 +72,10 @@ def lines_of(rows: Iterable[Row | str]) -> list[str]:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Written(Report):
     """The result of a verb that writes, or would. `how`: `new file`, `in place`, `copy`, `nothing`.
-
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
     made: what the verb gives in place of this report, where nothing was to be written; rows: what it did then, whose
-    lines may read values.  left: notes on what of the original is not in the output.
-    """
+    lines may read values.  left: notes on what of the original is not in the output."""
 
     is_written: ClassVar[bool] = True
 
@@ -163,9 +152,7 @@ SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 @dataclass(frozen=True, slots=True)
 class Change:
     """Where a verb writes, and how.  path: None where none was named.  asked: every option of `SaveInPlace`.
-
-    live: nothing is written: something in memory was given, and so is the result.
-    """
+    live: nothing is written: something in memory was given, and so is the result."""
 
     verb: str
     path: str | None
@@ -195,11 +182,9 @@ class Change:
         beside: ModelFolder | None = None,
     ) -> Written:
         """Writes `changed`. `changes=False`: it is the original, so the output is a copy of the file.
-
         expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
         beside: the files that go into a folder of weights, if not those beside the original.
-        Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises.
-        """
+        Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises."""
         asked, path, source = self.asked, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
         if (path is None) != bool(asked["in_place"]) and not self.live:
@@ -312,7 +297,7 @@ class Change:
             if isinstance(source, Folder):
                 why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
             raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
-        from ckptool.output.append import append_in_place, refuse_links
+        from ckptool.output.durable import append_in_place, refuse_links
 
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
@@ -355,10 +340,8 @@ class Change:
         replaceable: Iterable[str] | None = None,
     ) -> tuple[Note, ...]:
         """Writes a plan under its name, or looks whether that could be done; the notes of that.
-
         A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
-        in a folder of that name, if not those of a checkpoint.
-        """
+        in a folder of that name, if not those of a checkpoint."""
         asked, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
         options: Any = {"overwrite": bool(asked["overwrite"])}
         if asked["make_folder"] and not may_exist(folder or "."):
@@ -384,9 +367,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class FileChange(Change):
     """A file that is being changed. `part`: what the verb acts on.  named: it was named by an address.
-
-    outside: the tree around it, with nothing in its place.  extract: the part is written alone.
-    """
+    outside: the tree around it, with nothing in its place.  extract: the part is written alone."""
 
     original: Checkpoint
     part: Checkpoint
@@ -404,33 +385,27 @@ class FileChange(Change):
         if self.extract:
             changes, changed = True, replace(changed, base=())
         elif base:
-            self._refuse_untied(changed.tree)
+            kept = {*map(id, storages(self.outside))} & {*map(id, storages(self.part.tree))}
+            new = walk(changed.tree) if kept else ()
+            after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in new}
+            for path, node in walk(self.part.tree) if kept else ():
+                tied = {id(part.storage) for part in stored_parts(node)} & kept
+                if tied and not tied.issubset(after.get(path) or tied):
+                    views = ((place, part) for place, other in walk(self.outside) for part in stored_parts(other))
+                    other = address(next((place for place, part in views if id(part.storage) in tied), ()))
+                    name = address((*base, *path))
+                    what = f"{name} shares its storage with {other}, which is not in {address(base)}"
+                    why = "Both would change, or no longer be tied. Nothing was written."
+                    fix = f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}"
+                    raise Conflict(what, why, fix)
             changed = replace(self.original, tree=replaced_at(self.original.tree, base, changed.tree))
         return self.write(self.original, changed, changes=changes, beside=beside)
-
-    def _refuse_untied(self, changed: Any) -> None:
-        kept = set(map(id, storages(self.outside)))
-        if not any(id(storage) in kept for storage in storages(self.part.tree)):
-            return
-        after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walk(changed)}
-        for path, node in walk(self.part.tree):
-            tied = {id(part.storage) for part in stored_parts(node)} & kept
-            if tied and not tied.issubset(after.get(path) or tied):
-                views = ((place, part) for place, other in walk(self.outside) for part in stored_parts(other))
-                other = address(next((place for place, part in views if id(part.storage) in tied), ()))
-                name = address((*self.part.base, *path))
-                what = f"{name} shares its storage with {other}, which is not in {address(self.part.base)}"
-                why = "Both would change, or no longer be tied. Nothing was written."
-                fix = f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}"
-                raise Conflict(what, why, fix)
 
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
     """What is asked of a verb that writes. inputs: what it was given to read.  in_place: it may change a file itself.
-
     Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
-    memory that are to be changed in place, and where an output for them looks like an option.
-    """
+    memory that are to be changed in place, and where an output for them looks like an option."""
     known = (SaveInPlace if in_place else Save).__annotations__
     if unknown := [name for name in options if name not in known]:
         what = f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}"
@@ -502,8 +477,8 @@ def begin_change(
             what = f"{address(part.base)} contains itself"
             raise UsageError(what, "It cannot be changed on its own.", "Change the whole file, without the address.")
         outside = replaced_at(whole.tree, part.base, None)
-    own: Any = {each.name: getattr(change, each.name) for each in fields(change)}
-    return FileChange(**own, original=whole, part=part, named=opened.at is not None, outside=outside, extract=extract)
+    of = change.verb, change.path, change.asked, change.live
+    return FileChange(*of, whole, part, opened.at is not None, outside, extract)
 
 
 def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | Any:
@@ -556,14 +531,11 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
 
 def _files_at(target: str | os.PathLike[str]) -> set[str]:
     """The names of the files in a folder that together are the checkpoint in it; none where it holds none."""
-    if not os.path.isdir(target):
-        return set()
-    try:
-        found = formats.read(target)
-    except CkptoolError:
-        return set()
-    if not isinstance(found.source, Folder):
-        return {os.path.basename(found.source.path)} if found.source else set()
+    found = None
+    with suppress(CkptoolError):
+        found = formats.read(target) if os.path.isdir(target) else None
+    if found is None or not isinstance(found.source, Folder):
+        return {os.path.basename(found.source.path)} if found and found.source else set()
     left = (name for name in found.source.names if re.fullmatch(formats.named(found.container).leftovers, name))
     names = {*found.source.files, *left}
     return names if not any("/" in name for name in names) else set()  # folders are not replaced
@@ -571,9 +543,7 @@ def _files_at(target: str | os.PathLike[str]) -> set[str]:
 
 def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) -> None:
     """Reads an output again, and compares every tensor and entry with what was meant, and data with its checksums.
-
-    Raises `VerifyFailed` where they differ, also where torch cannot find a name that it found in what was meant.
-    """
+    Raises `VerifyFailed` where they differ, also where torch cannot find a name that it found in what was meant."""
     from ckptool.analysis.diff import diff
     from ckptool.analysis.verify import refuse_damaged
 
@@ -591,6 +561,6 @@ def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) ->
         problems += lost
     if problems:
         what = f"{path} did not read back as it was written: {problems[0]}"
-        raise VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")
+        raise errors.VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")
     if checksums:
         refuse_damaged(written)

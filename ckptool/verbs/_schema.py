@@ -87,9 +87,7 @@ class Schema(Report):
     ("ckptool schema error", "what any command prints when it fails"),
 )
 def schema(
-    verb: Annotated[
-        str, argument("[VERB]", "A command, or a schema such as error or ckptool.diff/2. Without it: list all.")
-    ] = "",
+    verb: Annotated[str, argument("[VERB]", "A command or schema: error, ckptool.diff/2. Without it: list all.")] = "",
 ) -> Schema | Schemas:
     """The schema of what `VERB --json` prints, or of one kind of output: `error`, `ckptool.diff/2`.
 
@@ -132,9 +130,6 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
                 verbs.setdefault(kind, []).append(name)
     kinds = sorted(verbs, key=schema_of)
     return {schema_of(kind).partition("/")[0]: (kind, tuple(verbs[kind])) for kind in kinds}
-
-
-# Reflection -----------------------------------------------------------------------------------------------------------
 
 
 def document(kind: Any, used: Json) -> Json:
@@ -186,19 +181,14 @@ def _type(hint: Any, used: Json) -> Json:
         return {"type": "string"}
     if issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": _type(inner[1], used) if inner else {}}
-    if is_dataclass(origin) or hasattr(origin, "_fields"):
-        return _named(origin, used)
+    if is_dataclass(origin) or hasattr(origin, "_fields"):  # a reference to a type, which is added to those used
+        name = schema_of(origin).partition("/")[0] if issubclass(origin, Report) else origin.__name__
+        if name not in used:
+            used[name] = {}  # it may refer to itself
+            is_report = issubclass(origin, Report)
+            used[name] |= document(origin, used) if is_report else _row(origin, used) | {"description": about(origin)}
+        return {"$ref": f"#/$defs/{name}"}
     if issubclass(origin, Enum):
         return {"enum": [each.value for each in origin]}
     items = _type(inner[0], used) if inner and (len(inner) == 1 or inner[1] is ...) else {}
     return {"type": "array", "items": {"type": "string"} if issubclass(origin, tuple) and not inner else items}
-
-
-def _named(kind: type, used: Json) -> Json:
-    """A reference to a type, which is added to those that are used."""
-    is_report = issubclass(kind, Report)
-    name = schema_of(kind).partition("/")[0] if is_report else kind.__name__
-    if name not in used:
-        used[name] = {}  # it may refer to itself
-        used[name] |= document(kind, used) if is_report else _row(kind, used) | {"description": about(kind)}
-    return {"$ref": f"#/$defs/{name}"}

@@ -39,9 +39,7 @@ def average(
     *,
     weights: Annotated[Weights, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers)] = None,
     weight: Annotated[Texts, repeated("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'.")] = (),
-    ema: Annotated[
-        float | None, option("--ema DECAY", "An exponential moving average over the files in order.")
-    ] = None,
+    ema: Annotated[float | None, option("--ema DECAY", "An exponential moving average of the files in order.")] = None,
     method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
     base: Annotated[
         CheckpointLike | None,

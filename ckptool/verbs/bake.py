@@ -114,7 +114,10 @@ def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str
                 first, *others = keys.values()
                 made |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
             else:
-                made |= {key: (_renamed(weight, role, form), node[key]) for role, key in keys.items()}
+                module, dot, name = weight.rpartition(".")  # of the old or the new names
+                base = f"{weight}_" if form == "old" else f"{module}{dot}parametrizations.{name}."
+                roles = {"g": "g", "v": "v"} if form == "old" else {"g": "original0", "v": "original1"}
+                made |= {key: (base + roles[role], node[key]) for role, key in keys.items()}
     tree = same_kind(node, {})
     for key, value in node.items():
         if (item := made.get(key, (key, value)) if type(key) is str else (key, value)) is None:
@@ -124,14 +127,6 @@ def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str
             raise Conflict(what, "One of the two would be lost.")
         tree[item[0]] = item[1]
     return tree, folded, left
-
-
-def _renamed(weight: str, role: str, form: str) -> str:
-    """The key of a part of weight norm by the old or the new names."""
-    if form == "old":
-        return f"{weight}_{role}"
-    module, dot, name = weight.rpartition(".")
-    return f"{module}{dot}parametrizations.{name}.{'original0' if role == 'g' else 'original1'}"
 
 
 def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from ckptool.analysis.diff import aspect_rows, diff_of_parts, entry_rows
 from ckptool.analysis.inspect import STATISTICS, Listing, TensorRow, listing, summary_of, with_statistics
 from ckptool.analysis.outline import DEEPEST, Branch
-from ckptool.analysis.statistics import values_of
+from ckptool.analysis.values import values_of
 from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged

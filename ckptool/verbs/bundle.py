@@ -15,30 +15,9 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
 from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import (
-    CheckpointLike,
-    PathLike,
-    bundle_json,
-    counting_whole,
-    is_in_memory,
-    marks,
-    open_whole,
-    shown,
-    split,
-)
+from ckptool.formats import CheckpointLike, PathLike, bundle_json, marks, open_whole, shown, split
 from ckptool.formats.in_memory import checkpoint_in_memory, together
-from ckptool.transforms.bundles import (
-    bundled,
-    changed,
-    check_names,
-    container_of,
-    lines_of,
-    members_of,
-    one_thing,
-    refuse_container,
-    table,
-    tied_again,
-)
+from ckptool.transforms import bundles
 from ckptool.verbs._options import IsPart, Out, Texts, assignment, pairs
 from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
@@ -67,7 +46,7 @@ def _words(
         name, _, file = word.partition("=")
         if not (name and file):
             raise UsageError(f"{word!r} names no member", "Write NAME=FILE or NAME:=JSON.", _EXAMPLE)
-        check_names([name.removesuffix(":")], [*files, *values])
+        bundles.check_names([name.removesuffix(":")], [*files, *values])
         if name.endswith(":"):
             values[name[:-1]] = assignment(word)[1]
         elif not os.path.lexists(split(file)[0]) and assignment(word)[1] != file:
@@ -117,34 +96,39 @@ def bundle(
     if from_folder is not None:
         parts = _of_folder(from_folder, part)
     else:
-        empty = _Members(Checkpoint({}, formats.DEFAULT), part)
-        parts = empty if file is None else _of_bundle(file, part)
-    parts.checkpoint = replace(parts.checkpoint, tree=changed(parts.checkpoint.tree, several(drop), rename))
+        path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
+        if at is not None and file is not None:
+            what, take = f"{shown(file)} is a part of a file", command("bundle", members={"NAME": shown(file)}, out=OUT)
+            raise UsageError(what, "A bundle is changed as a whole.", f"Take the part as a member: {take}")
+        whole = Checkpoint({}, formats.DEFAULT) if path is None else open_whole(path, part=part).checkpoint
+        parts = _Members(whole, part)
+        if file is not None:
+            parts.checkpoint = replace(whole, tree=bundles.members_of(whole))
+            refuse_extras(whole, formats.by_name(formats.DEFAULT))
+    parts.checkpoint = replace(parts.checkpoint, tree=bundles.changed(parts.checkpoint.tree, several(drop), rename))
     parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)
     if not parts.checkpoint.tree or (file is not None and not (drop or rename or members or values)):
         what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)
-    container = change.format(container_of(parts.checkpoint))
-    refuse_container("a bundle cannot be", container.name, f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}")
-    made = replace(
-        parts.checkpoint,
-        tree=bundled(parts.checkpoint.tree, parts.original.tree, live=change.live),
-        container=container.name,
-        source=parts.original.source,
-        # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps
-        # what is there.
-        origin=parts.original.origin if change.asked["in_place"] else None,
-        tensors_only=False,
+    container = change.format(bundles.container_of(parts.checkpoint))
+    bundles.refuse_container(
+        "a bundle cannot be", container.name, f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}"
     )
-    if one := one_thing(made):
+    tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
+    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
+    # there.
+    origin = parts.original.origin if change.asked["in_place"] else None
+    made = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
+    made = replace(made, container=container.name)
+    if one := bundles.one_thing(made):
         what, why = f"these members together would be {one}", "It could not be told apart. Nothing was written."
         raise Conflict(what, why, "Give a member that is a dictionary of tensors, or save these as one: ckptool.save")
     written = change.write(together(parts.original, parts.memories), made, inputs=parts.inputs)
     if drop and written.how == "in place":
         message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"
         parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
-    rows = table(made.tree, parts.origins)
-    return written.about(counted(len(rows), "member"), Row("members", rows, lines_of(rows)), notes=parts.notes)
+    rows = bundles.table(made.tree, parts.origins)
+    return written.about(counted(len(rows), "member"), Row("members", rows, bundles.lines_of(rows)), notes=parts.notes)
 
 
 class _Members:
@@ -163,10 +147,9 @@ class _Members:
         self.readings: dict[str | int, list[tuple[Checkpoint, list[Path]]]] = {}
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
-        check_names([*files, *values], self.checkpoint.tree)
-        live = {
-            name: given for name, given in files.items() if is_in_memory(given) and not isinstance(given, Checkpoint)
-        }
+        bundles.check_names([*files, *values], self.checkpoint.tree)
+        held = ((name, given) for name, given in files.items() if not isinstance(given, Checkpoint))
+        live = {name: given for name, given in held if formats.is_in_memory(given)}
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
@@ -183,12 +166,9 @@ class _Members:
             said = listed(left, 3)
             self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {said}"))
         before = self.checkpoint.metadata
-        self.checkpoint = replace(
-            self.checkpoint,
-            tree={**self.checkpoint.tree, name: part.tree},
-            metadata={**before, **marks.recovered(part.metadata, to=(name,), before=before)},
-            discarded=(*self.checkpoint.discarded, *part.discarded),
-        )
+        metadata = {**before, **marks.recovered(part.metadata, to=(name,), before=before)}
+        tree, discarded = {**self.checkpoint.tree, name: part.tree}, (*self.checkpoint.discarded, *part.discarded)
+        self.checkpoint = replace(self.checkpoint, tree=tree, metadata=metadata, discarded=discarded)
 
     def _taken(self, file: CheckpointLike) -> Checkpoint:
         """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
@@ -211,25 +191,12 @@ class _Members:
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
-def _of_bundle(file: CheckpointLike, part: bool) -> _Members:
-    """The members of a bundle that is changed."""
-    path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
-    if at is not None:
-        take = command("bundle", members={"NAME": shown(file)}, out=OUT)
-        what = f"{shown(file)} is a part of a file"
-        raise UsageError(what, "A bundle is changed as a whole.", f"Take the part as a member: {take}")
-    parts = _Members(open_whole(path, part=part).checkpoint, part)
-    parts.checkpoint = replace(parts.original, tree=members_of(parts.original))
-    refuse_extras(parts.original, formats.by_name(formats.DEFAULT))
-    return parts
-
-
-@counting_whole()
+@formats.counting_whole()
 def _of_folder(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)
     record = bundle_json.read(folder)
-    check_names(each.name for each in record.parts if each.file)
+    bundles.check_names(each.name for each in record.parts if each.file)
     parts = _Members(Checkpoint(OrderedDict() if record.ordered else {}, record.container), part)
     for each in record.parts:
         if each.file:
@@ -237,6 +204,6 @@ def _of_folder(path: PathLike, part: bool) -> _Members:
         else:
             parts.checkpoint = replace(parts.checkpoint, tree={**parts.checkpoint.tree, each.name: each.value})
     parts.inputs.append(folder)
-    tree = tied_again(bundled(parts.checkpoint.tree), record.ties)
+    tree = bundles.tied_again(bundles.bundled(parts.checkpoint.tree), record.ties)
     parts.checkpoint = replace(parts.checkpoint, tree=tree)
     return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.facts import size
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
+from ckptool.transforms.casting import cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
@@ -76,15 +75,15 @@ def cast(
     dry_run = bool(change.asked["dry_run"])
     rows: list[Row | str] = []
     if weights:
-        facts: list[dict[str, Any]] = [
+        made: list[dict[str, Any]] = [
             {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
             for name, weight in weights.weights
         ]
-        shown = facts if dry_run else facts[:SHOWN]
+        shown = made if dry_run else made[:SHOWN]
         lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in shown]
-        if left := len(facts) - len(shown):
+        if left := len(made) - len(shown):
             lines.append(f"… and {counted(left, 'weight')} more ({arg(dry_run=True)} shows all)")
-        rows.append(Row("dequantized", facts, lines))
+        rows.append(Row("dequantized", made, lines))
         rows.append(Row.named("left_out", weights.left_out, "left out, of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
@@ -94,40 +93,28 @@ def cast(
         kept = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {kept} left as before; any others are {target.name} already"
     tallies = ({"storage_of": name, "from": dtype.name, **asdict(tally)} for name, dtype, tally in plan.tallies)
-    lossy = [each for each in tallies if each["changed"]]
-    rows += [
-        Row("lossy", lossy, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()),
-        Row(
-            "skipped",
-            [{"path": name, "kind": kind} for name, kind in plan.skipped],
-            [f"{name} left as it is ({kind})" for name, kind in plan.skipped],
-        ),
-    ]
+    facts = [each for each in tallies if each["changed"]]
+    lossy = sorted((each for each in plan.tallies if each[2].changed), key=lambda each: -each[2].max_abs_error)
+    lost = list[str]()  # what the cast lost, if its values were read; beside weights that it computed, if anything
+    if lossy:
+        lost = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
+        for name, kind, tally in lossy[:3]:
+            rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
+            lost.append(f"  {name} ({kind.name}): {rounded}")
+        for word, what in (("became infinite or NaN", "overflowed"), ("became zero", "underflowed")):
+            count = sum(getattr(tally, what) for _, _, tally in lossy)
+            lost += [f"{counted(count, 'value')} {word}"] if count else []
+    elif not weights and (not plan.bytes_before or any(tally.elements for *_, tally in plan.tallies)):
+        lost = ["no value was changed"]
+    skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
+    rows.append(Row("lossy", facts, lost if plan.tensors and not dry_run else ()))
+    rows.append(Row("skipped", skipped, [f"{name} left as it is ({kind})" for name, kind in plan.skipped]))
     if weights:
         summary = f"{counted(len(weights.weights), 'quantized weight')} computed as {target.name}" + (
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:
-            rows.append(
-                f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) it does not"
-            )
+            elsewhere = f"in a folder ({arg(out='DIR/')}) it does not"
+            rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
-
-
-def _losses(plan: Cast, computed: bool) -> Iterator[str]:
-    """What the cast lost, if its values were read. computed: it also computed weights, and the others may be exact."""
-    lossy = sorted((fact for fact in plan.tallies if fact[2].changed), key=lambda fact: -fact[2].max_abs_error)
-    if not lossy:
-        was_read = not plan.bytes_before or any(tally.elements for *_, tally in plan.tallies)
-        yield from ["no value was changed"] if was_read and not computed else []
-        return
-    yield f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"
-    for name, dtype, tally in lossy[:3]:
-        rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
-        yield f"  {name} ({dtype.name}): {rounded}"
-    for word, count in (
-        ("became infinite or NaN", sum(tally.overflowed for _, _, tally in lossy)),
-        ("became zero", sum(tally.underflowed for _, _, tally in lossy)),
-    ):
-        yield from [f"{counted(count, 'value')} {word}"] if count else []

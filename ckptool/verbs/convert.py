@@ -8,6 +8,7 @@ from dataclasses import replace
 from glob import escape
 from typing import Annotated, Any, Literal
 
+from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
@@ -17,38 +18,13 @@ from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
-from ckptool.formats import (
-    DCP,
-    SHARDED,
-    CheckpointLike,
-    Format,
-    Opened,
-    PathLike,
-    by_name,
-    for_output,
-    is_in_memory,
-    members,
-    open_whole,
-    shown,
-    split,
-)
-from ckptool.formats.model_folder import ModelFolder, model_folder
+from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
+from ckptool.formats.model_folder import model_folder
 from ckptool.formats.sharded import divided
 from ckptool.formats.whole_tree import pack
 from ckptool.pickles.weights_only import weights_only as plain_values
-from ckptool.transforms.flatten import (
-    around,
-    droppable,
-    export,
-    left_behind,
-    lost_tensors,
-    lost_ties,
-    refuse_lost,
-    refuse_packed,
-    siblings,
-    transient,
-)
-from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size
+from ckptool.transforms import flatten
+from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
 Ties = Literal["record", "copy"]
@@ -72,9 +48,7 @@ def convert(
     all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = (),
     exclude: Exclude = (),
-    ties: Annotated[
-        Ties, option("--ties", "Tied tensors: stored once and recorded, or copied for each name.")
-    ] = "record",
+    ties: Annotated[Ties, option("--ties", "Tied tensors: stored once, recorded; or copied for each name.")] = "record",
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
     ] = False,
@@ -118,10 +92,10 @@ def convert(
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
-    if out is None and not is_in_memory(file):
+    if out is None and not formats.is_in_memory(file):
         fix = f"For example: {arg(out='model.safetensors')}"
         raise UsageError("convert needs an output", "It writes a new file.", fix)
-    if out is not None and os.path.isdir(out) and for_output(out, SHARDED).writes_folder:
+    if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
@@ -150,7 +124,6 @@ def convert(
             fix = f"For example: {arg(out='checkpoint.pt')}; or {arg(all=True)}"
             raise UsageError(what, "Nothing of the optimizer would be written.", fix)
         from ckptool.transforms.optimizers import with_optimizers
-        from ckptool.verbs._target import find_target
 
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
@@ -174,17 +147,27 @@ def convert(
     else:
         copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
-    behind += unsaved + siblings(opened.checkpoint.tree, taken.base)
+    behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
     beside = None
     if container.tensors_only and container.writes_folder:
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
         changed = divided(changed, shard_size, beside.stem)
-        notes += _name_notes(changed.tree, opened.checkpoint, beside, change.path or "")
+        names = [name for name in changed.tree if type(name) is str]
+        prefix = next(filter(None, map(wrappers, names)), "")
+        whole = opened.checkpoint.tree
+        lightning = isinstance(whole, dict) and "pytorch-lightning_version" in whole
+        if lightning and not prefix and len({name.split(".")[0] for name in names}) == 1:
+            prefix = f"{names[0].split('.')[0]}."
+        if prefix and beside.library:  # which would not find its weights
+            path = (change.path or "").rstrip("/")
+            fixed = command("strip-module", path, prefix=prefix if lightning else "", out=f"{path}-bare/")
+            message = f"{beside.library} does not find names that begin with {prefix}"
+            notes += (Note("prefix-module", message, fixed),)
     if ranks is not None:
         from ckptool.formats.dcp.save_plan import RankDivision
 
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
-    left = left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
+    left = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
     saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
         described = f"flat parameters are divided by the order and shapes in {shown(against)}"
@@ -210,7 +193,6 @@ def _opened(
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.layouts.rank_files import of_flat_parameters
-    from ckptool.verbs._target import find_target
 
     path, place = split(file)
     target = find_target(against)
@@ -228,25 +210,11 @@ _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="mode
 def _only(name: str, change: Change, option: Command) -> Change:
     """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
     another."""
-    container, wanted = change.format(name), by_name(name)
+    container, wanted = change.format(name), formats.by_name(name)
     if not container.writes_folder or container.tensors_only != wanted.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
         raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")
     return change.into(container.name)
-
-
-def _name_notes(tree: Any, original: Checkpoint, beside: ModelFolder, path: str) -> tuple[Note, ...]:
-    """The note on a wrapper's prefix, with which the model's library would not find its weights."""
-    names = [name for name in tree if type(name) is str]
-    prefix = next(filter(None, map(wrappers, names)), "")
-    lightning = isinstance(original.tree, dict) and "pytorch-lightning_version" in original.tree
-    if lightning and not prefix and len({name.split(".")[0] for name in names}) == 1:
-        prefix = f"{names[0].split('.')[0]}."
-    if not prefix or not beside.library:
-        return ()
-    path = path.rstrip("/")
-    fix = command("strip-module", path, prefix=prefix if lightning else "", out=f"{path}-bare/")
-    return (Note("prefix-module", f"{beside.library} does not find names that begin with {prefix}", fix),)
 
 
 def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
@@ -255,16 +223,16 @@ def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str
     if plain.checkpoint.tree is None and part.tree is not None:
         what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
         raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")
-    lost = lost_tensors(part.tree, plain.checkpoint.tree)
-    places = dict.fromkeys(droppable(part.tree, place) for place, _ in lost)
+    lost = flatten.lost_tensors(part.tree, plain.checkpoint.tree)
+    places = dict.fromkeys(flatten.droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
     fix = "Write the weights of one model alone, by its address: FILE#ADDRESS"
     if 0 < len(patterns) <= MANY_LOST:
         fix = f"Leave them out first: {command('edit', path, drop=patterns, out=OUT)}"
-    refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
+    flatten.refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
     lines = [f"converted {place or 'the whole file'}: {word}" for place, word in plain.converted]
     lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
-    return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in transient(part.tree)]
+    return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in flatten.transient(part.tree)]
 
 
 Outcome = tuple[Checkpoint, str, list[str], tuple[Note, ...]]
@@ -280,10 +248,12 @@ def _to_tensors(
     else:
         root, remark = one_state_dict(part, "" if named else None)
     metadata = container.keeps_metadata
-    made = export(part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=metadata)
+    made = flatten.export(
+        part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=metadata
+    )
     of = f" of {root.address}" if root.address else ""
     summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
-    notes = made.notes if container.keeps_ties else (*made.notes, *lost_ties(root.node, made, container.name))
+    notes = made.notes if container.keeps_ties else (*made.notes, *flatten.lost_ties(root.node, made, container.name))
     return made.checkpoint, summary, list(made.left_behind), notes
 
 
@@ -306,8 +276,8 @@ def _to_pickle(
     root, _ = one_state_dict(part, "" if named else None)
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     behind = [address((*root.base, *root.path, key)) for key in root.node if key not in keys]
-    refuse_packed(part, root)
-    behind += around(part, root)
+    flatten.refuse_packed(part, root)
+    behind += flatten.around(part, root)
     if module or weights_only:
         what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"

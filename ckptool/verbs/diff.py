@@ -23,15 +23,11 @@ def diff(
     right: Annotated[CheckpointLike, argument("B", "Another.")],
     *,
     atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", least=0)] = 0.0,
-    rtol: Annotated[
-        float, option("--rtol X", "Relative tolerance: the same, as a share of the value in B.", least=0)
-    ] = 0.0,
+    rtol: Annotated[float, option("--rtol X", "Relative tolerance: as a share of the value in B.", least=0)] = 0.0,
     ignore: Annotated[str | Collection[str], repeated("--ignore KIND", _KINDS)] = (),
     stat: bool = True,
     only: Annotated[Texts, repeated("--only PATTERN", "Compare only what matches; read nothing else.")] = (),
-    strict: Annotated[
-        bool, option("--strict", "Count another order of keys, or another _metadata, as a difference too.")
-    ] = False,
+    strict: Annotated[bool, option("--strict", "Count another order of keys, and another _metadata, too.")] = False,
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 

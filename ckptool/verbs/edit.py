@@ -61,20 +61,18 @@ def edit(
     named, given = ([f"{above}/{place}" if above else place for place in places] for places in (values, arrays))
     words = (("dropped", dropped), ("set", named), ("replaced", given))
     summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
+    lines = []
+    for place, value in list(values.items())[:9]:
+        try:
+            lines.append(f"{place}: {entry_text(find(change.part.tree, place)[1])} → {entry_text(value)}")
+        except MissingKey:
+            lines.append(f"{place}: {entry_text(value)}, a new entry")
     return change.save(replace(change.part, tree=tree)).about(
         summary,
         Row.named("dropped", dropped, "dropped"),
-        Row("set", named, [_set(change.part.tree, *item) for item in list(values.items())[:9]]),
+        Row("set", named, lines),
         Row.named("replaced", given, "new values for"),
     )
-
-
-def _set(tree: Any, place: str, value: Any) -> str:
-    """What a value that was set stands in the place of."""
-    try:
-        return f"{place}: {entry_text(find(tree, place)[1])} → {entry_text(value)}"
-    except MissingKey:
-        return f"{place}: {entry_text(value)}, a new entry"
 
 
 def _array(place: str, given: Any) -> Any:

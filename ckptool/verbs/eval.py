@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from ckptool.commands import option, several, verb
 from ckptool.training.reports import Evaluated
-from ckptool.verbs._training import Folder, Set, check_harness
+from ckptool.verbs._options import Run, Set, check_harness
 
 
 @verb(
@@ -15,13 +15,11 @@ from ckptool.verbs._training import Folder, Set, check_harness
     ("ckptool eval runs/basic --checkpoint 400 --on test", "another, on data.test"),
 )
 def eval(
-    run: Folder,
+    run: Run,
     set: Set = (),
     *,
     checkpoint: Annotated[str | int | None, option("--checkpoint STEP", "A step, best (default) or newest.")] = None,
-    on: Annotated[
-        Literal["val", "test"], option("--on", "Evaluate on data.val (or what is held out), or on data.test.")
-    ] = "val",
+    on: Annotated[Literal["val", "test"], option("--on", "data.val (or what is held out), or data.test.")] = "val",
 ) -> Evaluated:
     """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
 

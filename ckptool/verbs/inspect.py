@@ -50,7 +50,7 @@ def inspect(
     found = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
     if not stats:
         return with_statistics(found, {}, opened.path)
-    from ckptool.analysis.statistics import statistics  # with numpy, which no other listing needs
+    from ckptool.analysis.values import statistics  # with numpy, which no other listing needs
 
     plain = {row.address: row.tensor for row in found.tensors if not isinstance(row.tensor, Composite)}
     entries = {place: entry for place, entry in plain.items() if entry.dtype.kind != "bits" and entry.numel}

@@ -1,13 +1,26 @@
-"""`ckptool.load`: what `torch.load` would give, without running the file."""
+"""`ckptool.open`: a checkpoint, not loaded; `ckptool.load`: what `torch.load` would give, without running the file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.graph import no_collection
 from ckptool.errors import Corrupt, UsageError, listed
-from ckptool.formats import CheckpointLike, open_whole
+from ckptool.formats import CheckpointLike, open_file, open_whole
+
+
+def open(file: CheckpointLike) -> Checkpoint:
+    """Opens `FILE`, or `FILE#address`, whose part is the tree. Reads tables, no tensor data; runs nothing of the file.
+
+    Of a dictionary or a module in memory, its tensors as entries, none of them copied.
+
+        >>> ckptool.open("model.pt")["state_dict"]["fc.weight"].numpy()
+
+    Raises a `CkptoolError` for what is missing, damaged, ambiguous or no checkpoint.
+    """
+    return open_file(file).taken
 
 
 def load(

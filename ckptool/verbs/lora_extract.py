@@ -54,18 +54,9 @@ def lora_extract(
     nodes = [each if len(each) == len(node) else node for each, node in zip(bare, nodes, strict=True)]
     first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
-    made, facts, clamped = extract(
-        first.tree,
-        second.tree,
-        names=names,
-        odd=second.odd,
-        rank=rank,
-        dtype=target,
-        energy=energy,
-        ties=second.ties,
-        only=several(only),
-        exclude=several(exclude),
-    )
+    chosen: Any = {"only": several(only), "exclude": several(exclude), "odd": second.odd, "ties": second.ties}
+    trees = first.tree, second.tree
+    made, facts, clamped = extract(*trees, names=names, rank=rank, dtype=target, energy=energy, **chosen)
     ranks = list(facts["ranks"].values())
     span = f"{min(ranks):,}" if min(ranks) == max(ranks) else f"{min(ranks):,} to {max(ranks):,}"
     unchanged = counted(facts["unchanged"], "tensor")

@@ -8,8 +8,7 @@ from ckptool.commands import repeated, several, verb
 from ckptool.formats import refuse_address
 from ckptool.training.reports import RunHistory, history_of
 from ckptool.training.run_folder import folder_of
-from ckptool.verbs._options import Texts
-from ckptool.verbs._training import RunFolder
+from ckptool.verbs._options import RunFolder, Texts
 
 
 @verb(("ckptool plot runs/basic", "its curves"), ("ckptool plot runs/basic --only 'val_*'", "some of them"))

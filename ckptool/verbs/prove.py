@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
+from ckptool.formats import PathLike
 from ckptool.training.reports import Proof
-from ckptool.verbs._training import Config, PathLike, Say, Set, configuration
+from ckptool.verbs._options import Config, Say, Set, configuration
 
 _WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
 

@@ -10,7 +10,7 @@ from ckptool.commands import option, several, verb
 from ckptool.errors import counted
 from ckptool.facts import Bytes, Report, Table, Told, bold, size
 from ckptool.formats import refuse_address
-from ckptool.verbs._training import RunFolder, Set, check_harness
+from ckptool.verbs._options import RunFolder, Set, check_harness
 
 
 class Gone(NamedTuple):

@@ -57,13 +57,11 @@ class NotFilled(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Recovery(Report):
     """The parts of a damaged file that were written to `output`, and those that were not.
-
     damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
     tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of
     records.
     lost: tensors that are not in the output.  dropped: what had to go along with them.
-    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing.
-    """
+    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing."""
 
     schema = "recovery/2"
     verdict = "complete"
@@ -139,9 +137,7 @@ class Recovery(Report):
 
 @verb(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
-    file: Annotated[
-        CheckpointLike, argument("FILE", "A truncated or damaged checkpoint; the whole file, not FILE#ADDRESS.")
-    ],
+    file: Annotated[CheckpointLike, argument("FILE", "A cut or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
     out: Out = None,
     *,
     fill_from: Annotated[CheckpointLike | None, option("--fill-from OTHER", _FILL)] = None,
@@ -197,19 +193,14 @@ def recover(
     gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
     return Recovery(
         damage=damage.what if damage is not None else "",
-        how=done.how,
         tensors=None if done.raw or done.unlisted else count,
         back=0 if done.raw else count - gone,
-        records=done.records,
-        whole=done.whole,
         lost=tuple(lost),
         dropped=tuple(found.dropped),
         filled=tuple(found.filled),
         filled_from="" if there is None else there.path,
         refused=tuple(found.refused),
-        lost_records=done.lost_records,
-        proven=done.proven,
-        raw=done.raw,
+        **{name: getattr(done, name) for name in ("how", "records", "whole", "lost_records", "proven", "raw")},
         file=source.path,
         output=target,
         container=container.name,
@@ -227,7 +218,7 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
     except (FileProblem, LimitExceeded, UsageError):
         raise  # what is whole could not be read, either
     except CkptoolError as error:
-        damage = error
+        damage = error.with_traceback(None)  # which would keep all frames, and what they hold
     return salvage(source, damage), damage
 
 

@@ -45,9 +45,8 @@ def remap(
     """
     out, to = out_first(out, to)
     if to is None and not moves:
-        raise UsageError(
-            "remap needs a device", "", f"For example: {arg(to='cpu')}, or {arg(moves={'cuda:1': 'cuda:0'})}"
-        )
+        fix = f"For example: {arg(to='cpu')}, or {arg(moves={'cuda:1': 'cuda:0'})}"
+        raise UsageError("remap needs a device", "", fix)
     change = begin_change("remap", file, out, at, options)
     moved, present, changes = remapped(change.part, to, moves)
     changed, total = sum(count for *_, count in changes), present.total()

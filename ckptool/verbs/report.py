@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from math import sqrt
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 from ckptool.analysis.diff import Diff, diff_of_parts
 from ckptool.analysis.findings import Diagnosis
 from ckptool.analysis.inspect import Listing, listing, with_statistics
-from ckptool.analysis.statistics import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
+from ckptool.analysis.values import MOST_THUMBNAILS, TensorPicture, Values, detail, values_of
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
@@ -29,7 +30,7 @@ from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, 
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run
 from ckptool.training.reports import GOOD, RunHistory, RunReport, history_of
-from ckptool.verbs._options import AGAINST, Out, Overwrite
+from ckptool.verbs._options import AGAINST, Out, Overwrite, find_target
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
@@ -52,9 +53,7 @@ Weights = dict[str, TensorEntry]
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
     """Tensors whose values are conspicuous. kind: `nan`, `inf`, `all-zero`, `constant`, `dead-rows`, `norm`.
-
-    rule: the condition with its threshold, as a person reads it.  details: what was found, for each address.
-    """
+    rule: the condition with its threshold, as a person reads it.  details: what was found, for each address."""
 
     kind: str
     rule: str
@@ -64,10 +63,8 @@ class HealthFinding:
 @dataclass(frozen=True, slots=True)
 class Health:
     """What the values show, judged by rules that are all named.
-
     rules: of every check, also of those that found nothing.
-    read: tensors whose values were read, of `tensors`; why the others were not, by address, in `skipped`.
-    """
+    read: tensors whose values were read, of `tensors`; why the others were not, by address, in `skipped`."""
 
     tensors: int
     read: int
@@ -79,10 +76,8 @@ class Health:
 @dataclass(frozen=True, slots=True, eq=False)
 class NormsOverTime:
     """The norm of each layer of a run's weights at each of its checkpoints that could be read, and its movement.
-
     steps: of the checkpoints.  norms: layer -> its norm at each step.  moved: layer -> the norm of its change since the
-    checkpoint before, as a share of its norm there; one fewer.  unread: step -> why a checkpoint was left out.
-    """
+    checkpoint before, as a share of its norm there; one fewer.  unread: step -> why a checkpoint was left out."""
 
     steps: tuple[int, ...]
     norms: dict[str, tuple[float, ...]]
@@ -93,9 +88,7 @@ class NormsOverTime:
 @dataclass(frozen=True, slots=True, eq=False)
 class FileReport:
     """One checkpoint: what `inspect --stats` and `doctor` say of it, and its values in pictures, by address.
-
-    inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty.
-    """
+    inspection: None for a file that could not be opened; then the diagnosis says why, and everything else is empty."""
 
     inspection: Listing | None
     diagnosis: Diagnosis
@@ -106,11 +99,9 @@ class FileReport:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckpointReport(Report):
     """A page about one checkpoint or two. diff: of the two.  fit: of the first, against the model that was named.
-
     run: the run's checkpoints; history: its curves and events; norms: its layers over time.
     out: where the page was written, with its size in bytes; empty where it was not.
-    notes: on the page as a file.  compared: the parts of the two that `diff` is about.
-    """
+    notes: on the page as a file.  compared: the parts of the two that `diff` is about."""
 
     schema = "report/2"
 
@@ -158,9 +149,7 @@ class CheckpointReport(Report):
     ("ckptool report model.pt other.pt -o changes.html", "what changed between the two"),
 )
 def report(
-    file: Annotated[
-        CheckpointLike, argument("FILE", "A checkpoint, or FILE#ADDRESS for a part of one; or the folder of a run.")
-    ],
+    file: Annotated[CheckpointLike, argument("FILE", "A checkpoint, FILE#ADDRESS for a part, or a run's folder.")],
     other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another, which is compared with the first.")] = None,
     *,
     run: Annotated[PathLike | None, option("--run RUN", "Show the checkpoints and curves of this run too.")] = None,
@@ -175,8 +164,7 @@ def report(
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
     from ckptool.training.run_folder import inspect_run
-    from ckptool.verbs._diagnosis import of_opened  # what only the work needs, and not the help
-    from ckptool.verbs._target import find_target
+    from ckptool.verbs._diagnosis import of_opened, of_unopened  # what only the work needs, and not the help
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
@@ -190,11 +178,39 @@ def report(
         file = newest
     target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
-        _check_output(os.fspath(out), (given, other, run, against), overwrite)
-    files = [_opened(each) for each in ([file] if other is None else [file, other])]
+        page = os.fspath(out)
+        for source in (given, other, run, against):  # a page never replaces what it is about
+            path = split(source)[0] if isinstance(source, (str, os.PathLike)) else ""
+            for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
+                if place and os.path.exists(place) and os.path.exists(page) and os.path.samefile(place, page):
+                    what = f"{page} is an input of the report"
+                    raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
+        if overwrite and os.path.isfile(page) and not os.path.realpath(page).lower().endswith((".html", ".htm")):
+            what = f"{page} is not a page"  # but a shard of an index, a rank beside another, …
+            raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
+        check_target(page, overwrite=overwrite)
+    files = list[Opened | FileReport]()  # opened; or the diagnosis of one that cannot be
+    for each in [file] if other is None else [file, other]:
+        try:
+            opening = open_file(each)
+        except UsageError:
+            raise
+        except CkptoolError as problem:
+            path = shown(each) if isinstance(each, (str, os.PathLike)) else ""
+            files.append(FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ())))
+            continue
+        _ = opening.taken  # nothing may be at the address
+        files.append(opening)
     opened = [each for each in files if isinstance(each, Opened)]
     with unchanged(*(each.checkpoint.source for each in opened)):
-        diff, compared = _changes(opened, (file, other)) if len(opened) == 2 else (None, ())
+        diff, compared = None, tuple[Checkpoint, ...]()
+        if len(opened) == 2:  # a part by the name that it was given, as that depends on it
+            pairs = zip(opened, (file, other), strict=True)
+            both: Any = [one.checkpoint if one.at is None else named for one, named in pairs]
+            diff, compared = diff_of_parts(*both)
+            with suppress(Conflict):  # a name is there with the prefix and without it
+                if diff.differs_by_prefix():
+                    diff, compared = diff_of_parts(*both, ignore="prefix")
         found = CheckpointReport(
             tuple(each if isinstance(each, FileReport) else _file_report(each, len(files)) for each in files),
             diff,
@@ -211,43 +227,12 @@ def report(
     return replace(found, out=os.fspath(out), bytes=len(content), notes=notes)
 
 
-def _check_output(out: str, inputs: Iterable[object], overwrite: bool) -> None:
-    """Raises where the page cannot be written, before anything is read: it never replaces what it is about."""
-    for given in inputs:
-        path = split(given)[0] if isinstance(given, (str, os.PathLike)) else ""
-        for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
-            if place and os.path.exists(place) and os.path.exists(out) and os.path.samefile(place, out):
-                what = f"{out} is an input of the report"
-                raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
-    if overwrite and os.path.isfile(out) and not os.path.realpath(out).lower().endswith((".html", ".htm")):
-        what = f"{out} is not a page"  # but a shard of an index, a rank beside another, …
-        raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
-    check_target(out, overwrite=overwrite)
-
-
 # Files ----------------------------------------------------------------------------------------------------------------
-
-
-def _opened(file: CheckpointLike) -> Opened | FileReport:
-    """A file, opened; the diagnosis of one that cannot be."""
-    try:
-        opened = open_file(file)
-    except UsageError:
-        raise
-    except CkptoolError as problem:
-        from ckptool.verbs._diagnosis import of_unopened
-
-        path = shown(file) if isinstance(file, (str, os.PathLike)) else ""
-        return FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ()))
-    _ = opened.taken  # nothing may be at the address
-    return opened
 
 
 def _file_report(opened: Opened, files: int) -> FileReport:
     """What is in a file. Reads every tensor once; those that are one view of the data together.
-
-    files: on the page; the pictures of all of them have to fit.
-    """
+    files: on the page; the pictures of all of them have to fit."""
     from ckptool.verbs._diagnosis import of_opened
 
     found = listing(opened.checkpoint, opened.at or "")
@@ -323,18 +308,6 @@ def _share(count: int, total: int, word: str = "value") -> str:
     return f"{count:,} of {counted(total, word)}" if count else ""
 
 
-def _changes(opened: Sequence[Opened], files: Sequence[CheckpointLike | None]) -> tuple[Diff, tuple[Checkpoint, ...]]:
-    """The differences of two files, and what was compared; a part by the name that it was given, as that depends on it.
-    Without a wrapper's prefix, where names differ by nothing else."""
-    left, right = (one.checkpoint if one.at is None else file for one, file in zip(opened, files, strict=True))
-    assert left is not None and right is not None
-    found = diff_of_parts(left, right)
-    try:
-        return diff_of_parts(left, right, ignore="prefix") if found[0].differs_by_prefix() else found
-    except Conflict:  # a name is there with the prefix and without it
-        return found
-
-
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
@@ -383,8 +356,13 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
     weights = next(iter(files.values()), {})
     for key, first in over(weights.items(), lambda pair: pair[1].nbytes * len(files)):
         layer, _, name = key.rpartition(".")
-        entries = [weights[key] for weights in files.values() if key in weights and _is_comparable(weights[key], first)]
-        if name.startswith("running_") or len(entries) < len(files):
+        entries = [weights[key] for weights in files.values() if key in weights]
+        alike = [  # as values are read beside those of the first checkpoint: floats, in the same shape
+            each.shape == first.shape and has_numbers(each.dtype) and 0 < each.nbytes <= each.storage.nbytes
+            for each in entries
+            if each.dtype.kind != "complex"
+        ]
+        if first.dtype.kind != "float" or name.startswith("running_") or sum(alike) < len(files):
             continue
         here = squares.setdefault(layer, numpy.zeros(len(files)))
         moved = moves.setdefault(layer, numpy.zeros(len(files) - 1))
@@ -413,14 +391,3 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
         for layer, row in moves.items()
     }
     return NormsOverTime(tuple(files), norms, shares, dict(unread))
-
-
-def _is_comparable(entry: TensorEntry, first: TensorEntry) -> bool:
-    """True for values that are read beside those of the first checkpoint: floats, in the same shape."""
-    return (
-        entry.shape == first.shape
-        and first.dtype.kind == "float"
-        and has_numbers(entry.dtype)
-        and entry.dtype.kind != "complex"
-        and 0 < entry.nbytes <= entry.storage.nbytes
-    )

@@ -6,11 +6,11 @@ import os
 
 from ckptool.commands import several, verb
 from ckptool.training.reports import Outcome
-from ckptool.verbs._training import Folder, Lines, Logged, Set, check_harness
+from ckptool.verbs._options import Lines, Logged, Run, Set, check_harness
 
 
 @verb(("ckptool resume runs/basic", "continue where it was killed"))
-def resume(run: Folder, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
+def resume(run: Run, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
     """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()
     from ckptool.training.start import resume as go_on

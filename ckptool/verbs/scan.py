@@ -33,9 +33,7 @@ def scan(
         argument("PATH", "Folders of checkpoints, or single checkpoints: whole files, not FILE#ADDRESS.", each=True),
     ],
     *,
-    latest_only: Annotated[
-        bool, option("--latest-good", "Print only the newest intact checkpoint. Exit 1: there is none.")
-    ] = False,
+    latest_only: Annotated[bool, option("--latest-good", "Only the newest intact checkpoint. Exit 1: none.")] = False,
     full: Annotated[bool, option("--full", "Verify every checksum too. Reads all data.")] = False,
     jobs: Jobs = 1,
 ) -> Scan:

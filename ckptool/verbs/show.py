@@ -45,11 +45,9 @@ def _values_json(values: Any) -> Any:
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Shown(Report):
     """One tensor with its values, or another value.
-
     values: all of a tensor, as nested lists, complex numbers as [real, imaginary]; null where only corners were read.
     whole: the checkpoint, of which an outline is told where an entry has more lines than a screen.
-    corners: in their place the first and the last along every axis, and between them one that printing leaves out.
-    """
+    corners: in their place the first and the last along every axis, and between them one that printing leaves out."""
 
     schema = "show/2"
 
@@ -80,27 +78,21 @@ class Shown(Report):
 
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
-            lines = _lines_of(self.entry, None if all else LINES)
-            yield from lines if all else _outlined(list(lines), self.whole, self)
+            lines = list(_lines_of(self.entry, None if all else LINES))
+            is_long = not all and len(lines) > SCREEN  # then an outline of sets of weights, the state of few parameters
+            outline = listing(self.whole, self.address) if self.whole is not None and is_long else None
+            if outline is not None and any(part.root.is_model for part in outline.parts):
+                yield from (*replace(outline, notes=()).told(), "")
+                first = command("show", f"{self.file}#{outline.tensors[0].address}")
+                yield f"every entry: {arg(all=True)}; values: {first}"
+            else:
+                yield from _lines_of(self.entry, LINES, alike=ALIKE) if is_long else lines
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
-        yield self._array if self.values is not None or self.truncated else None
+        values = self.corners if self.truncated else self.values
+        yield (lambda width: [Verbatim(array_text(values, width, self.truncated))]) if values is not None else None
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
-
-    def _array(self, width: int | None) -> Told:
-        yield Verbatim(array_text(self.corners if self.truncated else self.values, width, self.truncated))
-
-
-def _outlined(lines: list[str], whole: Checkpoint | None, shown: Shown) -> Iterator[Any]:
-    """The lines of an entry; of more than a screen, an outline of sets of weights, and the state of few parameters."""
-    outline = listing(whole, shown.address) if whole is not None and len(lines) > SCREEN else None
-    if outline is None or not any(part.root.is_model for part in outline.parts):
-        yield from _lines_of(shown.entry, LINES, alike=ALIKE) if len(lines) > SCREEN else lines
-        return
-    yield from (*replace(outline, notes=()).told(), "")
-    first = command("show", f"{shown.file}#{outline.tensors[0].address}")
-    yield f"every entry: {arg(all=True)}; values: {first}"
 
 
 def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterator[str]:

@@ -12,8 +12,7 @@ from ckptool.errors import Unsupported, counted
 from ckptool.facts import LIVE, Report, Told, bold, dim, short
 from ckptool.formats import CheckpointLike
 from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite
-from ckptool.verbs._target import find_target
+from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite, find_target
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

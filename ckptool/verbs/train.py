@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from ckptool.commands import argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.facts import Page
+from ckptool.formats import PathLike
 from ckptool.training.reports import Outcome, Rehearsal
-from ckptool.verbs._training import Config, Lines, Logged, PathLike, Set, check_harness, configuration
+from ckptool.verbs._options import Config, Lines, Logged, Set, check_harness, configuration
 
 Configuration = PathLike | dict[str, Any] | Config
 Resume = Literal["never", "auto", "must"]
@@ -18,9 +19,7 @@ Resume = Literal["never", "auto", "must"]
 def _words(
     config: str | None = None,
     set: Sequence[str] = (),
-    dry_run: Annotated[
-        bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing behind.")
-    ] = False,
+    dry_run: Annotated[bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing.")] = False,
     init: Annotated[bool, option("--init", "Print every key; with a folder, write run.yaml and model.py.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:

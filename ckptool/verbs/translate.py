@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, open_to_change, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.sharded import divided
-from ckptool.names.layout import LayoutList, LayoutRules, layout_or_file, shipped, shipped_layout
+from ckptool.names.layout import LayoutList, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.steps import Step
 from ckptool.output import check_target, replace_file
@@ -24,7 +24,7 @@ from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, TranslatedRoot
 from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, files_and_rules
-from ckptool.verbs._save import FileChange, Row, SavePart, Unpack, Written, begin_change
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 MANY = 12  # steps that are all shown without -n
 
@@ -68,9 +68,7 @@ def translate(
     rules: str | Sequence[str] = (),
     out: Out = None,
     *,
-    rules_file: Annotated[
-        PathLike | None, option("--rules FILE.yaml|LAYOUT", "A file of rules, or a layout that ships.")
-    ] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a layout that ships.")] = None,
     set: Annotated[Settings, repeated("--set NAME=NUMBER", "A variable of the rules; else config.json has it.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
@@ -130,18 +128,17 @@ def translate(
     shards = container.writes_folder and container.tensors_only
     # Of a whole file, only one set of weights goes into a container of tensors, as `convert` takes it.
     weights_alone = container.tensors_only and not (asked["in_place"] or whole.tensors_only)
-    done = translate_roots(
-        change.part,
-        roots,
-        translation,
-        given=given,
-        config=config,
-        rest=rest,
-        way_back=(lambda: there) if reverse else None,
-        moments=not weights_alone,
-    )
+    how: Any = {"given": given, "config": config, "rest": rest, "moments": not weights_alone}
+    done = translate_roots(change.part, roots, translation, way_back=(lambda: there) if reverse else None, **how)
     made, behind, notes = done.checkpoint, list[str](), tuple[Note, ...]()
-    beside = _beside(change, made, like, layout, reverse)
+    # For a folder of weights: the files of a folder of the new layout, as those beside describe the old one, unless the
+    # layout says that it is both.
+    part = change.original if like is None else change.part
+    beside = model_folder(part, made.tree, None if like is None else os.fspath(like))
+    if like is None and not (layout is not None and layout.same_config):
+        library = "" if layout is None else (layout.old if reverse else layout.new).name
+        behind_it = f"{CONFIG} (of the layout before; {arg(like=Slot('DIR'))!s} takes that of a folder of the new one)"
+        beside = ModelFolder(library, beside.place, left=(behind_it,) if beside.files else ())
     if weights_alone:
         root, remark = one_state_dict(made, "" if change.named else None)
         copies = not container.keeps_ties
@@ -168,21 +165,6 @@ def translate(
     )
 
 
-def _beside(
-    change: FileChange, tree: Checkpoint, like: PathLike | None, layout: LayoutRules | None, reverse: bool
-) -> ModelFolder:
-    """The files for a folder of weights: those of a folder of the new layout, as those beside describe the old one,
-    unless the layout says that it is both."""
-    if like is not None:
-        return model_folder(change.part, tree.tree, os.fspath(like))
-    found = model_folder(change.original, tree.tree)
-    if layout is not None and layout.same_config:
-        return found
-    library = "" if layout is None else (layout.old if reverse else layout.new).name
-    left = f"{CONFIG} (of the layout before; --like DIR takes that of a folder of the new one)"
-    return ModelFolder(library, found.place, left=(left,) if found.files else ())
-
-
 def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
     roots, lines = [], []
     for place, root in done.roots:
@@ -192,7 +174,13 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         if len(steps) > MANY and not dry_run:  # the first of each rule
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
             shown = {number: steps[number] for number in sorted(firsts.values())}
-        lines += [_line(step, bool(root.steps[number].shapes)) for number, step in shown.items()]
+        for number, step in shown.items():
+            sides = step["inputs"], step["outputs"]
+            texts = []
+            for side, sized in zip(sides, (root.steps[number].shapes, True), strict=True):
+                sizes = [f" {each['shape']}" if sized and each["shape"] is not None else "" for each in side]
+                texts.append(listed([each["name"] + size for each, size in zip(side, sizes, strict=True)], 4))
+            lines.append(" → ".join(texts) + (f" : {step['operations']}" if step["operations"] else ""))
         if left := len(steps) - len(shown):
             lines.append(f"… {left:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
@@ -227,15 +215,6 @@ def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
         "outputs": described(step.outputs, shapes),
         "reversible": not step.lost,
     }
-
-
-def _line(step: dict[str, Any], reshapes: bool) -> str:
-    def named(tensors: list[dict[str, Any]], shapes: bool = True) -> str:
-        sizes = [f" {each['shape']}" if shapes and each["shape"] is not None else "" for each in tensors]
-        return listed([each["name"] + size for each, size in zip(tensors, sizes, strict=True)], 4)
-
-    rule = f" : {step['operations']}" if step["operations"] else ""
-    return f"{named(step['inputs'], reshapes)} → {named(step['outputs'])}{rule}"
 
 
 # The rules that there are, and those between two checkpoints --------------------------------------------------------

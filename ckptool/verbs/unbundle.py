@@ -17,18 +17,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import PathLike, bundle_json, marks, open_whole
-from ckptool.transforms.bundles import (
-    check_names,
-    container_of,
-    is_plain,
-    key_of,
-    lines_of,
-    members_of,
-    refuse_container,
-    refuse_unnamed,
-    table,
-    ties_across,
-)
+from ckptool.transforms import bundles
 from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_written, refuse_extras
 
@@ -36,9 +25,7 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_wri
 @verb(("ckptool unbundle gan.pt -d parts", "one file per member"))
 def unbundle(
     file: File,
-    folder: Annotated[
-        PathLike | None, option("-d --dir DIR", "Write the members and bundle.json into this new folder.")
-    ] = None,
+    folder: Annotated[PathLike | None, option("-d --dir DIR", "A new folder for the members and bundle.json.")] = None,
     *,
     only: Annotated[Texts, repeated("--only NAME", "Write only this member.")] = (),
     part: IsPart = False,
@@ -53,28 +40,27 @@ def unbundle(
     """
     change = change_of("unbundle", folder, options, file)
     if folder is None and not change.live:
-        raise UsageError(
-            "unbundle writes a folder", "Each member becomes a file in it.", f"For example: {arg(folder='gan')}"
-        )
+        fix = f"For example: {arg(folder='gan')}"
+        raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", fix)
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
-    container = formats.by_name(change.asked["container"] or container_of(checkpoint))
-    refuse_container("members cannot be written as", container.name, str(arg(container="safetensors")))
+    container = formats.by_name(change.asked["container"] or bundles.container_of(checkpoint))
+    bundles.refuse_container("members cannot be written as", container.name, str(arg(container="safetensors")))
     refuse_extras(checkpoint, container)
-    members = members_of(checkpoint)
-    refuse_unnamed(checkpoint.tree)
-    chosen = {key_of(members, name) for name in only} if only else set(members)
+    members = bundles.members_of(checkpoint)
+    bundles.refuse_unnamed(checkpoint.tree)
+    chosen = {bundles.key_of(members, name) for name in only} if only else set(members)
     tree = {name: value for name, value in members.items() if name in chosen}
-    files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not is_plain(value)}
-    check_names(files)
+    files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not bundles.is_plain(value)}
+    bundles.check_names(files)
     if odd := [name for name in tree if type(name) not in (str, int)]:
         raise Conflict(
             f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
             f"{bundle_json.NAME} cannot express that.",
             f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
         )
-    rows = table(tree, files)
+    rows = bundles.table(tree, files)
     if folder is None:
         written = change.write(opened.checkpoint, replace(checkpoint, tree=tree))
     else:
@@ -83,19 +69,10 @@ def unbundle(
             for name, row in zip(tree, rows, strict=True)
         )
         ordered = isinstance(checkpoint.tree, OrderedDict)
-        record = bundle_json.BundleRecord(container_of(checkpoint), entries, ties_across(tree), ordered)
-        parts = {
-            file: replace(
-                checkpoint,
-                tree=tree[name],
-                container=container.name,
-                origin=None,
-                tensors_only=False,
-                notes=(),
-                metadata=marks.recovered(checkpoint.metadata, (name,)),
-            )
-            for name, file in files.items()
-        }
+        record = bundle_json.BundleRecord(bundles.container_of(checkpoint), entries, bundles.ties_across(tree), ordered)
+        part_of = replace(checkpoint, container=container.name, origin=None, tensors_only=False, notes=())
+        marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
+        parts = {file: replace(part_of, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
         keep_unknown = bool(change.asked["keep_unknown"])
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
@@ -123,5 +100,5 @@ def unbundle(
     return written.about(
         f"{counted(len(files), 'file')} and {bundle_json.NAME}"
         + (f", with {counted(values, 'plain value')}" if values else ""),
-        Row("members", rows, lines_of(rows)),
+        Row("members", rows, bundles.lines_of(rows)),
     )

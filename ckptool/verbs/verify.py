@@ -37,13 +37,9 @@ def verify(
     *,
     at: At = None,
     finite: Annotated[bool, option("--finite", "Look for NaN and Inf as well.")] = False,
-    digest: Annotated[
-        bool, option("--digest", "Print a digest of every tensor of the weights, and one of all of them.")
-    ] = False,
+    digest: Annotated[bool, option("--digest", "Print a digest of each tensor of the weights, and of all.")] = False,
     write_digest: Annotated[PathLike | None, option("--write-digest DIGESTS", "Save the digests to this file.")] = None,
-    against: Annotated[
-        PathLike | None, option("--against DIGESTS", "Compare with saved digests, whatever the container.")
-    ] = None,
+    against: Annotated[PathLike | None, option("--against DIGESTS", "Compare with these, in any container.")] = None,
     overwrite: Overwrite = False,
     jobs: Jobs = 1,
     progress: Progress | None = None,

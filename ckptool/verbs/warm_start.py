@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptool import formats
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.findings import Chain
 from ckptool.analysis.quantization import refuse_codes
 from ckptool.analysis.targets import PARAMETER, Target
 from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
@@ -21,7 +21,7 @@ from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts
+from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, find_target
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ def warm_start(
     min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
-    suggest: Annotated[
-        PathLike | None, option("--suggest FILE", "Write rules that would make more fit, for --rules.")
-    ] = None,
+    suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules that fit more, for --rules.")] = None,
     part: IsPart = False,
     **options: Unpack[Save],
 ) -> LoadReport | Any:
@@ -77,20 +75,12 @@ def warm_start(
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
     from ckptool.transforms.translate import translated_items
     from ckptool.transforms.warm_start import as_state_dict, carried, filled, match_options, plan_warm_start
-    from ckptool.verbs._target import find_target
 
     rules = all_rules(several(rename, " => "), rules_file)
     changing = None if rules.only_renames else rules
-    wanted = match_options(
-        () if changing else rename,
-        None if changing else rules_file,
-        only,
-        exclude,
-        resize=resize,
-        on_mismatch=on_mismatch,
-        min_loaded=min_loaded,
-        strict=strict,
-    )
+    given = ((), None) if changing else (rename, rules_file)
+    how: Any = {"resize": resize, "on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
+    wanted = match_options(*given, only, exclude, **how)
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:
@@ -108,7 +98,15 @@ def warm_start(
     report = plan.report
     refuse_codes(opened.checkpoint, root.node, report)
     if report.missing or report.mismatched:
-        report = _with_translation(report, root, target)
+        from ckptool.names.layout import translation_to
+
+        weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
+        if (translation := translation_to(weights, target.tensors)) is not None:  # they are of another layout
+            why, translate = translation
+            line = str(Chain(report.source, report.root).fill(translate))
+            fix = f"Translate it first: {line}"
+            refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
+            report = replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
         check_target(suggest, overwrite=overwrite)
@@ -138,24 +136,7 @@ def warm_start(
     return made[0] if made else report
 
 
-def _with_translation(report: LoadReport, root: StateDict, target: Target) -> LoadReport:
-    """The report with the command that makes the weights those of the model's layout, where they are of another."""
-    from ckptool.names.layout import translation_to
-
-    weights = {without_wrappers(key): value for key, value in root.node.items() if type(key) is str}
-    translation = translation_to(weights, target.tensors)
-    if translation is None:
-        return report
-    why, translate = translation
-    line = str(Chain(report.source, report.root).fill(translate))
-    fix = f"Translate it first: {line}"
-    refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
-    return replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
-
-
-def _written(
-    change: Change, checkpoint: Checkpoint, root: StateDict, target: Target, full: Filled, state: Any
-) -> Written:
+def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, full: Filled, state: Any) -> Written:
     """Writes what the model is loaded with, and the state of its optimizer where there is one."""
     tree: Any = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
@@ -165,7 +146,7 @@ def _written(
             why = "The groups and their settings are no tensors. Nothing was written."
             raise UsageError(what, why, f"Write a torch file: {arg(out=OUT_PT)}")
         tree = {WEIGHTS: tree, "optimizer_state_dict": state}
-    parts = [(checkpoint.metadata, root.path)]
+    parts = [(whole.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
     mark: dict[str, Any] = {}
@@ -176,6 +157,6 @@ def _written(
         what = f"{change.path or ''} is the target itself"
         raise UsageError(what, "It was left as it is.", f"Replace it: {arg(overwrite=True)}, or name another file.")
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
-    original = checkpoint if target.checkpoint is None else together(checkpoint, [target.checkpoint])
-    made = Checkpoint(tree, kind, mark, checkpoint.source)
+    original = whole if target.checkpoint is None else together(whole, [target.checkpoint])
+    made = Checkpoint(tree, kind, mark, whole.source)
     return change.write(original, made, beside=beside if beside is not None and beside.files else None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.analysis.fold import DEEP, grouped
+from ckptool.analysis.words import DEEP, grouped
 from tests.support.expanded_keys import expand
 from tests.support.processes import is_quick
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptool.analysis import statistics
-from ckptool.analysis.statistics import BINS, QUANTILES, TensorPicture, values_of
+from ckptool.analysis.values import BINS, QUANTILES, TensorPicture, statistics, values_of
 from ckptool.checkpoint import arrays
 from tests.support.files import entry_of
 from tests.support.looped import examples
@@ -29,7 +28,7 @@ def shown_values(tensor: torch.Tensor) -> numpy.ndarray:
 
 def judge(tensor: torch.Tensor, side: int, values: int) -> None:
     found, picture, dead = values_of(entry_of(tensor), side, values)
-    expected = asdict(statistics.statistics(entry_of(tensor)))
+    expected = asdict(statistics(entry_of(tensor)))
     for name, value in asdict(found).items():  # parts are cut elsewhere: only sums may differ, in the last bits
         assert value == (
             expected[name] if expected[name] is None else pytest.approx(expected[name], rel=1e-9, abs=1e-12)

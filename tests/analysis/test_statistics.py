@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from ckptool.analysis.statistics import Statistics, statistics
+from ckptool.analysis.values import Statistics, statistics
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Unsupported

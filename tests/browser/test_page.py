@@ -21,11 +21,8 @@ from ckptool.errors import printable
 from tests.support.browser import Browser
 from tests.support.small_runs import config
 
-HOSTILE = (
-    "<img src=x onerror=alert(1)>",
-    "</script><script>alert(2)</script>",
-    "{{7*7}}",
-    "\u202eabc\u202c",
+HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "{{7*7}}", "\u202eabc\u202c", "=1+1")
+HOSTILE += (
     "\x1b[31mred",
     "x" * 10_000,
     "__proto__",
@@ -34,7 +31,6 @@ HOSTILE = (
     "l.*",
     "[x]",
     "it's",
-    "=1+1",
     "שלום.weight",
     "😀.w",
 )

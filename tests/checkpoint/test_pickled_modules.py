@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sys
 import types
 from collections.abc import Iterator
@@ -231,3 +232,33 @@ def test_modules_that_double_at_every_level_stay_bounded() -> None:
     for _ in range(400):
         long = module(_modules={"x" * (MAX_NAMES // 1000): long})
     assert module_state_dict(long) is None
+
+
+# Modules that learners, agents and dictionaries of people's own classes hold ------------------------------------------
+
+
+@dataclasses.dataclass
+class Agent:
+    net: Any
+    steps: int = 1
+
+
+class OwnDict(dict):  # type: ignore[type-arg]
+    pass
+
+
+def held() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+HELD = held().state_dict()
+
+
+def test_keys_of_weights_in_an_object_are_renamed_there(tmp_path: Path) -> None:
+    torch.save({"agent": Agent(HELD)}, tmp_path / "a.pt")
+    ckptool.rename(tmp_path / "a.pt", ["0.* => first.*"], out=tmp_path / "b.pt")
+    agent = torch.load(tmp_path / "b.pt", weights_only=False)["agent"]
+    assert type(agent) is Agent and torch.equal(agent.net["first.weight"], HELD["0.weight"])
+    torch.save(OwnDict(HELD), tmp_path / "own.pt")
+    with pytest.raises(UsageError, match="pickled with its class"):
+        ckptool.rename(tmp_path / "own.pt", ["0.* => first.*"], out=tmp_path / "c.pt")

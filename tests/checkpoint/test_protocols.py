@@ -18,7 +18,9 @@ import ckptool
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Ambiguous, FileChanged, UsageError
-from tests.support.files import saved
+from ckptool.formats import read
+from fixtures.traps import TRAPS
+from tests.support.files import load, saved, torch_bytes
 from tests.support.looped import looped
 from tests.support.processes import soon
 
@@ -136,24 +138,10 @@ def test_a_folder_closes_all_its_files(tmp_path: Path) -> None:
 # Entries --------------------------------------------------------------------------------------------------------------
 
 KEYS = [
-    slice(3, 7),
-    (..., 0),
-    2,
-    -1,
-    (slice(None), None),
-    (slice(None, None, -2), -1),
-    (3, 2),
-    (slice(30, 2, -3), slice(1, None)),
-    (None, ..., numpy.int64(2)),
-    slice(50, 60),
-    (slice(None), slice(0, 0)),
-    ...,
-    (),
-    [1, 5],
-    numpy.arange(40) % 3 == 0,
-    (slice(2), [0, 1]),
-    True,
-]
+    slice(3, 7), (..., 0), 2, -1, (slice(None), None), (slice(None, None, -2), -1), (3, 2),
+    (slice(30, 2, -3), slice(1, None)), (None, ..., numpy.int64(2)), slice(50, 60), (slice(None), slice(0, 0)), ..., (),
+    [1, 5], numpy.arange(40) % 3 == 0, (slice(2), [0, 1]), True,
+]  # fmt: skip
 
 
 @looped("key", KEYS, ids=str)
@@ -261,6 +249,27 @@ def test_values_of_a_file_that_was_written_again_are_refused(tmp_path: Path) -> 
     assert entry.numpy().sum() == 0
     saved({"w": torch.ones(4, 4), "more": torch.ones(9)}, tmp_path / "a.pt")
     reads: list[Any] = [lambda: entry.numpy(), lambda: entry[1:], lambda: entry.torch(), lambda: entry.bytes()]
-    for read in [*reads, lambda: numpy.asarray(entry), lambda: entry.to("bf16")[0]]:
+    for reading in [*reads, lambda: numpy.asarray(entry), lambda: entry.to("bf16")[0]]:
         with pytest.raises(FileChanged, match="changed"):
-            read()
+            reading()
+
+
+# One entry as a tensor of torch ---------------------------------------------------------------------------------------
+
+
+@looped("name", [name for name in sorted(TRAPS) if name[:2] in ("06", "07", "08", "09", "10")])
+def test_one_entry_as_a_tensor(name: str, tmp_path: Path) -> None:
+    path = saved(TRAPS[name](), tmp_path / "x.pt")
+    expected, tree = load(path), read(path).tree
+    for key, tensor in expected.items():
+        if isinstance(tensor, torch.Tensor):
+            made = tree[key].torch()
+            assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+            assert (made.is_conj(), made.is_neg(), made.requires_grad) == (
+                tensor.is_conj(),
+                tensor.is_neg(),
+                tensor.requires_grad,
+            )
+            if not tensor.is_quantized:  # their bytes beyond the span were not read: compared are values
+                made, tensor = made.clone(), tensor.clone()
+            assert torch_bytes(made) == torch_bytes(tensor)

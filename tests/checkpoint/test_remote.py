@@ -157,16 +157,13 @@ def test_other_file_systems_are_read_too(files: Path) -> None:
 
 ALWAYS = itertools.repeat
 FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
-    "busy twice": (["busy", "busy"], None, ""),
-    "cut twice": (["", "cut", "cut"], None, ""),
-    "busy": (ALWAYS("busy"), FileProblem, "503 Service Unavailable"),
-    "cut": (ALWAYS("cut"), FileProblem, "cut short"),
+    "busy twice": (["busy", "busy"], None, ""), "cut twice": (["", "cut", "cut"], None, ""),
+    "busy": (ALWAYS("busy"), FileProblem, "503 Service Unavailable"), "cut": (ALWAYS("cut"), FileProblem, "cut short"),
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
     "without ranges": (ALWAYS("ignore"), Unsupported, "does not support range requests"),
     "without ranges later": (["", "ignore"], Unsupported, "does not support range requests"),
-    "changed": (["", "change"], FileChanged, "changed while"),
-    "denied": (["deny"], NoPermission, "403"),
-}
+    "changed": (["", "change"], FileChanged, "changed while"), "denied": (["deny"], NoPermission, "403"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptool.conventions.state_dicts import AVERAGE, OPTIMIZER, PLAIN, WEIGHTS, find_state_dicts, one_state_dict
+from ckptool.conventions.state_dicts import (
+    AVERAGE,
+    INNER_WRAPPERS,
+    OPTIMIZER,
+    PLAIN,
+    WEIGHTS,
+    find_state_dicts,
+    one_state_dict,
+    without_wrappers,
+    wrappers,
+)
 from ckptool.errors import UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, make
@@ -68,36 +80,28 @@ def test_fixture(name: str, tmp_path: Path) -> None:
 
 # Made-up layouts, and where their weights are.
 LAYOUTS: dict[str, tuple[Any, str]] = {
-    "bare": (MODEL, "=W"),
-    "bare, names without dots": (weights("a", "b"), "=W"),
-    "ordered": (collections.OrderedDict(MODEL), "=W"),
-    "model": ({"model": MODEL, "epoch": 3}, "model=W"),
+    "bare": (MODEL, "=W"), "bare, names without dots": (weights("a", "b"), "=W"),
+    "ordered": (collections.OrderedDict(MODEL), "=W"), "model": ({"model": MODEL, "epoch": 3}, "model=W"),
     "model of plain names": ({"params": weights("w", "b"), "epoch": 3}, "params=W"),
     "module": ({"module": MODEL, "optimizer": None}, "module=W"),
     "nested": ({"models": {"G": MODEL, "D": OTHER}}, "models/G=W models/D=W"),
     "nested beside a tensor": ({"models": {"G": MODEL, "D": OTHER}, "rng": BYTES}, "models/G=W models/D=W"),
-    "a list": ([MODEL, OTHER], "0=W 1=W"),
-    "a list inside": ({"models": [MODEL, OTHER]}, "models/0=W models/1=W"),
-    "a tuple": ((MODEL, ADAM, 3), "0=W"),
-    "the same twice": ({"model": MODEL, "best": MODEL}, "model=W"),
+    "a list": ([MODEL, OTHER], "0=W 1=W"), "a list inside": ({"models": [MODEL, OTHER]}, "models/0=W models/1=W"),
+    "a tuple": ((MODEL, ADAM, 3), "0=W"), "the same twice": ({"model": MODEL, "best": MODEL}, "model=W"),
     "random states": ({"model": MODEL, "rng_state": BYTES, "cuda_rng_state": BYTES, "loss": LOSS}, "model=W"),
     "class weights": ({"model": MODEL, "weight": BYTES, "scale": LOSS}, "model=W"),
     "curves": ({"train_losses": BYTES, "val_losses": BYTES, "net": MODEL}, "net=W"),
     "curves below": ({"history": weights("train.loss", "val.loss"), "net": MODEL}, "net=W"),
     "random states only": ({"rng_states": {"python": BYTES, "numpy": BYTES}}, ""),
     "normalizer": ({"state_dict": MODEL, "normalizer": {"mean": LOSS, "std": LOSS}}, "state_dict=W"),
-    "optimizer": (ADAM, ""),
-    "deep optimizer": ({"trainer": {"parts": [ADAM]}, "model": MODEL}, "model=W"),
+    "optimizer": (ADAM, ""), "deep optimizer": ({"trainer": {"parts": [ADAM]}, "model": MODEL}, "model=W"),
     "state of an optimizer without groups": ({"optimizer": {"exp.avg": BYTES, "exp.sq": BYTES}}, ""),
     "extra state": (MODEL | {"fc._extra_state": {"amax": BYTES}, "a._extra_state": b"1", "b._extra_state": {}}, "=W"),
     "weights and a counter": ({**MODEL, "ema_decay": 0.9}, "=W"),
     "weights beside an optimizer": ({**MODEL, "optimizer": ADAM}, "=W"),
     "few tensors among settings": ({"config": {"a": LOSS, "b": 1, "c": 2, "d": 3}}, ""),
-    "integer keys": ({0: BYTES, 1: BYTES}, ""),
-    "empty": ({}, ""),
-    "empty weights": ({"state_dict": {}}, ""),
-    "one tensor": (LOSS, ""),
-    "nothing": (None, ""),
+    "integer keys": ({0: BYTES, 1: BYTES}, ""), "empty": ({}, ""), "empty weights": ({"state_dict": {}}, ""),
+    "one tensor": (LOSS, ""), "nothing": (None, ""),
     "EMA, suffix": ({"model": MODEL, "model_ema": OTHER}, "model=W model_ema=A"),
     "EMA, prefix": ({"ema_model": MODEL, "net": OTHER}, "ema_model=A net=W"),
     "EMA, camel": ({"emaModel": MODEL, "net": OTHER}, "emaModel=A net=W"),
@@ -105,7 +109,7 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
     "SWA": ({"swa": {"n_averaged": LOSS, **MODEL}}, "swa=A"),
     "no EMA: e-mail": ({"email_encoder": MODEL, "emanet": OTHER}, "email_encoder=W emanet=W"),
     "teacher": ({"student": MODEL, "teacher": OTHER}, "student=W teacher=W"),
-}
+}  # fmt: skip
 
 
 @looped("name", LAYOUTS)
@@ -129,3 +133,27 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         one_state_dict(opened({"net\x1b[31m": MODEL, "net\n": OTHER}, tmp_path))
     assert "\x1b" not in str(caught.value) and "net\\n" in caught.value.what
+
+
+# Wrapper prefixes of keys, one by one ---------------------------------------------------------------------------------
+
+
+segments = st.sampled_from(["a", "0", "module", "modules", "weight", "_x", *INNER_WRAPPERS])
+keys = st.lists(segments, min_size=1, max_size=6).map(".".join)
+
+
+@given(keys)
+def test_only_wrappers_go_and_all_of_them(key: str) -> None:
+    *modules, name = key.split(".")
+    modules = [part for part in modules if part not in INNER_WRAPPERS]
+    peeled = modules[1:] if modules[:1] == ["module"] else modules
+    assert without_wrappers(key) == ".".join([*peeled, name])
+    assert wrappers(key).count(".") == key.count(".") - without_wrappers(key).count(".")
+    assert all(part in ("", "module", *INNER_WRAPPERS) for part in wrappers(key).split("."))
+
+
+@given(keys)
+def test_a_key_that_is_clean_stays_clean(key: str) -> None:
+    bare = without_wrappers(key)
+    assert (wrappers(key) == "") == (bare == key)
+    assert "module" in bare.split(".") or without_wrappers(bare) == bare

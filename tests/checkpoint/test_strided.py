@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
+from numpy._core.multiarray import _reconstruct, scalar
 
+import ckptool
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, blocks, strided
-from ckptool.checkpoint.dtypes import BY_TORCH, by_name
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, computed_tensor
+from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name, dtype_of
 from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.numpy_arrays import array, array_type
+from ckptool.checkpoint.numpy_arrays import scalar as scalar_of
 from ckptool.errors import BadTensor, LimitExceeded, Unsupported
-from tests.support.looped import examples
+from ckptool.formats import read
+from tests.support.hidden_effects import Call, torch_saved
+from tests.support.looped import examples, looped
 
 KINDS = ("literal", "file", "computed")
 
@@ -47,44 +58,13 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    base = torch.arange(2 * 3 * 4 * 5).to(dtype).reshape(2, 3, 4, 5)
-    return {
-        "plain": base,
-        "transposed": base.permute(3, 2, 1, 0),
-        "columns": base[..., 1:3],
-        "steps": base[:, ::2, 1::2, ::3],
-        "offset": base[1, 2:, 1],
-        "expanded": base[:, :1].expand(2, 7, 4, 5),
-        "expanded in front": base[0, 0, 0].expand(3, 2, 5),
-        "channels last": base.contiguous(memory_format=torch.channels_last),
-        "windows": base.flatten().unfold(0, 6, 2),
-        "one": base[1, 2, 3, 4],
-        "ones": base[:1, :1].transpose(0, 3),
-        "empty": base[:, 3:].transpose(0, 2),
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "int64", "complex128"])
-def test_row_major_is_what_torch_says(dtype: str, kind: str, tmp_path: Path) -> None:
-    for name, view in views(getattr(torch, dtype)).items():
-        entry = stored_entry(view, kind, tmp_path)
-        data = entry.row_major()
-        assert data.length == entry.nbytes, name
-        assert entry.bytes() == bytes_of(view), name
-        array = entry.numpy()
-        assert array.shape == tuple(view.shape), name
-        assert array.tobytes() == bytes_of(view), name
-
-
 def any_view(data: st.DataObject, kind: str, folder: Path) -> tuple[TensorEntry, numpy.ndarray]:
     """A view of any strides, and the same of numpy, whose elements have no type."""
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
+    shape = data.draw(st.lists(st.integers(0, 6), max_size=4))
     stride = [data.draw(st.integers(0, 40)) for _ in shape]
     offset = data.draw(st.integers(0, 3))
-    span = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    span = offset + 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
     raw = numpy.random.default_rng(0).bytes(span * itemsize)
     dtype = by_name({1: "u8", 2: "f16", 4: "f32", 8: "i64", 16: "c128"}[itemsize])
     entry = TensorEntry(Storage(data_of(raw, kind, folder)), dtype, tuple(shape), tuple(stride), offset)
@@ -185,3 +165,95 @@ def test_numpy_of_a_bomb_is_refused() -> None:
     with pytest.raises(LimitExceeded):
         entry.numpy()
     assert entry.narrow(0, 0, 2).narrow(1, 5, 1).numpy().tolist() == [[0], [0]]
+
+
+# Computed tensors -----------------------------------------------------------------------------------------------------
+
+
+SHAPE = (37, 19)
+
+
+def transposed(array: numpy.ndarray) -> TensorEntry:
+    """An entry whose values are those of the array, stored column by column."""
+    return TensorEntry(Storage(InlineBytes(array.T.tobytes())), by_name("f32"), array.shape, (1, array.shape[0]))
+
+
+def test_inputs_are_checked_and_nothing_is_read_of_an_empty_one() -> None:
+    entry = transposed(numpy.ones(SHAPE, "f4"))
+    entry.storage.crc = 1
+    doubled = computed_tensor(entry.dtype, SHAPE, TensorValues(entry).read, [entry])
+    with pytest.raises(Exception, match="checksum"):
+        doubled.bytes()
+    assert computed_rows(entry.dtype, (0, 3), TensorValues(entry).rows, [entry]).bytes() == b""
+
+
+# Element types --------------------------------------------------------------------------------------------------------
+
+
+@looped("dtype", DTYPES, ids=str)
+def test_a_type_is_known_by_every_name_and_object_that_stands_for_it(dtype: Any) -> None:
+    assert dtype_of(dtype) is dtype_of(dtype.name) is dtype_of(dtype.torch) is dtype_of(f"torch.{dtype.torch}") is dtype
+    if hasattr(torch, dtype.torch):
+        assert dtype_of(getattr(torch, dtype.torch)) is dtype
+    if dtype.numpy and dtype.kind != "quantized":
+        assert dtype_of(dtype.to_numpy()) is dtype_of(dtype.to_numpy().type) is dtype
+
+
+# Pickled arrays and their types, as numpy writes them and as it takes them: judged by numpy ---------------------------
+
+
+TYPES = tuple(("i1 u1 u2 >i4 f2 f4 >f8 c8 c16 S1 S5 V1 V3 U1 >U2 M8[ns] m8 ?").split())
+
+
+def any_type(rng: random.Random, depth: int = 0) -> np.dtype[Any]:
+    """A type of numbers, texts or dates; of records of these too, with gaps or without, aligned or not."""
+    if depth == 2 or rng.random() < 0.7:
+        return np.dtype(rng.choice(TYPES))
+    fields = [(f"f{number}", any_type(rng, depth + 1)) for number in range(rng.randint(1, 3))]
+    return np.dtype(fields, align=rng.random() < 0.5)
+
+
+def any_array(rng: random.Random, kind: np.dtype[Any]) -> np.ndarray:
+    shape = [rng.randint(0, 4) for _ in range(rng.randint(0, 3))]
+    many = np.frombuffer(rng.randbytes(kind.itemsize * 64), "u1") % 100 // 97  # what any type can be, texts too
+    made = np.resize(many.view(kind), shape)
+    return made if rng.random() < 0.5 else np.asfortranarray(made)
+
+
+@looped("seed", range(60))
+def test_arrays_and_scalars_of_any_type(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    given = any_array(rng, any_type(rng))
+    one = any_array(rng, np.dtype(rng.choice([text for text in TYPES if not {*"SUV?"} & {*text}]))).flatten()[:1]
+    data = pickle.dumps({"a": given, "one": [*one], "kind": given.dtype}, rng.randint(0, 5))
+    (tmp_path / "a.pkl").write_bytes(data)
+    tree, again = read(tmp_path / "a.pkl").tree, pickle.loads(data)  # our own
+    found = array(tree["a"])
+    assert (str(found.type), found.shape) == (str(array_type(tree["kind"])), again["a"].shape)
+    assert bytes(found.data) == again["a"].tobytes("F" if found.fortran else "C")
+    for mine, theirs in zip(tree["one"], again["one"], strict=True):
+        assert bytes(scalar_of(mine).data) == theirs.tobytes()
+    loaded = ckptool.load(tmp_path / "a.pkl")["a"]
+    assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (given.dtype, given.shape, given.tobytes())
+
+
+@pytest.mark.parametrize("name", [text.strip("<>").removesuffix("[ns]") for text in TYPES])
+def test_a_type_without_a_state_is_of_this_machine(name: str, tmp_path: Path) -> None:
+    kind = np.dtype(name)
+    data = bytes(2 * kind.itemsize - 1) + b"\1"
+    made = Call(_reconstruct, (np.ndarray, (0,), b"b"), (1, (2,), Call(np.dtype, (name,)), False, data))
+    (tmp_path / "a.pt").write_bytes(torch_saved(made))
+    found = array(read(tmp_path / "a.pt").tree["x"])
+    assert (found.type.itemsize, found.type.order) == (kind.itemsize, kind.byteorder.replace("=", "<"))
+    assert ckptool.load(tmp_path / "a.pt")["x"].tobytes() == data
+
+
+F4 = np.dtype("f4")
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "fine"), [(F4, bytes(4), True), (F4, bytes(5), False), (F4, "abcd", True), (F4, [1], False)]
+)
+def test_a_scalar_has_the_bytes_of_its_type_or_is_said(kind: Any, data: Any, fine: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(torch_saved(Call(scalar, (kind, data))))
+    assert (not ckptool.scan(tmp_path / "a.pt").findings) == fine

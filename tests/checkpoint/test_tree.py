@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.graph import alike
+from ckptool.checkpoint.nodes import Global, Object, Set
 from ckptool.checkpoint.tree import address, children, find, holders, map_storages, rebuild, replaced_at, walk
 from ckptool.errors import UnsafeObject
 from ckptool.pickles.calls import refuse_unknown, uses_of
 from fixtures.traps import TRAPS
-from tests.support.files import opened
+from tests.support.files import load, opened, saved
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
 
@@ -36,14 +39,9 @@ def test_parts_of_objects_have_paths() -> None:
     made = Object(Global("argparse", "Namespace"), (1,))
     made.items, made.elements, made.state = {"k": 2}, [3], {"lr": 4}
     assert dict(walk({"o": made})) | {} == {
-        (): {"o": made},
-        ("o",): made,
-        ("o", "(args)"): (1,),
-        ("o", "(args)", 0): 1,
-        ("o", "k"): 2,
-        ("o", 0): 3,
+        (): {"o": made}, ("o",): made, ("o", "(args)"): (1,), ("o", "(args)", 0): 1, ("o", "k"): 2, ("o", 0): 3,
         ("o", "lr"): 4,
-    }
+    }  # fmt: skip
     assert [made[key] for key in ("k", 0, "lr")] == [2, 3, 4]
     for missing in (1, -1, False, "(args)"):
         with pytest.raises(KeyError):
@@ -120,3 +118,34 @@ def test_calls_that_are_thrown_away_cannot_be_kept() -> None:
     for keep in (False, True):
         with pytest.raises(UnsafeObject, match="made and thrown away"):
             refuse_unknown(gone, keep_unknown=keep)
+
+
+# Graphs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_graphs_are_alike() -> None:
+    storage = Storage(InlineBytes(bytes(16)))
+
+    def tree(value: Any = 0.5, offset: int = 0) -> Any:
+        view = TensorEntry(storage, by_name("f32"), (2,), (1,), offset)
+        return {"w": [view, (value, float("nan"), Set([]))], "name": "".join(["a", "b"])}
+
+    assert alike(tree(), tree()) and alike(tree(), tree(), most=100)
+    assert not alike(tree(), tree(), most=3)
+    for other in (tree(offset=1), tree(0.75), tree(1), tree(None), {**tree(), "more": 1}):
+        assert not alike(tree(), other) and not alike(other, tree())
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """A dictionary with attributes."""
+
+
+def test_an_item_and_an_attribute_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    bag = Bag(a=1)
+    bag.a = 2  # type: ignore[attr-defined]
+    path = saved({"w": torch.ones(1), "bag": bag}, tmp_path / "a.pt")
+    ckptool.edit(path, tmp_path / "b.pt", set={"x": 1}, verify=True, keep_unknown=True)
+    found = load(tmp_path / "b.pt", weights_only=False)["bag"]
+    assert (found["a"], found.a) == (1, 2)
+    bag.a = 3  # type: ignore[attr-defined]
+    assert not ckptool.diff(path, saved({"w": torch.ones(1), "bag": bag}, tmp_path / "c.pt")).same

@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
 from ckptool.cli.completion import VALUES, addresses, candidates
-from ckptool.cli.help import FLAGS
-from ckptool.cli.parser import parse, typed_parameters
+from ckptool.cli.parser import FLAGS, parse, typed_parameters
 from ckptool.commands import VERBS, function_of
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run, done

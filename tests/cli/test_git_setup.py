@@ -22,15 +22,8 @@ from tests.support.looped import looped
 from tests.support.repositories import commit, git_output, needs_lfs, run_git
 
 LFS_LINES = b"*.pt filter=lfs diff=lfs merge=lfs -text\n*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
-CONTENTS = {
-    "none": None,
-    "no end": b"*.txt text",
-    "line": b"*.txt text\n",
-    "blank": b"\n\n",
-    "crlf": b"*.txt text\r\n*.bat eol=crlf\r\n",
-    "lfs": LFS_LINES,
-    "bytes": b"\xff\xfe \x00 x\n",
-}
+CONTENTS = {"none": None, "no end": b"*.txt text", "line": b"*.txt text\n", "blank": b"\n\n", "lfs": LFS_LINES}
+CONTENTS |= {"crlf": b"*.txt text\r\n*.bat eol=crlf\r\n", "bytes": b"\xff\xfe \x00 x\n"}
 CONFIG = '# mine\n[diff "other"]\n\tbinary = true ; note\n[alias]\n\tx = y\n'
 
 

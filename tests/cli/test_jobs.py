@@ -81,14 +81,11 @@ def outcome(words: list[str], folder: Path, jobs: int, capfd: pytest.CaptureFixt
     return code, *capfd.readouterr(), contents(folder.parent), [path.name for path in folder.parent.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(words, id=" ".join(words), marks=pytest.mark.soak if number else ())
-        for lines in WORK.values()
-        for number, words in enumerate(lines)
-    ],
-)
+LINES = [(number, words) for lines in WORK.values() for number, words in enumerate(lines)]
+CASES = [pytest.param(words, id=" ".join(words), marks=pytest.mark.soak if n else ()) for n, words in LINES]
+
+
+@pytest.mark.parametrize("words", CASES)
 def test_all_is_as_with_one(
     words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,13 +49,8 @@ def on_terminal(columns: int, *words: str, program: Sequence[str | Path] = (), *
 
 
 def test_head_is_silent(files: Path) -> None:
-    for command, code in (
-        ("inspect training.pt --all", 0),
-        ("inspect training.pt --json", 0),
-        ("diff dp.pt compiled.pt", 1),
-        ("--help", 0),
-        ("convert --help", 0),
-    ):
+    silent = "inspect training.pt --all", "inspect training.pt --json", "--help", "convert --help"
+    for command, code in {**dict.fromkeys(silent, 0), "diff dp.pt compiled.pt": 1}.items():
         script = f"set -o pipefail; {programs() / 'ckptool'} {command} | head -c 1; exit ${{PIPESTATUS[0]}}"
         ended = subprocess.run(["bash", "-c", script], capture_output=True, check=False)
         assert (ended.returncode, ended.stderr, len(ended.stdout)) == (code, b"", 1)

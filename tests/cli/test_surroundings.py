@@ -192,16 +192,8 @@ ALL = {
 
 
 TORCH = (*HARNESS, "warm-start")  # they take longer to start
-BAD = (
-    "Traceback",
-    "error[bug]",
-    "Exception ignored",
-    "BrokenPipe",
-    "Errno",
-    "UnicodeEncode",
-    "lost sys.stderr",
-    "core dumped",
-)
+BAD = ("Traceback", "error[bug]", "Exception ignored", "BrokenPipe", "Errno", "UnicodeEncode")
+BAD += ("lost sys.stderr", "core dumped")
 FILES = re.compile(r"(?<![\w./])([mng]\.pt|out\b|there|run\b)")
 Trial = tuple[str, str]  # a command, and the name of the surroundings
 
@@ -240,15 +232,8 @@ def run_in(command: str, around: Surroundings, small: Path, folder: Path, progra
             del own[name]
     waiting, never = os.pipe()  # a standard input on which nothing comes
     try:
-        ended = subprocess.run(
-            ["/bin/bash", "-c", around.script(), "bash", *around.wrapper, *program, command, *words],
-            cwd=place,
-            env=own,
-            stdin=waiting,
-            capture_output=True,
-            check=False,
-            timeout=HANG,
-        )
+        line = ["/bin/bash", "-c", around.script(), "bash", *around.wrapper, *program, command, *words]
+        ended = subprocess.run(line, cwd=place, env=own, stdin=waiting, capture_output=True, check=False, timeout=HANG)
     finally:
         os.close(waiting)
         os.close(never)

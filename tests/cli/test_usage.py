@@ -26,15 +26,8 @@ def usage_error(ran: Ran) -> str:
 
 
 def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) -> None:
-    for words in (
-        ["dp.pt"],
-        ["dp.pt#epoch"],
-        ["."],
-        ["dp.pt", "training.pt", "--json"],
-        ["dp.pt", "--depth", "1"],
-        ["dp.pt", "-h"],
-    ):
-        assert run(*words) == run("inspect", *words), words
+    for line in ("dp.pt", "dp.pt#epoch", ".", "dp.pt training.pt --json", "dp.pt --depth 1", "dp.pt -h"):
+        assert run(*line.split()) == run("inspect", *line.split()), line
     for url in ("s3://bucket/model.pt", "hf://org/model/model.pt"):
         assert run(url) == run("inspect", url) and "no command" not in run(url).err
     Path("report").write_bytes(Path("dp.pt").read_bytes())  # a verb's name wins
@@ -72,16 +65,9 @@ NO_FILES = {
     "s3:/bucket/model.pt": "s3://bucket/model.pt",
     "-": "Save it first",
 }
-WRITES = (
-    "strip-module dp.pt -o {0}",
-    "strip-module dp.pt -d {0}",
-    "convert dp.pt -o {0} --to safetensors",
-    "convert dp.pt -o {0} --to sharded",
-    "unbundle gan.pt -d {0}",
-    "bundle a=dp.pt -o {0}",
-    "spec dp.pt -o {0}",
-    "verify dp.pt --write-digest {0}",
-)
+WRITES = ("strip-module dp.pt -o {0}", "strip-module dp.pt -d {0}", "convert dp.pt -o {0} --to safetensors")
+WRITES += ("convert dp.pt -o {0} --to sharded", "unbundle gan.pt -d {0}", "bundle a=dp.pt -o {0}", "spec dp.pt -o {0}")
+WRITES += ("verify dp.pt --write-digest {0}",)
 
 
 @pytest.mark.parametrize("place", NO_FILES)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.errors import CkptoolError
-from ckptool.pickles.skeleton import reaches_a_call
+from ckptool.pickles.decode import reaches_a_call
 from tests.support.cli import Run
 
 PROGRAM = b"cposix\nmkdir\n(V%b\ntR0"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from ckptool.checkpoint import Computed, FileRange, InlineBytes
 from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
-from ckptool.output import folders, replace_file
-from ckptool.output.folders import replace_folder
+from ckptool.output import check_target, durable, folders, replace_file
+from ckptool.output.folders import check_folder, replace_folder
 from tests.support.errors import three_parts
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, free_space, names
@@ -128,16 +131,11 @@ def test_someone_else_makes_it_meanwhile(target: Target) -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (SystemExit(143), SystemExit),
-        (Corrupt("no", "why"), Corrupt),
-        (MemoryError(), MemoryError),
-        (OSError(errno.EIO, ""), FileProblem),
-        (OSError(errno.ENOSPC, ""), DiskFull),
-        (OSError(errno.EDQUOT, ""), DiskFull),
-        (OSError(errno.EFBIG, ""), DiskFull),
+        (KeyboardInterrupt(), KeyboardInterrupt), (SystemExit(143), SystemExit), (Corrupt("no", "why"), Corrupt),
+        (MemoryError(), MemoryError), (OSError(errno.EIO, ""), FileProblem), (OSError(errno.ENOSPC, ""), DiskFull),
+        (OSError(errno.EDQUOT, ""), DiskFull), (OSError(errno.EFBIG, ""), DiskFull),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_left_of_a_run_that_failed(
     error: BaseException, expected: type[BaseException], target: Target
 ) -> None:
@@ -182,6 +180,46 @@ def test_a_folder_above_that_cannot_be_synced_is_noted(target: Target, monkeypat
     (note,) = target.write()
     assert note.code == "not-synced" and "complete and visible, but its durability is uncertain" in note.message
     assert target.holds(target.path, new=True) and names(target.path.parent) == ["out"]
+
+
+def test_everything_is_on_disk_before_it_is_visible(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def watched(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def seen(*args: Any, **options: Any) -> Any:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+            done = real(*args, **options)
+            events.append("sync folder" if is_folder else name)
+            return done
+
+        monkeypatch.setattr(module, name, seen)
+
+    for name in ("pwrite", "fsync", "link", "replace", "rmdir"):
+        watched(os, name)
+    watched(folders, "_commit")
+    target.write()
+    if target.is_folder:
+        assert events == ["pwrite", "fsync"] * 2 + ["sync folder", "_commit", "sync folder", "rmdir"]
+    else:
+        replace_file(b"new", target.path.with_name("other"))
+        assert events == ["pwrite", "fsync", "replace", "sync folder", "pwrite", "fsync", "link", "sync folder"]
+
+
+def test_impossible_targets_are_refused(target: Target) -> None:
+    above = target.path.parent
+    (above / "file").write_bytes(b"old")
+    (above / "loop").symlink_to("loop")
+    os.mkfifo(above / "fifo")
+    check = partial(check_folder, overwrite=True) if target.is_folder else partial(check_target, overwrite=True)
+    for name in ("missing/out", "file/out", "file" if target.is_folder else ".", "fifo", "loop", "x" * 300, "nul\0"):
+        for write in (lambda path: target.write(path=path), check):
+            with pytest.raises(FileProblem) as caught:
+                write(above / name)
+            assert caught.value.code == "io" and caught.value.what.startswith(("cannot write", "cannot use")), name
+        assert name != "missing/out" or "mkdir -p" in caught.value.fix
+    assert names(above) == ["fifo", "file", "loop", "out"] and (above / "file").read_bytes() == b"old"
 
 
 def test_what_verify_refuses_is_not_put_in_place(target: Target) -> None:
@@ -359,3 +397,86 @@ def test_of_several_first_writers_one_wins(target: Target) -> None:
     (winner,) = filter(None, results)
     file = target.path / "c" if target.is_folder else target.path
     assert len(results) == 4 and file.read_bytes().endswith(winner * 1000) and names(target.path.parent) == ["out"]
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def file_plan(data: bytes = b"new") -> Plan:
+    return Plan({"": [InlineBytes(data)]})
+
+
+# What there is at the target ------------------------------------------------------------------------------------------
+
+
+def test_a_new_file(tmp_path: Path) -> None:
+    replace_file(file_plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o666 & ~mask
+    assert (tmp_path / "out").stat().st_nlink == 1
+
+
+def test_names_that_are_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("real")  # which leads to nothing yet
+    for target in ("link", "é" * 127, "./relative"):
+        replace_file(file_plan(), target)
+        assert Path(target).read_bytes() == b"new"
+    assert Path("link").is_symlink() and names(tmp_path) == ["link", "real", "relative", "é" * 127]
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    replace_file(file_plan(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
+    two = tmp_path / "two"
+    with pytest.raises(OutputExists):
+        replace_file(file_plan(), two, verify=lambda path: two.write_bytes(b"theirs") and None)
+    assert two.read_bytes() == b"theirs" and names(tmp_path) == ["out", "two"]
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_the_output_may_replace_its_own_input(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_bytes(b"0123456789" * 20_000)
+    source = Source(target)
+    swapped = Plan({"": [FileRange(source, 100_000, 100_000), FileRange(source, 0, 100_000)]})
+    replace_file(swapped, target, overwrite=True, inputs=[source])
+    assert target.read_bytes() == b"0123456789" * 20_000 and source.read(0, 10) == b"0123456789"
+    assert names(tmp_path) == ["file"]
+
+
+# Temporary files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
+    for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", Path(durable.hidden_name("out", "x")).name):
+        (tmp_path / name).write_bytes(b"theirs")
+    before = names(tmp_path)
+    replace_file(file_plan(), tmp_path / "out")
+    assert names(tmp_path) == sorted([*before, "out"])
+
+
+def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between being made and being locked it is nobody's; another run may sweep it then. Its writer notices, and makes
+    another."""
+    real, swept = fcntl.flock, []
+
+    def slow(fd: int, operation: int) -> None:
+        if not swept:
+            swept.append(1)
+            durable.sweep_folder(str(tmp_path))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    replace_file(file_plan(), tmp_path / "out")
+    assert swept and (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]

@@ -13,16 +13,21 @@ import json
 import pathlib
 import types
 import uuid
+from collections import defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import numpy
+import numpy as np
 import pytest
 import torch
 
+import ckptool
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array
+from ckptool.errors import Conflict
 from ckptool.pickles.plain import expand, plain, python_value, summary, to_json
 from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
@@ -45,23 +50,12 @@ def made(name: str, args: tuple[Any, ...] = (), how: str = "new", **parts: Any) 
 
 ZONE = datetime.timezone(datetime.timedelta(hours=2))
 VALUES = [
-    datetime.date(2024, 2, 29),
-    datetime.datetime(2024, 2, 29, 12, 30),
-    datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
-    datetime.datetime(2024, 2, 29, tzinfo=ZONE),
-    datetime.time(1, 2, 3, 4),
-    datetime.timedelta(days=-1, microseconds=5),
-    ZONE,
-    decimal.Decimal("1.10"),
-    decimal.Decimal("NaN"),
-    fractions.Fraction(1, 3),
-    uuid.UUID(int=7),
-    pathlib.PurePosixPath("/a/b"),
-    pathlib.PureWindowsPath("C:/a"),
-    pathlib.Path("x"),
-    range(1, 9, 2),
-    slice(None, 3),
-]
+    datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, 30),
+    datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc), datetime.datetime(2024, 2, 29, tzinfo=ZONE),
+    datetime.time(1, 2, 3, 4), datetime.timedelta(days=-1, microseconds=5), ZONE, decimal.Decimal("1.10"),
+    decimal.Decimal("NaN"), fractions.Fraction(1, 3), uuid.UUID(int=7), pathlib.PurePosixPath("/a/b"),
+    pathlib.PureWindowsPath("C:/a"), pathlib.Path("x"), range(1, 9, 2), slice(None, 3),
+]  # fmt: skip
 
 
 @looped("value", VALUES, ids=repr)
@@ -75,21 +69,14 @@ def test_pythons_own_values_come_back(value: Any) -> None:
     ("value", "expected"),
     [
         (argparse.Namespace(a=1, b=argparse.Namespace(c=[1])), {"a": 1, "b": {"c": [1]}}),
-        (types.SimpleNamespace(a=1), {"a": 1}),
-        (collections.defaultdict(list, a=[1]), {"a": [1]}),
-        (collections.Counter("aab"), {"a": 2, "b": 1}),
-        (collections.deque([1, 2], maxlen=3), [1, 2]),
-        (numpy.float32(0.5), 0.5),
-        (numpy.int64(-3), -3),
-        (numpy.bool_(True), True),
-        (numpy.complex64(1 + 2j), 1 + 2j),
-        (numpy.str_("ä"), "ä"),
-        (numpy.float16(1.5), 1.5),
-        (numpy.dtype(">i4"), ">i32"),
+        (types.SimpleNamespace(a=1), {"a": 1}), (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.Counter("aab"), {"a": 2, "b": 1}), (collections.deque([1, 2], maxlen=3), [1, 2]),
+        (numpy.float32(0.5), 0.5), (numpy.int64(-3), -3), (numpy.bool_(True), True), (numpy.complex64(1 + 2j), 1 + 2j),
+        (numpy.str_("ä"), "ä"), (numpy.float16(1.5), 1.5), (numpy.dtype(">i4"), ">i32"),
         (numpy.dtype("datetime64[25s]"), "datetime64[25s]"),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_containers_and_numpy_scalars_become_plain(value: Any, expected: Any) -> None:
     found = plain(nodes(value))
     assert found == expected
@@ -109,19 +96,12 @@ def test_torchs_own_values() -> None:
     from ckptool.bridge import from_torch
 
     values = {
-        "size": torch.Size([2, 3]),
-        "device": torch.device("cuda:1"),
-        "cpu": torch.device("cpu"),
-        "dtype": torch.float8_e5m2,
-        "layout": torch.strided,
-    }
+        "size": torch.Size([2, 3]), "device": torch.device("cuda:1"), "cpu": torch.device("cpu"),
+        "dtype": torch.float8_e5m2, "layout": torch.strided,
+    }  # fmt: skip
     assert plain(from_torch(values)) == {
-        "size": (2, 3),
-        "device": "cuda:1",
-        "cpu": "cpu",
-        "dtype": "torch.float8_e5m2",
-        "layout": "torch.strided",
-    }
+        "size": (2, 3), "device": "cuda:1", "cpu": "cpu", "dtype": "torch.float8_e5m2", "layout": "torch.strided",
+    }  # fmt: skip
 
 
 def test_configuration_is_unwrapped() -> None:
@@ -185,34 +165,19 @@ def test_nothing_recurses() -> None:
 @looped(
     ("value", "expected"),
     [
-        (0.001, "0.001"),
-        ("adam", "'adam'"),
-        ("a\n\x1b[31m", "'a\\n\\x1b[31m'"),
-        (None, "None"),
-        (True, "True"),
-        (1 << 2000, "integer of 2,001 bits"),
-        (b"ab", "b'ab'"),
-        (bytes(100), "bytes of 100"),
-        (ByteString(b"\xff" * 20), "Python 2 text of 20"),
-        ({"a": 1, "b": 2, "c": 3}, "3 items"),
-        ({0: 0}, "1 item"),
-        ({}, "{}"),
-        ([], "[]"),
-        ((0.9, 0.999), "(0.9, 0.999)"),
-        ((1,), "(1,)"),
-        ([1] * 20, "list of 20 items"),
-        ([[1]], "list of 1 item"),
-        (Set([1, "a"]), "{1, 'a'}"),
-        (Set([], frozen=True), "empty frozenset"),
-        (OrderedDict({"a": 1}), "1 item"),
-        (Global("torch", "float32"), "torch.float32"),
+        (0.001, "0.001"), ("adam", "'adam'"), ("a\n\x1b[31m", "'a\\n\\x1b[31m'"), (None, "None"), (True, "True"),
+        (1 << 2000, "integer of 2,001 bits"), (b"ab", "b'ab'"), (bytes(100), "bytes of 100"),
+        (ByteString(b"\xff" * 20), "Python 2 text of 20"), ({"a": 1, "b": 2, "c": 3}, "3 items"), ({0: 0}, "1 item"),
+        ({}, "{}"), ([], "[]"), ((0.9, 0.999), "(0.9, 0.999)"), ((1,), "(1,)"), ([1] * 20, "list of 20 items"),
+        ([[1]], "list of 1 item"), (Set([1, "a"]), "{1, 'a'}"), (Set([], frozen=True), "empty frozenset"),
+        (OrderedDict({"a": 1}), "1 item"), (Global("torch", "float32"), "torch.float32"),
         (Global("os", "system\n"), "name os.system\\n"),
         (made("foo.Bar", state={"a": 1, "b": 2, "c": 3}), "<unknown class foo.Bar with 3 attributes>"),
         (made("foo.bar", (1,), "call"), "<unknown call foo.bar>"),
         (TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (2,), (1,)), "tensor f32[2]"),
     ],
     ids=lambda value: repr(value)[:30],
-)
+)  # fmt: skip
 def test_summaries(value: Any, expected: str) -> None:
     assert summary(value) == expected
 
@@ -229,37 +194,18 @@ def test_summaries_fit(width: int) -> None:
 def test_json_of_everything() -> None:
     tree = nodes(
         {
-            "nan": float("nan"),
-            "inf": [float("inf"), -float("inf")],
-            0: "int",
-            "0": "text",
-            (1, "a"): None,
-            None: 1,
-            "bytes": b"ab",
-            "big": bytes(10_000),
-            "complex": 1 + 2j,
-            "set": {1},
-            "array": numpy.array([[1, 2]]),
-            "date": datetime.date(2024, 1, 2),
-            "surrogate": "\ud800",
+            "nan": float("nan"), "inf": [float("inf"), -float("inf")], 0: "int", "0": "text", (1, "a"): None, None: 1,
+            "bytes": b"ab", "big": bytes(10_000), "complex": 1 + 2j, "set": {1}, "array": numpy.array([[1, 2]]),
+            "date": datetime.date(2024, 1, 2), "surrogate": "\ud800",
         }
-    )
+    )  # fmt: skip
     found = json.loads(json.dumps(to_json(tree), allow_nan=False))
     assert found == {
-        "nan": "NaN",
-        "inf": ["Infinity", "-Infinity"],
-        "0 (int)": "int",
-        "0": "text",
-        "(1, 'a')": None,
-        "None": 1,
-        "bytes": {"base64": base64.b64encode(b"ab").decode()},
-        "big": {"bytes": 10_000},
-        "complex": [1.0, 2.0],
-        "set": [1],
-        "array": {"numpy": "i64", "shape": [1, 2], "values": [1, 2]},
-        "date": "2024-01-02",
+        "nan": "NaN", "inf": ["Infinity", "-Infinity"], "0 (int)": "int", "0": "text", "(1, 'a')": None, "None": 1,
+        "bytes": {"base64": base64.b64encode(b"ab").decode()}, "big": {"bytes": 10_000}, "complex": [1.0, 2.0],
+        "set": [1], "array": {"numpy": "i64", "shape": [1, 2], "values": [1, 2]}, "date": "2024-01-02",
         "surrogate": "\\ud800",
-    }
+    }  # fmt: skip
 
 
 def test_json_is_bounded() -> None:
@@ -283,3 +229,63 @@ def test_everything_can_be_said(name: str, tmp_path: Any) -> None:
     for key, value in tree.items():
         assert summary(key).isprintable()
         assert summary(value).isprintable()
+
+
+# weights_only: what comes out opens so, and nothing goes without a word -----------------------------------------------
+
+
+class Config:
+    def __init__(self) -> None:
+        self.lr, self.path = 0.1, pathlib.PurePosixPath("/data")
+
+
+def made_plain(folder: Path, tree: Any) -> tuple[Any, list[str]]:
+    """What stock torch loads after the conversion, and the lines that said what was changed."""
+    file, out = folder / "in.pt", folder / "out.pt"
+    torch.save(tree, file)
+    done = ckptool.convert(file, out, weights_only=True, overwrite=True)
+    return torch.load(out, weights_only=True), list(done.details)
+
+
+@looped(
+    ("value", "expected"),
+    [
+        (np.float64(0.5), 0.5),
+        (np.int32(-3), -3),
+        (np.bool_(True), True),
+        (argparse.Namespace(lr=0.1, deep=argparse.Namespace(n=1)), {"lr": 0.1, "deep": {"n": 1}}),
+        (pathlib.PurePosixPath("a/b"), "a/b"),
+        (defaultdict(list, {"a": [1]}), {"a": [1]}),
+        (deque([1, 2]), [1, 2]),
+        (datetime.datetime(2020, 1, 2, 3), "2020-01-02 03:00:00"),
+        (decimal.Decimal("1.50"), "1.50"),
+        (frozenset({1}), {1}),
+        (b"", bytearray()),
+        (Config(), {"lr": 0.1, "path": "/data"}),
+        ({"k": (np.float32(1.5), [np.int64(2)])}, {"k": (1.5, [2])}),
+    ],
+)  # fmt: skip
+def test_a_value_becomes_the_plain_one(tmp_path: Path, value: Any, expected: Any) -> None:
+    loaded, told = made_plain(tmp_path, {"value": value, "w": torch.ones(2)})
+    assert loaded["value"] == expected and type(loaded["value"]) is type(expected)
+    assert torch.equal(loaded["w"], torch.ones(2))
+    assert any("value" in line for line in told)
+
+
+def test_a_tensor_of_a_class_of_its_own_becomes_a_plain_one(tmp_path: Path) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    globals()["Mine"] = Mine
+    Mine.__qualname__ = "Mine"
+    loaded, told = made_plain(tmp_path, {"w": torch.ones(3).as_subclass(Mine)})
+    assert type(loaded["w"]) is torch.Tensor and torch.equal(loaded["w"], torch.ones(3))
+    assert len(told) == 1
+
+
+def test_two_keys_that_become_one_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    torch.save({pathlib.PurePosixPath("a"): 1, "a": 2}, file)
+    with pytest.raises(Conflict, match="would both become 'a'"):
+        ckptool.convert(file, tmp_path / "out.pt", weights_only=True)
+    assert not (tmp_path / "out.pt").exists()

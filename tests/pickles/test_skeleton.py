@@ -22,9 +22,8 @@ from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles import skeleton as lexing
-from ckptool.pickles.decode import Decoded, decode
-from ckptool.pickles.skeleton import Skeleton, decode_lazily, skeleton
+from ckptool.pickles import decode as lexing
+from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
 from ckptool.pickles.strings import StubbedValue, encoded, whole
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
@@ -241,16 +240,11 @@ def test_a_line_of_65_mib_is_refused(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "texts": b"X\0\0\0\0" * 200_000,
-    "one opcode": b"N" * 1_000_000,
-    "short lines": b"I1\n" * 330_000,
-    "names": b"ca\nb\n" * 200_000,
-    "long names": (b"c" + b"a" * 200 + b"\nb\n") * 4_900,
-    "frames": frame(b"N") * 100_000,
-    "empty frames": frame(b"") * 110_000,
-    "no line break": b"c" + b"a" * 1_000_000,
+    "texts": b"X\0\0\0\0" * 200_000, "one opcode": b"N" * 1_000_000, "short lines": b"I1\n" * 330_000,
+    "names": b"ca\nb\n" * 200_000, "long names": (b"c" + b"a" * 200 + b"\nb\n") * 4_900,
+    "frames": frame(b"N") * 100_000, "empty frames": frame(b"") * 110_000, "no line break": b"c" + b"a" * 1_000_000,
     "values that are just long": (b"B" + struct.pack("<I", 1 << 16) + bytes(1 << 16)) * 15,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)

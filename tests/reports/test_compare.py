@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptool.analysis.compare import ValueDifference, compare_values, same_bytes
+from ckptool.analysis.values import ValueDifference, compare_values, same_bytes
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source

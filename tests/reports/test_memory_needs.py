@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckptool.analysis.inspect import listing
-from ckptool.analysis.memory import MemoryNeeds, memory_needs
+from ckptool.analysis.outline import MemoryNeeds, memory_needs
 from tests.support.files import opened
 
 

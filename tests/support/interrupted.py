@@ -53,7 +53,7 @@ def in_terminal(words: list[str], folder: str, at: int, writing: int) -> int:
 if __name__ == "__main__":
     import torch  # noqa: F401
 
-    import ckptool.cli.answers
+    import ckptool.cli
     import ckptool.verbs.convert  # noqa: F401
 
     serve_forked(ended, lambda status, _: [status, "", 0])

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import ckptool
-from ckptool.analysis.fixes import Chain
+from ckptool.analysis.findings import Chain
 from ckptool.errors import CkptoolError, Text
 from fixtures import lab
 from fixtures.make import make

@@ -9,7 +9,7 @@ import pytest
 import ckptool
 from ckptool.analysis.targets import Target
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
-from ckptool.verbs._target import find_target
+from ckptool.verbs._options import find_target
 from fixtures.make import TiedLanguageModel, make
 from tests.support.errors import refused, three_parts
 from tests.support.files import saved
