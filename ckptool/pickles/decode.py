@@ -11,7 +11,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ckptool.checkpoint import Data, Note
@@ -262,6 +262,7 @@ _SHORT = frozenset(op for op, (width, _, _) in _SIZED.items() if width == 1)
 _FRAME, _STOP = 0x95, 0x2E
 
 
+@cache
 def _run_of_opcodes(lines: bytes, but: bytes = b"") -> re.Pattern[bytes]:
     """Matches opcodes with short arguments of fixed width or in lines, thousands at a time (a match remembers each)."""
     widths: dict[int, list[int]] = {}
@@ -272,13 +273,10 @@ def _run_of_opcodes(lines: bytes, but: bytes = b"") -> re.Pattern[bytes]:
     return re.compile(b"(?:" + b"|".join([*kinds, lines]) + b"){0,4096}", re.DOTALL)
 
 
-_RUN = _run_of_opcodes(rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n")
-
-
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data; the next opcode is at `pos`."""
 
-    run_of_opcodes = _RUN
+    runs: tuple[bytes, ...] = (rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n",)  # for `_run_of_opcodes`
     __slots__ = ("base", "buffer", "data", "frame", "parts", "pos", "size", "spots", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
@@ -310,7 +308,7 @@ class _Lexer:
 
     def _skip(self) -> int:
         """Goes over what is short; the next opcode, or -1 where the window or the frame ends."""
-        pos, buffer, run_of_opcodes = self.pos, self.buffer, self.run_of_opcodes.match
+        pos, buffer, run_of_opcodes = self.pos, self.buffer, _run_of_opcodes(*self.runs).match
         limit = min(len(buffer), self.frame - self.base) if self.frame >= 0 else len(buffer)
         while True:
             run = run_of_opcodes(buffer, pos, limit)
@@ -420,9 +418,6 @@ class _Lexer:
 
 _NAMES = re.compile(rb"[\w.]{1,200}\n[\w.]{1,200}\n")
 _STACK_GLOBAL, _CALLS = 0x93, b"Rob\x81\x92"  # REDUCE, OBJ, BUILD, NEWOBJ, NEWOBJ_EX
-_STRICT_RUN = _run_of_opcodes(
-    rb"[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n", bytes([_STACK_GLOBAL]) + _CALLS
-)
 
 
 class _Reached(Exception):
@@ -433,7 +428,10 @@ class _CallFinder(_Lexer):
     """Stops at the first call of what was named, and at a line that pickle would not take."""
 
     __slots__ = ("named",)
-    run_of_opcodes = _STRICT_RUN
+    runs = (
+        rb"[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n",
+        bytes([_STACK_GLOBAL]) + _CALLS,
+    )
 
     def _other(self, op: int) -> None:
         if op in b"ci":

@@ -25,6 +25,7 @@ from tests.support.dcp_folders import chunk, chunks, edit, place_of, placed, sav
 from tests.support.errors import three_parts
 from tests.support.files import saved
 from tests.support.looped import looped
+from tests.support.processes import soon
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +216,19 @@ def test_chunks_that_do_not_fill_their_tensor(change: Any, words: str, tmp_path:
         ckptool.convert(edit(folder, change), tmp_path / "out.pt")
     three_parts(caught.value)
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_an_object_that_many_names_have_is_read_once(tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        _, info = place_of(metadata, "many")
+        for name in (f"many{number}" for number in range(2_000)):
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(name)] = info
+            metadata.planner_data[name] = (name,)
+
+    folder = edit(save_dcp({"w": torch.ones(2), "many": list(range(20_000))}, tmp_path / "saved"), change)
+    with soon(2):
+        assert read(folder)["many1999"] == list(range(20_000))
 
 
 # Pickles that call ----------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file that is not there": lambda t: layout(t)[1].update(file_path="x/model.safetensors"),
     "a path that is none": lambda t: layout(t)[1].update(file_path=3),
     "an unknown way of writing": lambda t: layout(t)[1].update(serialization_format={"type": "Pickle"}),
+    "one file for two items": lambda t: t["metadata"].update(other={"rank_to_layout_info": layout(t)}),
     "a missing rank": lambda t: layout(t).pop(1),
     "a third rank": lambda t: t.update(world_size=3),
     "a billion ranks of many items": lambda t: t.update(
@@ -100,6 +101,15 @@ def test_a_table_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
         refused(code, tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt"))
     assert [file.state for file in ckptool.scan(tmp_path).files] == [code]
     assert not Path("called").exists()
+
+
+def test_a_file_that_ranks_share_is_read_once(tmp_path: Path) -> None:
+    told = {"file_path": "shared.pt", "serialization_format": {"type": "TorchSerialization"}}
+    item = {"rank_to_layout_info": dict.fromkeys(range(2), told)}
+    folder = changed(tmp_path / "in", lambda table: table["metadata"].update(shared=item))
+    torch.save({"w": torch.ones(2), "n": 3}, folder / "shared.pt")
+    found = ckptool.open(folder)
+    assert found["shared"]["n"] == 3 and not found.notes and found.metadata["ranks"] == 2
 
 
 def test_a_rank_of_another_run_is_named(tmp_path: Path) -> None:

@@ -164,9 +164,19 @@ class Payloads:
     lock: threading.Lock = field(default_factory=threading.Lock)
     _templates: Templates = field(default_factory=Templates)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
+    _objects: dict[tuple[str, int, int], Any] = field(default_factory=dict)
 
     def object(self, name: str, place: Place) -> Any:
-        """An object, or what stands in one file. Raises `Corrupt`, `Truncated` or `Unsupported`, naming it."""
+        """An object, or what stands in one file; at one place it is read once, however many names a table gives it.
+
+        Raises `Corrupt`, `Truncated` or `Unsupported`, naming it.
+        """
+        key = place.relative_path, place.offset, place.length
+        if key not in self._objects:
+            self._objects[key] = self._object(name, place)
+        return self._objects[key]
+
+    def _object(self, name: str, place: Place) -> Any:
         part = self.part(place)
         if not self._is_compressed(name, place):
             return self._zip(name, part).tree

@@ -91,7 +91,8 @@ def read(source: Folder) -> Checkpoint:
     tree: dict[Any, Any] = {}
     tables: dict[tuple[int, ...], tuple[int, ...]] = {}
     for item, files in items.items():
-        ranks = [RankFile(str(source), path, rank, world, tables) for rank, (path, _) in sorted(files.items())]
+        first = {path: rank for rank, (path, _) in sorted(files.items(), reverse=True)}  # of a file that ranks share
+        ranks = [RankFile(str(source), files[rank][0], rank, world, tables) for rank in sorted(first.values())]
         values = [_opened(joiner, *files[each.rank]) for each in ranks]
         tree[item] = joined_trees(joiner, item, ranks, values, _described(source, table, item))
     used = _names(items)
@@ -144,7 +145,10 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
                 raise damaged(folder, f"its {TABLE} does not say where {item} is")
             found.setdefault(item, {})[rank] = path, kind
-    placed = {path for files in found.values() for path, _ in files.values()}
+    paths = [path for files in found.values() for path in {path for path, _ in files.values()}]
+    placed = set(paths)
+    if len(placed) < len(paths):
+        raise damaged(folder, f"its {TABLE} names one file for two items")
     for name, parts in _files(folder).items():
         if name not in placed and parts["item"] not in told:
             files, rank = found.setdefault(parts["item"] or "model", {}), int(parts["rank"])
