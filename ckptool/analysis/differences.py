@@ -288,11 +288,9 @@ class Comparer:
                 key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
                 names = [each for each, _ in children(node) if type(each) is str and without_wrappers(each) == key]
-                raise Conflict(
-                    f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}",
-                    "Which of the two to compare is not known.",
-                    f"Compare them under their own names: without {arg('ignore')} prefix",
-                )
+                what = f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}"
+                fix = f"Compare them under their own names: without {arg('ignore')} prefix"
+                raise Conflict(what, "Which of the two to compare is not known.", fix)
             parts[key] = part
             if key is not name:
                 segments[key] = segment

@@ -98,11 +98,9 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     for path, tensor in pairs:
         left -= tensor.nbytes
         if left < 0:
-            raise LimitExceeded(
-                f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored",
-                "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly.",
-                f"Name another part: {arg(at=ADDRESS)}",
-            )
+            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored"
+            why = "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly."
+            raise LimitExceeded(what, why, f"Name another part: {arg(at=ADDRESS)}")
         views[_view(tensor)] = tensor
     entries = [(key, tensor) for key, tensor in views.items() if isinstance(tensor, TensorEntry)]
     plain = [key for key, each in entries if each.is_contiguous and isinstance(each.storage.data, FileRange)]

@@ -60,11 +60,9 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
 
 def _refusal(checkpoint: Checkpoint, found: Quantized, done: str) -> Unsupported:
     fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint))
-    return Unsupported(
-        f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}",
-        f"{done} without their scales, its codes would be wrong weights. Nothing was written.",
-        "" if found.problems else f"Compute the weights: {fix}",
-    )
+    what = f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}"
+    why = f"{done} without their scales, its codes would be wrong weights. Nothing was written."
+    return Unsupported(what, why, "" if found.problems else f"Compute the weights: {fix}")
 
 
 def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Iterator[Note]:

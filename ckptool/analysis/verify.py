@@ -406,11 +406,9 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
         return
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
     about = f", the data of {listed(names, 3)}" if names else ""
-    raise Corrupt(
-        f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}",
-        "Its bytes changed after they were written, and anything made from them would be damaged too.",
-        f"See all of it: {command('verify', input_of(checkpoint.source))}",
-    )
+    what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}"
+    why = "Its bytes changed after they were written, and anything made from them would be damaged too."
+    raise Corrupt(what, why, f"See all of it: {command('verify', input_of(checkpoint.source))}")
 
 
 def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> list[Problem]:

@@ -237,8 +237,6 @@ def in_words(error: Exception) -> CkptoolError:
         return LimitExceeded(what, why)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
-    return Bug(
-        f"{type(error).__name__}: {error}{where}",
-        "This is a bug in ckptool, not in what you typed. Files are as they were, or complete.",
-        "Run it again with CKPTOOL_DEBUG=1 and report what it prints.",
-    )
+    why = "This is a bug in ckptool, not in what you typed. Files are as they were, or complete."
+    fix = "Run it again with CKPTOOL_DEBUG=1 and report what it prints."
+    return Bug(f"{type(error).__name__}: {error}{where}", why, fix)

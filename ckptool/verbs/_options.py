@@ -140,11 +140,8 @@ def assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and not is_json:
             return place, value
-        raise UsageError(
-            f"{value!r} is not JSON: {error!s}",
-            "A string needs quotes inside the shell's, and an object has each name once.",
-            f"For example: '{place}=text'",
-        ) from None
+        why = "A string needs quotes inside the shell's, and an object has each name once."
+        raise UsageError(f"{value!r} is not JSON: {error!s}", why, f"For example: '{place}=text'") from None
 
 
 def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

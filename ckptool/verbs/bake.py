@@ -72,11 +72,9 @@ def bake(
             lines += [f"{kind}: {listed(names, 4)}"] if names else []
         lines += [f"left alone: {name} ({why})" for name, why in alone.items()]
     if not folded and not left:
-        raise NoMatch(
-            f"{checkpoint.source or 'the checkpoint'} has no parametrized weights",
-            "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
-            "and spectral norm.",
-        )
+        why = "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
+        why += "and spectral norm."
+        raise NoMatch(f"{checkpoint.source or 'the checkpoint'} has no parametrized weights", why)
     tree = rebuild(checkpoint.tree, replaced=replaced)
     saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
@@ -133,10 +131,8 @@ def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
     """v · g / ‖v‖, the norm over the axes where g has one element. weight: its name, for errors."""
     shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
-        raise Conflict(
-            f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}",
-            "They are not the two halves of one weight.",
-        )
+        what = f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}"
+        raise Conflict(what, "They are not the two halves of one weight.")
     _refuse_types(g, v)
     refuse_wide(v.shape, prod(v.shape[1:]))
     matrix = v.reshape(v.shape or (1,))

@@ -61,10 +61,8 @@ def cast(
         refuse_quantized(part, [root.node for root in roots], "Cast")
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
-        raise NoMatch(
-            f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own",
-            "Only those are cast. Nothing was written.",
-        )
+        what = f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own"
+        raise NoMatch(what, "Only those are cast. Nothing was written.")
     plan = cast_roots(part, roots, target, several(only), several(exclude))
     if change.live and not change.asked["dry_run"] and plan.skipped and not plan.tensors:
         kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)

@@ -94,12 +94,9 @@ def translate(
     translation = layout.translation if layout else Translation(())
     translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
     if not (translation.rules or translation.joins):
-        raise UsageError(
-            "translate was given no rule",
-            "A rule is OLD => NEW : OPERATION.",
-            f"For example: {command('translate', FILE, '*.qkv.{p} => *.{q,k,v}.{p} : split 0', out=OUT)}; "
-            f"or {arg(rules_file=Slot('LAYOUT'))}",
-        )
+        fix = f"For example: {command('translate', FILE, '*.qkv.{p} => *.{q,k,v}.{p} : split 0', out=OUT)}; "
+        fix += f"or {arg(rules_file=Slot('LAYOUT'))}"
+        raise UsageError("translate was given no rule", "A rule is OLD => NEW : OPERATION.", fix)
     given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:

@@ -55,11 +55,9 @@ def unbundle(
     files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not bundles.is_plain(value)}
     bundles.check_names(files)
     if odd := [name for name in tree if type(name) not in (str, int)]:
-        raise Conflict(
-            f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number",
-            f"{bundle_json.NAME} cannot express that.",
-            f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}",
-        )
+        what = f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number"
+        fix = f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}"
+        raise Conflict(what, f"{bundle_json.NAME} cannot express that.", fix)
     rows = bundles.table(tree, files)
     if folder is None:
         written = change.write(opened.checkpoint, replace(checkpoint, tree=tree))

@@ -1,0 +1,120 @@
+"""A tree without optimizer state, without what no tensor shows, and without equal storages."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from ckptool.checkpoint import Checkpoint, Computed, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
+from ckptool.commands import arg
+from ckptool.conventions.state_dicts import find_state_dicts, optimizers
+from ckptool.errors import UsageError
+from ckptool.transforms.bundles import equal
+from ckptool.transforms.views import joined, padded
+
+# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
+# on their own.
+MIN_SHARED = 1024
+
+
+def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
+    found = [path for path, _ in optimizers(tree)]
+    if () in found:
+        what = f"{address(base) or 'the whole file'} is the state of an optimizer"
+        fix = f"Drop only what views leave behind: {arg(keep_optimizer=True)}"
+        raise UsageError(what, "Without it nothing would be left.", fix)
+    replaced: dict[int, Any] = {}
+    for path in found:
+        parent = item_at(tree, path[:-1])
+        if isinstance(parent, dict):
+            left = {key: value for key, value in parent.items() if (*path[:-1], key) not in found}
+            replaced[id(parent)] = same_kind(parent, left)
+        else:
+            items = (value for index, value in enumerate(parent) if (*path[:-1], index) not in found)
+            replaced[id(parent)] = type(parent)(items)
+    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in found)
+
+
+# Waste behind views --------------------------------------------------------------------------------------------------
+
+
+def plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
+    """The tensors of each storage that only plain tensors use, each once. kept: storages that others use, too."""
+    views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
+    others = set(kept)
+    for _, node in walk(tree):
+        if isinstance(node, TensorEntry):
+            views[id(node.storage)][id(node)] = node
+        else:
+            others.update(id(part.storage) for part in stored_parts(node))
+    return {number: list(group.values()) for number, group in views.items() if number not in others}
+
+
+def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
+    """The entries of one storage as views of a smaller one, by the ids of the old; none where nothing is saved."""
+    storage = group[0].storage
+    shown = [entry for entry in group if entry.numel]
+    if not shown:
+        empty = Storage(InlineBytes(b""), storage.location)
+        return {id(entry): replace(entry, storage=empty, offset=0) for entry in group} if storage.nbytes else {}
+    first, kinds = shown[0], {entry.layout for entry in shown}
+    begin, end = first.span()
+    if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none
+        dense = Storage(Computed(first.nbytes, row_major(first).read, (storage,)), storage.location)
+        strides = row_major_strides(first.shape)
+        return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
+    # What is shown, in whole elements of the widest type, so that every view stays aligned.
+    width = max(entry.dtype.itemsize for entry in group)
+    ranges: list[list[int]] = []
+    for begin, end in sorted(entry.span() for entry in shown):
+        begin, end = begin - begin % width, end + -end % width
+        if ranges and begin <= ranges[-1][1]:
+            ranges[-1][1] = max(ranges[-1][1], end)
+        else:
+            ranges.append([begin, end])
+    places = [0, *accumulate(end - begin for begin, end in ranges)]
+    if places[-1] >= storage.nbytes:
+        return {}
+    flat = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
+    kept = [(begin, min(end, storage.nbytes) - begin, end - begin) for begin, end in ranges]
+    smaller = joined([padded(flat.narrow(0, begin, there), 0, size) for begin, there, size in kept], 0).storage
+    moved = {}
+    for entry in group:
+        number = bisect_right(ranges, [entry.span()[0], sys.maxsize]) - 1 if entry.numel else 0
+        begin = entry.span()[0] - ranges[number][0] + places[number] if entry.numel else 0
+        moved[id(entry)] = replace(entry, storage=smaller, offset=begin // entry.dtype.itemsize)
+    return moved
+
+
+# Equal bytes ---------------------------------------------------------------------------------------------------------
+
+
+def tied_storages(checkpoint: Checkpoint, kept: Collection[int]) -> tuple[Any, int, int]:
+    """The tree with equal storages of one set of weights tied; how many of them, and their bytes, are not stored.
+    What is equal today in two sets (a model and its average) stays two: they are to differ tomorrow."""
+    users: dict[int, set[Path | None]] = defaultdict(set)
+    for root in find_state_dicts(checkpoint):
+        for storage in storages(root.node):
+            users[id(storage)].add(root.path if root.is_model else None)
+    candidates: list[tuple[Any, Storage]] = []
+    for group in plain_views(checkpoint.tree, kept).values():
+        storage = group[0].storage
+        classes, roots = {entry.dtype.storage for entry in group}, users[id(storage)]
+        if len(classes) == len(roots) == 1 and None not in roots and storage.nbytes >= MIN_SHARED:
+            candidates.append(((storage.nbytes, storage.location, *classes, *roots), storage))
+    one: dict[int, Storage] = {}
+    count = nbytes = 0
+    for equals in equal(candidates):
+        one |= dict.fromkeys(map(id, equals), equals[0].alone())
+        count, nbytes = count + len(equals) - 1, nbytes + (len(equals) - 1) * equals[0].nbytes
+    tree = map_storages(checkpoint.tree, lambda storage: one.get(id(storage), storage)) if one else checkpoint.tree
+    return tree, count, nbytes
