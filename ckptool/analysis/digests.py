@@ -115,9 +115,8 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
         digests |= zip(plain, (digest for batch in read for digest in batch), strict=True)
     rows = []
     for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
-        dtype = ("" if isinstance(tensor, TensorEntry) else f"{tensor.kind} ") + (
-            tensor.dtype.name if tensor.dtype else "?"
-        )
+        dtype = tensor.dtype.name if tensor.dtype else "?"
+        dtype = dtype if isinstance(tensor, TensorEntry) else f"{tensor.kind} {dtype}"
         keys = [_key(segment) for segment in path]
         rows.append(TensorDigest(keys[0] if len(keys) == 1 else keys, dtype, tensor.shape, digests[_view(tensor)]))
     return rows

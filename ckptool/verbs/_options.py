@@ -123,9 +123,7 @@ def assignments(flag: str, texts: Iterable[str]) -> dict[str, Any]:
 
 def assignment(text: str) -> tuple[str, Any]:
     """The address and value of `path=value`: JSON where it parses, else text; after `:=` nothing but JSON.
-
-    Raises `UsageError` where it is neither.
-    """
+    Raises `UsageError` where it is neither."""
     place, separator, value = text.partition("=")
     place, is_json = place.removesuffix(":"), place.endswith(":")
     if not separator or not place:

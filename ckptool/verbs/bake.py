@@ -149,7 +149,8 @@ def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
 def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
     """orig · mask, exact. weight: its name, for errors."""
     if orig.shape != mask.shape:
-        raise Conflict(f"{weight}: the mask is of another shape, {list(mask.shape)}", "")
+        what = f"{weight}: the mask is of another shape, {list(mask.shape)}"
+        raise Conflict(what, f"The weight has {list(orig.shape)}, and a mask one number for each of its own.")
     _refuse_types(mask, orig)
 
     def product(_: int, mask_block: Array, block: Array) -> Array:

@@ -111,9 +111,8 @@ def bundle(
         what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)
     container = change.format(bundles.container_of(parts.checkpoint))
-    bundles.refuse_container(
-        "a bundle cannot be", container.name, f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}"
-    )
+    example = f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}"
+    bundles.refuse_container("a bundle cannot be", container.name, example)
     tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.

@@ -247,10 +247,8 @@ def _to_tensors(
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    metadata = container.keeps_metadata
-    made = flatten.export(
-        part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=metadata
-    )
+    kept = container.keeps_metadata
+    made = flatten.export(part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=kept)
     of = f" of {root.address}" if root.address else ""
     summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
     notes = made.notes if container.keeps_ties else (*made.notes, *flatten.lost_ties(root.node, made, container.name))

@@ -140,10 +140,8 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
                 # The model itself, not its name.
                 options |= {name: value for name, value in given.items() if name in options}
                 options |= {"out": None, **({"at": step.at} if step.at else {})}
-                if (
-                    step.command[1] == "convert" and named(container).writable
-                ):  # else writing it refuses what is in place
-                    options["container"] = container
+                if step.command[1] == "convert" and named(container).writable:
+                    options["container"] = container  # else writing it refuses what is in place
                 made = function(current, **options)
         except CkptoolError as error:  # of a verb that was not told what the file is called
             error.fill({FILE: as_argument(path)} if path else {})

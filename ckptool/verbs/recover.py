@@ -235,10 +235,8 @@ def all_of(file: CheckpointLike) -> Checkpoint | None:
 
 class Restored(NamedTuple):
     """A checkpoint that can be written.
-
     lost: all tensors that the file does not give.  still_lost: those that no other checkpoint gave.
-    dropped: addresses of what had to go along with them.
-    """
+    dropped: addresses of what had to go along with them."""
 
     checkpoint: Checkpoint
     lost: list[LostTensor]
@@ -250,10 +248,8 @@ class Restored(NamedTuple):
 
 def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
     """The checkpoint with lost tensors taken from the other one or left out; marked if there are any.
-
     Taken is the same key, dtype and shape, tied where it was tied. A key is looked for under its whole address; where
-    that leads nowhere, in the one set of model weights of the other.
-    """
+    that leads nowhere, in the one set of model weights of the other."""
     checkpoint, lost = done.checkpoint, done.lost_tensors()
     new: dict[int, Any] = {}  # by the id of the node that it replaces
     filled = list[FilledIn]()
@@ -298,10 +294,8 @@ def restored(done: Salvaged, other: Checkpoint | None) -> Restored:
 
 def without_lost(tree: Any, lost: Sequence[LostTensor], new: Mapping[int, Any]) -> tuple[Any, list[str]]:
     """The tree without what is lost and not in `new` (by the id of the node it replaces), and what had to go along.
-
     An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
-    The state that an optimizer keeps for a parameter goes as a whole: half of it is worse than none.
-    """
+    The state that an optimizer keeps for a parameter goes as a whole: half of it is worse than none."""
     gone = {id(item.node) for item in lost if id(item.node) not in new}
     slots, names = set(), []
     for path, optimizer in optimizers(tree):

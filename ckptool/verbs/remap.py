@@ -70,9 +70,7 @@ def remapped(
     checkpoint: Checkpoint, to: object, moves: Moves
 ) -> tuple[Checkpoint, Counter[str], list[tuple[str, str, int]]]:
     """The checkpoint on other devices, how many storages were on which, and each move with its count.
-
-    A tensor that has no storage, but a device in the call that makes it (XLA, HPU), counts as one.
-    """
+    A tensor that has no storage, but a device in the call that makes it (XLA, HPU), counts as one."""
     target = parse_device(to) if to is not None else None
     table = {parse_device(old): parse_device(new) for old, new in (moves or {}).items()}
     calls = {
@@ -104,9 +102,7 @@ def remapped(
 
 def parse_device(given: object) -> str:
     """The location tag for a device, torch's own or as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
-
-    Raises `UsageError` for a device that torch has no loader for, or that cannot exist.
-    """
+    Raises `UsageError` for a device that torch has no loader for, or that cannot exist."""
     match = _DEVICE.fullmatch(str(given).strip().lower())
     if match is None or (match[1] in _UNNUMBERED and match[2] not in (None, "0")):
         why = "A device is cpu, mps, or a name with a number, such as cuda:0."

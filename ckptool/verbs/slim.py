@@ -166,9 +166,7 @@ def _moved(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
 
 def _tied(checkpoint: Checkpoint, kept: Collection[int]) -> tuple[Any, int, int]:
     """The tree with equal storages of one set of weights tied; how many of them, and their bytes, are not stored.
-
-    What is equal today in two sets (a model and its average) stays two: they are to differ tomorrow.
-    """
+    What is equal today in two sets (a model and its average) stays two: they are to differ tomorrow."""
     users: dict[int, set[Path | None]] = defaultdict(set)
     for root in find_state_dicts(checkpoint):
         for storage in storages(root.node):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptool
 from ckptool import errors
 from ckptool.cli import output
 from tests.support.cli import Ran
@@ -94,6 +95,13 @@ def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path
     if name not in ("no file", "no argument"):
         assert not re.search(r"ckptool [a-z-]+ FILE\b", ran.err), "the name is known"
     assert state_of(folder) == before
+
+
+def test_what_a_fix_refuses_has_a_call_for_those_who_write_python(folder: Path) -> None:
+    with pytest.raises(errors.Unsupported) as caught:
+        ckptool.doctor("cut.pt", fix=True, out="x.pt")
+    assert caught.value.fix == "ckptool recover cut.pt -o cut.fixed.pt"
+    assert str(caught.value).endswith("ckptool.recover('cut.pt', out='cut.fixed.pt')")
 
 
 def test_of_several_files_with_one_that_is_refused_none_is_written(files: Path, run: Run) -> None:

@@ -141,6 +141,7 @@ MISTYPED = {
     "inspct a.pt": "Did you mean 'inspect'?",
     "stripmodule a.pt": "See: ckptool strip-module --help",
     "inf a.pt": "Did you mean 'info'?",
+    "verify model.pt --shard-size 1": "It is an option of translate, convert.",
 }
 
 

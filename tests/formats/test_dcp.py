@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import ckptool
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, NotACheckpoint, OnlyAPart, Unsupported
 from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
+from ckptool.formats.dcp.tables import Place
 from tests.support.cli import Run
 from tests.support.dcp_folders import edit, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
@@ -107,6 +108,13 @@ def test_large_objects_of_ranks_are_not_said_to_differ(apart: Path, monkeypatch:
     monkeypatch.setattr(payloads, "SMALL", 8)
     notes = {note.code: note.message for note in read(apart).notes}
     assert "rank" in notes["replicas-not-compared"] and "that of rank 0" not in notes["replicas-differ"]
+
+
+def test_places_that_overlap_are_not_compared_without_end(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    found = payloads.Payloads(Folder(tmp_path))
+    first, *others = (Place("__0_0.distcp", at, 1 << 18) for at in range(9))
+    assert [found.same(first, other) for other in others] == [True] * 4 + [None] * 4
 
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:

@@ -106,3 +106,9 @@ def test_a_notebook_stays_small_however_many_tensors_there_are(key: str, folder:
         ckptool.spec("many.pt"),
     ):
         assert len(report._repr_html_().encode()) <= 30_000
+
+
+def test_a_page_says_that_values_are_the_same_beside_what_differs(folder: Path) -> None:
+    for name, grad in (("a.pt", False), ("b.pt", True)):
+        torch.save({f"w{number}": torch.ones(2, requires_grad=grad) for number in range(3)}, name)
+    assert "3 of 3 tensors have the same values, byte for byte." in ckptool.report("a.pt", "b.pt").html()

@@ -1,5 +1,6 @@
 """The program run in this process."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,6 +12,10 @@ class Ran(NamedTuple):
     code: int
     out: str
     err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
 
 
 Run = Callable[..., Ran]

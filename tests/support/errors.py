@@ -34,12 +34,13 @@ def three_parts(error: CkptoolError) -> tuple[str, str]:
     return error.code, error.what
 
 
-def refused(code: str, folder: Path, action: Callable[[], object]) -> CkptoolError:
-    """The error of this code that `action` raises, after which every file in the folder is as it was."""
+def refused(kind: str | type[CkptoolError], folder: Path, action: Callable[[], object], says: str = "") -> CkptoolError:
+    """The error of this code or class, with words that match, that `action` raises, after which every file in the
+    folder is as it was."""
     before = contents(folder)
-    with pytest.raises(CkptoolError) as caught:
+    with pytest.raises(CkptoolError if isinstance(kind, str) else kind, match=says or None) as caught:
         action()
-    assert three_parts(caught.value)[0] == code
+    assert three_parts(caught.value)[0] == kind or not isinstance(kind, str)
     assert contents(folder) == before, "nothing was written"
     return caught.value
 

@@ -44,6 +44,15 @@ def record_starts(path: Path) -> dict[str, int]:
     return starts
 
 
+def damaged(path: Path, *records: str | int) -> Path:
+    """The file with a flipped bit in the data of these records, or storages."""
+    starts, data = record_starts(path), bytearray(path.read_bytes())
+    for record in records:
+        data[starts[record if isinstance(record, str) else f"archive/data/{record}"]] ^= 1
+    path.write_bytes(data)
+    return path
+
+
 # Hostile ones -------------------------------------------------------------------------------------------------------
 
 TENSORS = {"w": torch.arange(1.0, 4.0), "v": torch.tensor([7.0, 8.0])}

@@ -19,11 +19,11 @@ import torch.distributed.fsdp  # once, and not in every process
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import ckptool
-from ckptool.errors import DiskFull
+from ckptool.errors import CkptoolError, DiskFull
 from tests.support.crash import Crash
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, run_to_end, toy, trainer
+from tests.support.small_runs import CONV, GAN, IMAGES, contents_but_lock, own, run_to_end, toy, trainer
 
 TEXT: dict[str, Any] = {
     "task": "lm",
@@ -232,6 +232,14 @@ def test_torchrun_starts_it_again(tmp_path: Path) -> None:
     assert events.count("resume") == 1
     processes(2, fsdp(tmp_path / "b", *SHORT, "optim={main: {}}", **CONVS))
     assert first_difference(end(tmp_path / "a", 4), end(tmp_path / "b", 4)) == ""
+
+
+def test_a_parameter_without_dimensions_is_refused_by_name(tmp_path: Path) -> None:
+    def refused(rank: int) -> None:  # in a process of its own: threads of gloo outlive their group, and no fork
+        with pytest.raises(CkptoolError, match="scale"):
+            run_to_end(tmp_path, "strategy=fsdp", models={"main": {"name": own("Scalar")}})
+
+    processes(1, refused)
 
 
 # Models --------------------------------------------------------------------------------------------------------------

@@ -21,24 +21,9 @@ from ckptool.training.optim import build_optimizer, load_optimizer
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
+from tests.support import small_runs as runs
 from tests.support.looped import looped
-from tests.support.small_runs import (
-    ARGS,
-    BOTH,
-    HALVED,
-    MUON,
-    TEXT,
-    again,
-    assert_same_trainers,
-    config,
-    last,
-    own,
-    run_to_end,
-    scheduled,
-    take,
-    toy,
-    trainer,
-)
+from tests.support.small_runs import again, assert_same_trainers, config, last, own, run_to_end, take, toy, trainer
 
 
 def rate_of(made: Trainer) -> float:
@@ -61,7 +46,7 @@ def test_every_parameter_is_in_exactly_one_group() -> None:
     made = trainer(optim={"main": {"name": "adamw", "lr": 0.1, "groups": groups}})
     found = [(g["param_names"], g["lr"], g["weight_decay"]) for g in made.optimizers["main"].param_groups]
     assert found == [(["1.weight", "1.bias"], 0.5, 0.01), (["4.bias"], 0.1, 0.0), (["4.weight"], 0.1, 0.01)]
-    tied = trainer(**TEXT)
+    tied = trainer(**runs.TEXT)
     held = [id(p) for g in tied.optimizers["main"].param_groups for p in g["params"]]
     assert len(held) == len(set(held)) == len(list(tied.models["main"].parameters()))
 
@@ -71,7 +56,7 @@ def test_every_parameter_is_in_exactly_one_group() -> None:
 
 def test_a_plateau_follows_evaluation(tmp_path: Path) -> None:
     """A factor of one half whenever the metric does not get better: a rate of 100 makes sure that it does not."""
-    plateau = {"name": "ReduceLROnPlateau", "args": ARGS["ReduceLROnPlateau"]}
+    plateau = {"name": "ReduceLROnPlateau", "args": runs.ARGS["ReduceLROnPlateau"]}
     run_to_end(
         tmp_path,
         "eval.every=1",
@@ -124,7 +109,7 @@ def test_the_rate_of_each_step(name: str, args: dict[str, Any], rates: list[floa
 
 
 def test_an_epoch_that_ends_with_a_step_left_out_still_counts() -> None:
-    made = trainer("data.batch=24", "train.on_nonfinite=skip", optim=scheduled("StepLR", per="epoch"))
+    made = trainer("data.batch=24", "train.on_nonfinite=skip", optim=runs.scheduled("StepLR", per="epoch"))
     take(made, 1)
     with torch.no_grad():
         made.models["main"].get_parameter("1.weight").fill_(math.nan)
@@ -132,11 +117,11 @@ def test_an_epoch_that_ends_with_a_step_left_out_still_counts() -> None:
     assert made.schedules["main"].last_epoch == 1
 
 
-@looped(("name", "per"), [(name, per) for name in sorted(ARGS) for per in ("step", "epoch")], at_once=10)
+@looped(("name", "per"), [(name, per) for name in sorted(runs.ARGS) for per in ("step", "epoch")], at_once=10)
 def test_a_schedule_that_is_shorter_than_the_run_is_told(name: str, per: str) -> None:
     """Judged by the rates themselves: nothing is trained at a rate of 0, or at one that rises again after its end,
     without a word."""
-    args = {**ARGS[name], **({"floor": 0.0} if "floor" in ARGS[name] else {})}
+    args = {**runs.ARGS[name], **({"floor": 0.0} if "floor" in runs.ARGS[name] else {})}
 
     def built(steps: int, args: dict[str, Any]) -> tuple[Trainer, list[str]]:
         said: list[str] = []
@@ -259,11 +244,11 @@ def test_the_file_of_an_optimizer_or_a_schedule_that_changed_is_told(tmp_path: P
 def both(**more: Any) -> dict[str, Any]:
     """Muon for the matrices inside, SGD for the rest, with other settings for both."""
     rest = {"name": "sgd", "model": "main", "lr": 0.1, **more}
-    return {**TEXT, "optim": {"muon": {**MUON, **more}, "rest": rest}}
+    return {**runs.TEXT, "optim": {"muon": {**runs.MUON, **more}, "rest": rest}}
 
 
 def test_each_of_two_optimizers_takes_its_own_and_is_saved_by_its_name(tmp_path: Path) -> None:
-    made = trainer(**BOTH)
+    made = trainer(**runs.BOTH)
     muon, rest = made.optimizers.values()
     assert type(muon) is torch.optim.Muon
     assert {p.dim() for p in muon.param_groups[0]["params"]} == {2}
@@ -271,7 +256,7 @@ def test_each_of_two_optimizers_takes_its_own_and_is_saved_by_its_name(tmp_path:
     assert sorted(held) == sorted(dict(made.models["main"].named_parameters()))
     for name, steps in (("whole", [12]), ("half", [9, 12])):
         for step in steps:
-            run_to_end(tmp_path / name, f"train.steps={step}", "save.every=3", **BOTH)
+            run_to_end(tmp_path / name, f"train.steps={step}", "save.every=3", **runs.BOTH)
     assert last(tmp_path / "half") == last(tmp_path / "whole")
     path = tmp_path / "whole/run/checkpoints/step-00000012.pt"
     assert {key for key in torch.load(path, weights_only=True) if key.endswith("_state_dict")} == {
@@ -300,7 +285,7 @@ def test_clipping_is_by_optimizer_or_over_all_of_a_model() -> None:
     for key, sections in {
         "no": both(),
         "own": both(clip={"norm": small}),
-        "all": {**both(), "models": {"main": {**TEXT["models"]["main"], "clip": {"norm": small}}}},
+        "all": {**both(), "models": {"main": {**runs.TEXT["models"]["main"], "clip": {"norm": small}}}},
     }.items():
         made = trainer(**sections)
         take(made, 1)
@@ -316,7 +301,7 @@ def test_clipping_is_by_optimizer_or_over_all_of_a_model() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_gradient_that_is_not_finite_stops_or_skips_all_of_them(precision: str) -> None:
     """The one in the share of SGD leaves Muon, the averages and both schedules where they were, too."""
-    sections = both(schedule=HALVED)
+    sections = both(schedule=runs.HALVED)
     made = trainer("train.on_nonfinite=skip", "train.ema=0.9", f"train.precision={precision}", **sections)
     take(made, 1)
     before = weights(made)

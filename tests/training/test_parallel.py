@@ -19,26 +19,13 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
 from ckptool.training.start import start
 from ckptool.training.trainer import gathered
+from tests.support import small_runs as runs
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
-from tests.support.small_runs import (
-    CONV,
-    GAN,
-    IMAGES,
-    TEXT,
-    assert_same_trainers,
-    config,
-    last,
-    own,
-    run_to_end,
-    scheduled,
-    split_at,
-    take,
-    toy,
-    trainer,
-)
+from tests.support.small_runs import assert_same_trainers, config, last, own, run_to_end, scheduled, take, toy, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
+IMAGE: dict[str, Any] = {"data": runs.IMAGES, "models": {"main": runs.CONV}}
 
 
 def tree_of(path: Path, step: int = 20) -> dict[str, Any]:
@@ -62,8 +49,8 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_strategies_of_one_process_write_the_same_file(tmp_path: Path, strategy: str) -> None:
     """`dp` without a GPU is the model itself; `ddp` without torchrun is one process."""
-    run_to_end(tmp_path / "a", "train.accumulate=2", data=IMAGES, models={"main": CONV})
-    run_to_end(tmp_path / "b", "train.accumulate=2", f"strategy={strategy}", data=IMAGES, models={"main": CONV})
+    run_to_end(tmp_path / "a", "train.accumulate=2", **IMAGE)
+    run_to_end(tmp_path / "b", "train.accumulate=2", f"strategy={strategy}", **IMAGE)
     assert last(tmp_path / "a") == last(tmp_path / "b")
     assert not torch.distributed.is_initialized()
 
@@ -118,7 +105,6 @@ def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
 
 
 DATA = {"batch": 8, "val": {"name": own("PointItems")}}
-IMAGE: dict[str, Any] = {"data": IMAGES, "models": {"main": CONV}}
 # How many processes, the steps at which they are stopped, and what they train.
 TOGETHER: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
     # BatchNorm's statistics are those of the first process, which gives them to the others: also when it goes on.
@@ -174,11 +160,11 @@ def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -
         return lambda rank: run_to_end(tmp_path / name, "strategy=ddp", "train.steps=6", *changes, **sections)
 
     halves = [trained(name, f"train.precision={name}", NO_DROPOUT) for name in ("bf16", "fp16")]
-    processes(2, trained("gan", **GAN), *halves)
+    processes(2, trained("gan", **runs.GAN), *halves)
     run_to_end(tmp_path / "half", "train.steps=6", "train.precision=fp16", NO_DROPOUT)
     assert tree_of(tmp_path / "half", 6)["scaler_state_dict"] == tree_of(tmp_path / "fp16", 6)["scaler_state_dict"]
     judge = tree_of(tmp_path / "gan", 6)["model_discriminator_state_dict"]
-    trainer(**GAN).models["discriminator"].load_state_dict(judge)
+    trainer(**runs.GAN).models["discriminator"].load_state_dict(judge)
 
 
 def test_what_fails_in_the_first_process_fails_in_all(tmp_path: Path) -> None:
@@ -213,17 +199,16 @@ def test_dropout_differs_between_processes_and_micro_steps() -> None:
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {
-    **TEXT,
+    **runs.TEXT,
     "models": {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3}}},
 }
 
 
 @pytest.mark.parametrize(
-    ("at", "sections"),
-    [(["4"], {}), (["blocks.1"], {"data": IMAGES, "models": {"main": CONV}}), (["blocks.1", "blocks.2", "norm"], GPT)],
+    ("at", "sections"), [(["4"], {}), (["blocks.1"], IMAGE), (["blocks.1", "blocks.2", "norm"], GPT)]
 )
 def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[str, Any]) -> None:
-    whole, split = trainer(**sections), trainer(**sections, **split_at(*at))
+    whole, split = trainer(**sections), trainer(**sections, **runs.split_at(*at))
     take(whole, 5)
     take(split, 5)
     assert list(whole.models["main"].state_dict()) == list(split.models["main"].state_dict())
@@ -232,7 +217,7 @@ def test_a_split_model_trains_as_the_whole_does(at: list[str], sections: dict[st
 
 def test_micro_batches_give_the_gradient_of_the_batch() -> None:
     changes = ("models.main.args.dropout=0.0", "data.batch=13")
-    whole, split = trainer(*changes), trainer(*changes, **split_at("4", microbatches=4))
+    whole, split = trainer(*changes), trainer(*changes, **runs.split_at("4", microbatches=4))
     take(whole, 4)
     take(split, 4)
     for name, value in split.models["main"].state_dict().items():
@@ -242,7 +227,7 @@ def test_micro_batches_give_the_gradient_of_the_batch() -> None:
 
 def test_a_split_run_goes_on_whole(tmp_path: Path) -> None:
     run_to_end(tmp_path / "a")
-    run_to_end(tmp_path / "b", "train.steps=9", **split_at("4"))
+    run_to_end(tmp_path / "b", "train.steps=9", **runs.split_at("4"))
     run_to_end(tmp_path / "b")
     assert last(tmp_path / "a") == last(tmp_path / "b")
 
@@ -256,7 +241,7 @@ def places(model: nn.Module, devices: list[str], at: list[str]) -> dict[str, str
 
 
 def test_each_part_is_on_its_device() -> None:
-    model = trainer(data=IMAGES, models={"main": CONV}).models["main"]
+    model = trainer(**IMAGE).models["main"]
     found = places(model, ["cpu", "meta"], ["blocks.1"])
     assert {name for name, device in found.items() if device == "meta"} == {
         name for name in found if name.startswith(("blocks.1", "head"))

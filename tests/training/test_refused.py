@@ -139,7 +139,6 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ({**TEXT, **split_at("blocks.9")}, r"split\.at: blocks\.9 are not modules in the order.*blocks\.0"),
     ({**TEXT, **split_at("norm", "blocks.1")}, "not modules in the order of the model"),
     ({**TEXT, **split_at("norm", "norm")}, "not modules in the order of the model"),
-    ({"strategy": "fsdp", **model(own("Scalar"))}, "scale"),
     # hooks, and the profiler's file
     (f"hooks=[{own('Misspelt')}]", "has a method .*, which would never be called.*Did you mean (logged|after_step)"),
     ("hooks=[builtins:int]", "returned int, none of whose methods would be called"),

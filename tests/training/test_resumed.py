@@ -15,26 +15,9 @@ from torch.optim import lr_scheduler
 from ckptool.errors import Conflict
 from ckptool.training.start import resume, start
 from ckptool.training.trainer import Trainer, gathered, restored
+from tests.support import small_runs as runs
 from tests.support.looped import looped, sliced
-from tests.support.small_runs import (
-    ARGS,
-    BOTH,
-    CONV,
-    GAN,
-    IMAGES,
-    TEXT,
-    again,
-    config,
-    last,
-    own,
-    resumes,
-    run_to_end,
-    scheduled,
-    split_at,
-    take,
-    toy,
-    trainer,
-)
+from tests.support.small_runs import again, config, last, own, resumes, run_to_end, scheduled, take, toy, trainer
 
 
 def names(base: type, module: Any) -> list[str]:
@@ -67,7 +50,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{name: ((f"optim.main.name={name.lower()}",), {}) for name in DENSE},
     "Muon": (("optim.main.name=muon",), {"models": {"main": {"name": own("matrix")}}}),
     "SparseAdam": (("optim.main.name=sparse_adam",), {"models": {"main": {"name": own("Words")}}, "data": MODADD}),
-    **{f"{name} per {per}": schedule(name, per) for name, per in product(ARGS, ("step", "epoch"))},
+    **{f"{name} per {per}": schedule(name, per) for name, per in product(runs.ARGS, ("step", "epoch"))},
     "Lion": ((), {"optim": {"main": LION}}),
     "Lion in groups": ((), {"optim": {"main": {**LION, "groups": [{"match": "*.bias", "weight_decay": 0.0}]}}}),
     "an optimizer with modes": ((f"optim.main.name={own('Moody')}",), {}),
@@ -79,15 +62,15 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         for name, args in OF_OWN.items()
     },
     **{
-        f"two optimizers, {half}": ((f"train.precision={half}", "train.ema=0.9", "train.accumulate=2"), BOTH)
+        f"two optimizers, {half}": ((f"train.precision={half}", "train.ema=0.9", "train.accumulate=2"), runs.BOTH)
         for half in ("fp32", "fp16")
     },
     "bf16": (("train.precision=bf16", "train.accumulate=2", "train.ema=0.9"), {}),
     "fp16": (("train.precision=fp16", "train.accumulate=2", "train.ema=0.9"), {}),
     "accumulation": (("train.accumulate=3", "train.ema=0.9"), {}),
-    "BatchNorm": ((), {"data": IMAGES, "models": {"main": CONV}}),
-    "a GAN": (("train.accumulate=2",), GAN),
-    "tied weights": (("train.ema=0.9",), TEXT),
+    "BatchNorm": ((), {"data": runs.IMAGES, "models": {"main": runs.CONV}}),
+    "a GAN": (("train.accumulate=2",), runs.GAN),
+    "tied weights": (("train.ema=0.9",), runs.TEXT),
     **{
         f"thawing, {half}, stopped at {middle}": (
             (f"train.precision={half}",),
@@ -95,11 +78,11 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         )
         for half, middle in product(("fp32", "fp16"), (1, 3, 5))
     },
-    "checkpointing": (("train.accumulate=2",), {**TEXT, "train": {"steps": 20, **CHECKPOINTED}}),
-    "a split model": (("train.accumulate=2",), split_at("4", microbatches=2)),
+    "checkpointing": (("train.accumulate=2",), {**runs.TEXT, "train": {"steps": 20, **CHECKPOINTED}}),
+    "a split model": (("train.accumulate=2",), runs.split_at("4", microbatches=2)),
     "a split model with checkpointing": (
         ("train.precision=bf16",),
-        {**TEXT, "models": GPT, **split_at("blocks.1"), "train": {"steps": 9, **CHECKPOINTED}},
+        {**runs.TEXT, "models": GPT, **runs.split_at("blocks.1"), "train": {"steps": 9, **CHECKPOINTED}},
     ),
     "a stream": ((), {"data": {"name": own("Points"), **STREAM}}),
     "a sampler": ((), {"data": {"name": own("PointItems"), "sampler": own("weighted"), "batch": 8}}),
@@ -115,7 +98,7 @@ def test_a_run_that_goes_on_is_one_that_never_stopped(tmp_path: Path, name: str)
 def test_every_optimizer_and_schedule_of_torch_is_in_the_table_or_cannot_be_named() -> None:
     """Functions, other schedules and closures are nothing that a configuration can hold."""
     refused = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
-    assert set(names(lr_scheduler.LRScheduler, lr_scheduler)) <= set(ARGS) | refused
+    assert set(names(lr_scheduler.LRScheduler, lr_scheduler)) <= set(runs.ARGS) | refused
     for name in DENSE:
         assert type(trainer(f"optim.main.name={name.lower()}").optimizers["main"]) is getattr(torch.optim, name)
 
@@ -129,7 +112,7 @@ def test_what_is_resumed_is_what_was_asked_for(tmp_path: Path) -> None:
     assert sorted(found) == sorted(dict(made.models["main"].named_parameters()))
     slots = next(iter(again(made, tmp_path / "b.pt").optimizers["main"].state.values()))
     assert (slots["signs"].dtype, slots["signs"].tolist()) == (torch.int64, [9, 9, 9])
-    average = trainer(*RUNS["tied weights"][0], **TEXT).averages["main"].values
+    average = trainer(*RUNS["tied weights"][0], **runs.TEXT).averages["main"].values
     assert average["head.weight"] is average["tokens.weight"]
     for half in ("bf16", "fp16"):
         made = trainer(f"train.precision={half}")
@@ -151,10 +134,10 @@ LONGER: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     },
     **{
         f"{name} per {per}": (("eval.every=4",), {"optim": scheduled(name, per=per)})
-        for name, per in product(sorted(ARGS), ["step", "epoch"])
+        for name, per in product(sorted(runs.ARGS), ["step", "epoch"])
     },
-    "gan": (("eval.every=4",), GAN),
-    "conv": (("eval.every=4",), {"data": IMAGES, "models": {"main": CONV}}),
+    "gan": (("eval.every=4",), runs.GAN),
+    "conv": (("eval.every=4",), {"data": runs.IMAGES, "models": {"main": runs.CONV}}),
     "fp16": (("eval.every=4",), {"train": {"steps": 9, "precision": "fp16", "accumulate": 3}}),
 }
 
@@ -220,7 +203,7 @@ def test_a_declared_schedule_goes_on_as_if_it_had_been_so(tmp_path: Path, before
 def test_a_declared_rate_stays_when_the_run_goes_on_again(tmp_path: Path) -> None:
     """Killed after the change or not, and without saying it again; of one of two optimizers alone."""
     for name in ("a", "b"):
-        run_to_end(tmp_path / name, "train.steps=6", "save.keep_last=9", **BOTH)
+        run_to_end(tmp_path / name, "train.steps=6", "save.keep_last=9", **runs.BOTH)
         resume(str(tmp_path / name / "run"), ["optim.rest.lr=0.5", "train.steps=10", "save.every=2"])
     for step in (8, 10):
         (tmp_path / "b/run/checkpoints" / f"step-{step:08d}.pt").unlink()
@@ -302,7 +285,7 @@ def test_each_model_keeps_what_its_own_code_froze(tmp_path: Path) -> None:
     )
     models = {name: {"name": f"{tmp_path / 'own.py'}:{name}"} for name in ("generator", "discriminator")}
     models["generator"]["freeze"] = [{"match": "2.*", "until": 2}]  # type: ignore[assignment]
-    made = trainer(**{**GAN, "models": models})
+    made = trainer(**{**runs.GAN, "models": models})
     for steps, still in ((2, {"0.weight", "0.bias", "2.weight", "2.bias"}), (2, {"0.weight", "0.bias"})):
         before = {name: p.detach().clone() for name, p in made.models["generator"].named_parameters()}
         take(made, steps)

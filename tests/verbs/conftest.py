@@ -1,7 +1,5 @@
 """Fixtures that several verbs share: a run to train, members of bundles, the code of a model."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -10,23 +8,17 @@ import torch
 import yaml
 
 import ckptool
-from ckptool import cli
 from tests.support.bundles import SHARED, net_state, small_net
+from tests.support.cli import Run
 from tests.support.small_runs import MLP, Typed
 from tests.support.warm_starts import CODE
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Typed:
     """A command line in an empty folder that has a run.yaml: exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(MLP | {"run": "runs/x"}))
-
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main(words)
-        return code, *capsys.readouterr()
-
     return run
 
 

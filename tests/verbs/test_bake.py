@@ -1,7 +1,6 @@
 """`bake`: what torch's own parametrized modules compute, as plain weights that the plain module loads."""
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, remove_weight_norm, spectral_norm, weight_norm
 
 import ckptool
-from ckptool.cli import main
-from ckptool.errors import Conflict, LimitExceeded, NoMatch, UsageError
+from ckptool.errors import LimitExceeded
+from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.memory import LIMIT, peak_of
 
@@ -76,22 +75,16 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    two = {"a.weight_g": torch.ones(3, 1), "a.weight_v": torch.ones(3, 2), "a.weight": torch.ones(3, 2)}
-    with pytest.raises(Conflict, match="exists already"):
-        ckptool.bake(saved(two, tmp_path / "two.pt"), tmp_path / "out.pt")
-    wrong = {"a.weight_g": torch.ones(5, 1), "a.weight_v": torch.ones(3, 2)}
-    with pytest.raises(Conflict, match="not a norm"):
-        ckptool.bake(saved(wrong, tmp_path / "wrong.pt"), tmp_path / "out.pt")
-    cut = {"a.weight_orig": torch.ones(3, 2), "a.weight_mask": torch.ones(2, 3)}
-    with pytest.raises(Conflict, match="the mask is of another shape"):
-        ckptool.bake(saved(cut, tmp_path / "cut.pt"), tmp_path / "out.pt")
-    plain = saved({"a.weight": torch.ones(2)}, tmp_path / "plain.pt")
-    with pytest.raises(NoMatch, match="no parametrized weights"):
-        ckptool.bake(plain, tmp_path / "out.pt")
-    with pytest.raises(UsageError, match="unknown form"):
-        ckptool.bake(plain, tmp_path / "out.pt", form="newest")
-    assert main(["bake", str(plain), "-o", str(tmp_path / "out.pt")]) == 1
-    assert not (tmp_path / "out.pt").exists()
+    two = {"a.weight_g": (3, 1), "a.weight_v": (3, 2), "a.weight": (3, 2)}
+    for code, says, shapes, options in (
+        ("conflict", "exists already", two, {}),
+        ("conflict", "not a norm", {"a.weight_g": (5, 1), "a.weight_v": (3, 2)}, {}),
+        ("conflict", "the mask is of another shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}, {}),
+        ("no-match", "no parametrized weights", {"a.weight": (2,)}, {}),
+        ("usage", "unknown form", {"a.weight": (2,)}, {"form": "newest"}),
+    ):
+        file = saved({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "in.pt")
+        refused(code, tmp_path, partial(ckptool.bake, file, tmp_path / "out.pt", **options), says)
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["each row", "one pass before"])

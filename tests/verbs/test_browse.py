@@ -1,7 +1,5 @@
 """`browse`, driven by textual's own pilot and, as a program, behind a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pty
@@ -202,9 +200,6 @@ def test_behind_a_url_only_what_the_cursor_is_on_is_read(tmp_path: Path) -> None
         opened, said, read, asked = walked(f"{server.url}m.pt", sent, "<down down>", told, sent, "s", told)
     assert "s to read all 2.00 MB" in said and "min 1  max 5e+05  mean 2.5e+05" in asked
     assert opened < 300_000 and read < 700_000
-
-
-# As a program ---------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_terminal_or_textual_it_is_refused(training: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

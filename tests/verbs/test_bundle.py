@@ -1,8 +1,11 @@
-"""`bundle`: what others read of it, and what is refused with everything left as it was. `unbundle` is the way back."""
-
-from __future__ import annotations
+"""`bundle`, and `unbundle`, the way back: what others read of them, byte for byte what it was for every trap;
+`bundle.json` is not trusted, and what is refused leaves everything as it was."""
 
 import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,19 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool import errors
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.errors import CkptoolError, Conflict, Unsupported, UsageError
+from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, UsageError
+from ckptool.formats import torch_zip
 from ckptool.transforms.bundles import MAX_PLAIN, check_names, is_plain
 from fixtures.sparse import make_sparse
 from fixtures.traps import TRAPS
-from tests.support.bundles import GAN, small_net
+from tests.support.bundles import GAN, SHARED, net_state, small_net
 from tests.support.cli import Run
-from tests.support.errors import three_parts
-from tests.support.files import load
+from tests.support.errors import refused
+from tests.support.files import load, torch_bytes
 from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
-from tests.support.zips import record_starts
+from tests.support.zips import damaged, record_starts
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -86,9 +90,6 @@ def test_the_command(gan_files: Path, run: Run) -> None:
     assert [member["name"] for member in facts["members"]] == list(load(gan_files / "new.tar")) == names
 
 
-# Refused, and everything left as it was ------------------------------------------------------------------------------
-
-
 @looped(
     ("words", "said"),
     [
@@ -111,22 +112,22 @@ def test_words_that_make_no_sense(gan_files: Path, words: str, said: str, run: R
     assert done.code == 2 and said in done.err and not Path("out.pt").exists(), done
 
 
+GOOD_NAMES = ["generator", "a.b", "na\u00efve", "\u6a21\u578b", "control", "com", 0, 1, "x y", "x" * 200]
 BAD_NAMES = ["../../x", "/abs", "CON", "nul.tar", "Lpt1", "a/", "a\\b", ".", "..", "a.", " a", "", "C:x", "a:b", "a\0b"]
 BAD_NAMES += ["\x1b[31m", "a\u202eb", "a\nb", "a\ud800", "x" * 201, "-rf"]
 
 
 @looped("name", BAD_NAMES, ids=ascii)
 def test_member_names_that_cannot_be_files_are_a_conflict(gan_files: Path, name: str) -> None:
+    check_names(GOOD_NAMES)
     ckptool.bundle({"a": "ema.pt", "b": "G.pt"}, "two.pt", overwrite=True)
     for call in (
         lambda: ckptool.bundle({"a": "ema.pt", name: "G.pt"}, "out.pt"),
         lambda: ckptool.bundle({"a": "ema.pt"}, "out.pt", values={name: 1}),
         lambda: ckptool.bundle(file="two.pt", out="out.pt", rename={"a": name}),
     ):
-        with pytest.raises(Conflict, match="a member cannot be called") as caught:
-            call()
-        three_parts(caught.value)
-        assert str(caught.value).replace("\n", "").isprintable() and not Path("out.pt").exists()
+        error = refused("conflict", gan_files, call, "a member cannot be called")
+        assert str(error).replace("\n", "").isprintable()
 
 
 CHANGE = {"file": "b.tar", "out": "out.pt"}
@@ -171,20 +172,13 @@ def test_refused(
     ckptool.bundle({"generator": "G.pt", "ema": "ema.pt"}, "b.tar", overwrite=True)
     torch.save({0: {"a.weight": torch.ones(2)}, "0": {"b.weight": torch.ones(3)}, "x": 1}, "numbers.pt")
     torch.save(TRAPS["20-unknown-call"](), "odd.pt")
-    raw = bytearray(Path("ema.pt").read_bytes())
-    raw[next(at for name, at in record_starts(Path("ema.pt")).items() if name.endswith("data/0"))] ^= 1
-    Path("damaged.pt").write_bytes(raw)
-    before = {path.name: path.read_bytes() for path in gan_files.iterdir()}
-    with pytest.raises(error) as caught:
-        ckptool.bundle(members, **{"out": "out.pt", **options})
-    assert words in str(caught.value)
-    three_parts(caught.value) if error not in (errors.OutputExists, errors.FileProblem, CkptoolError) else None
-    assert {path.name: path.read_bytes() for path in gan_files.iterdir()} == before
+    Path("damaged.pt").write_bytes(Path("ema.pt").read_bytes())
+    damaged(Path("damaged.pt"), "ema/data/0")
+    found = refused(error, gan_files, lambda: ckptool.bundle(members, **{"out": "out.pt", **options}))
+    assert words in str(found)
 
 
 def test_an_input_that_changes_meanwhile(gan_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptool.formats import torch_zip
-
     write = torch_zip.write
 
     def meddle(*given: Any, **options: Any) -> Any:
@@ -195,9 +189,6 @@ def test_an_input_that_changes_meanwhile(gan_files: Path, monkeypatch: pytest.Mo
     with pytest.raises(errors.FileChanged, match=r"D\.pt"):
         ckptool.bundle(GAN, "out.pt")
     assert not Path("out.pt").exists()
-
-
-# Names and plain values, whatever they are ---------------------------------------------------------------------------
 
 
 @given(st.text(max_size=30))
@@ -212,21 +203,11 @@ def test_names_that_pass_are_names_of_files(name: str) -> None:
             check_names([name, other])
 
 
-def test_good_names() -> None:
-    names = ["generator", "a.b", "na\u00efve", "\u6a21\u578b", "control", "com", 0, 1, "x y", "x" * 200]
-    check_names(names)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda below: st.lists(below) | st.dictionaries(st.text(), below),
     max_leaves=20,
 )
-
-
-@given(JSON)
-def test_json_is_plain(value: Any) -> None:
-    assert is_plain(value)
 
 
 CYCLE: list[Any] = []
@@ -244,7 +225,10 @@ def test_what_is_not_plain(value: Any) -> None:
     assert not is_plain(value)
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
+@given(JSON)
+def test_json_is_plain(value: Any) -> None:
+    assert is_plain(value)
+
 
 PROGRAM = """
 ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.tar")
@@ -261,3 +245,178 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path, nbytes: int, limit:
         make_sparse(tmp_path / f"{name}.pt", nbytes)
     assert peak_of(PROGRAM, tmp_path) < limit
     assert ckptool.inspect(tmp_path / "again.tar").bytes == (tmp_path / "out.tar").stat().st_size
+
+
+# `unbundle`.
+def test_each_member_is_a_file_that_torch_loads(gan_bundle: Path) -> None:
+    done = ckptool.unbundle(gan_bundle, "parts", verify=True)
+    files = ["bundle.json", "ema.pt", "generator.pt", "optimizerA.pt", "tied.pt"]
+    assert sorted(os.listdir("parts")) == files and (done.how, done.verified) == ("new folder", True)
+    assert_same_objects(load(Path("parts/generator.pt")), load(Path("G.pt")))
+    tied = load(Path("parts/tied.pt"))
+    tied["w.weight"].zero_()
+    assert not tied["tied.weight"].any() and not tied["part.weight"].any()
+    record = json.loads(Path("parts/bundle.json").read_text())
+    assert record["schema"] == "ckptool.bundle/1" and record["container"] == "torch-zip"
+    assert [(m["name"], m.get("file"), m.get("value")) for m in record["members"]] == [
+        *((name, f"{name}.pt", None) for name in ("generator", "tied", "optimizerA", "ema")),
+        ("epoch", None, 3),
+        ("config", None, {"lr": [0.1, 1e-300, None, True], "name": "n\u00e4me"}),
+        ("empty", None, {}),
+    ]
+    assert done.file_bytes == sum(path.stat().st_size for path in Path("parts").iterdir())
+
+
+def test_to_safetensors(gan_bundle: Path) -> None:
+    ckptool.unbundle(gan_bundle, "parts", container="safetensors", verify=True)
+    stock, original = safetensors.torch.load_file("parts/generator.safetensors"), load(Path("G.pt"))
+    assert stock.keys() == original.keys() and all(torch.equal(stock[name], original[name]) for name in original)
+    ckptool.bundle(out="again.tar", from_folder="parts")
+    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
+    with pytest.raises(UsageError, match="cannot be written as npz"):
+        ckptool.unbundle(gan_bundle, "others", container="npz")
+
+
+def test_a_damaged_member_leaves_no_folder_and_a_dry_run_reads_none(gan_bundle: Path) -> None:
+    damaged(gan_bundle, next(name for name in record_starts(gan_bundle) if "/data/" in name))
+    for verify in (False, True):
+        unbundle = partial(ckptool.unbundle, gan_bundle, "parts", verify=verify)
+        refused(CkptoolError, gan_bundle.parent, unbundle, "checksum")
+        assert unbundle(dry_run=True).dry_run
+    assert not Path("parts").exists() and not [name for name in os.listdir() if name.startswith(".")]
+    Path("parts").mkdir()
+    Path("parts/mine.txt").write_text("precious")
+    refused("output-exists", gan_bundle.parent, partial(ckptool.unbundle, gan_bundle, "parts", dry_run=True))
+
+
+def test_ties_between_members_come_back_unless_they_differ_now(tmp_path: Path) -> None:
+    model = {"emb.weight": SHARED, "b.bias": torch.ones(2)}
+    critic = {"emb.weight": SHARED, "rows.weight": SHARED[2:4].t()}
+    torch.save({"model": model, "critic": critic, "sparse": torch.eye(2).to_sparse()}, tmp_path / "tied.pt")
+    parts = tmp_path / "parts"
+    ckptool.unbundle(tmp_path / "tied.pt", parts)
+    ckptool.bundle(out=tmp_path / "out.pt", from_folder=parts, rename={"critic": "C"}, drop=["sparse"])
+    after = load(tmp_path / "out.pt")
+    after["model"]["emb.weight"].zero_()
+    assert list(after) == ["model", "C"] and not after["C"]["emb.weight"].any()
+    changed = load(parts / "critic.pt")
+    changed["emb.weight"] += 1
+    torch.save(changed, parts / "critic.pt")
+    again = partial(ckptool.bundle, out=tmp_path / "no.pt", from_folder=parts)
+    refused("conflict", tmp_path, again, "were one tensor in the bundle, and differ now")
+
+
+# What one storage can be seen as only by torch itself is refused on writing, as everywhere.
+WRITABLE = [name for name in TRAPS if name != "04-two-dtypes-of-one-storage"]
+
+
+def comes_back(bundle: str, **options: Any) -> bool:
+    ckptool.unbundle(bundle, f"{bundle}.parts", **options)
+    ckptool.bundle(out=f"again.{bundle}", from_folder=f"{bundle}.parts", **options)
+    return Path(bundle).read_bytes() == Path(f"again.{bundle}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in WRITABLE if name[:2] not in ("09", "13", "14", "15", "16")],
+        pytest.param(WRITABLE, marks=pytest.mark.soak),
+    ],
+    ids=["most", "all"],
+)
+def test_every_trap_comes_back_byte_for_byte(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    different = []
+    for name in names:
+        Path("in.pt").write_bytes(torch_bytes(TRAPS[name]()))
+        ckptool.bundle({"a": "in.pt", "b": "in.pt"}, f"{name}.pt", values={"epoch": 1}, keep_unknown=True)
+        different += [] if comes_back(f"{name}.pt", keep_unknown=True) else [name]
+    assert not different
+
+
+def test_mixed_and_edited_bundles_come_back_byte_for_byte(gan_bundle: Path) -> None:
+    ckptool.convert("G.pt", "G.safetensors")  # without checksums
+    ckptool.bundle({"a": "G.safetensors", "b": "T.pt"}, "mixed.pt")
+    ckptool.bundle(file=gan_bundle, out="new.tar", drop=["tied"], rename={"generator": "G"}, values={"more": [1]})
+    assert comes_back("mixed.pt") and comes_back("new.tar")
+
+
+@looped(
+    ("tree", "error", "words"),
+    [
+        (net_state(1), UsageError, "one set of model weights"),
+        ([net_state(1)], UsageError, "is not a bundle: it is of type list"),
+        ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
+        ({"a": net_state(1), None: 3}, Conflict, "neither a string nor a number"),
+        (torch.ones(2), UsageError, "not a bundle"),
+        ({"a": {0: SHARED, "0": SHARED.clone()}, "b": {"w": SHARED}}, errors.Ambiguous, "a/0 leads to two tensors"),
+    ],
+)
+def test_what_is_no_bundle(tmp_path: Path, tree: Any, error: type[CkptoolError], words: str) -> None:
+    torch.save(tree, tmp_path / "in.pt")
+    refused(error, tmp_path, lambda: ckptool.unbundle(tmp_path / "in.pt", tmp_path / "parts"), words)
+
+
+def member(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda record: record["members"].append(fields)
+
+
+@looped(
+    ("spoil", "error", "words"),
+    [
+        (member(name="x", file="../G.pt"), Corrupt, "outside its folder"),
+        (member(name="x", file="/etc/passwd"), Corrupt, "outside its folder"),
+        (member(name="x", file="none.pt"), CkptoolError, "none.pt"),
+        (member(name="ema", value=1), Corrupt, "twice"),
+        (member(name="x", file="ema.pt", value=1), Corrupt, "not exactly one"),
+        (member(name="x"), Corrupt, "not exactly one"),
+        (member(file="ema.pt"), Corrupt, "damaged"),
+        (member(name=[1], value=1), Corrupt, "damaged"),
+        (member(name=True, value=1), Corrupt, "damaged"),
+        (member(name="a/b", file="ema.pt"), Conflict, "cannot be called"),
+        (lambda record: record["members"].append(3), Corrupt, "damaged"),
+        (lambda record: record.update(members={}), Corrupt, "damaged"),
+        (lambda record: record.pop("members"), Corrupt, "damaged"),
+        (lambda record: record.update(ties=[[1]]), Corrupt, "damaged"),
+        (lambda record: record.update(schema="ckptool.bundle/2"), Unsupported, "ckptool.bundle/2"),
+        (lambda record: record.pop("schema"), Unsupported, "None"),
+    ],
+    ids=str,
+)
+def test_a_spoiled_record(gan_bundle: Path, spoil: Any, error: type[CkptoolError], words: str) -> None:
+    shutil.rmtree("parts", ignore_errors=True)
+    ckptool.unbundle(gan_bundle, "parts")
+    record = json.loads(Path("parts/bundle.json").read_text())
+    spoil(record)
+    Path("parts/bundle.json").write_text(json.dumps(record))
+    refused(error, gan_bundle.parent, lambda: ckptool.bundle(out="out.pt", from_folder="parts"), words)
+
+
+def test_a_record_of_any_bytes_and_any_size(gan_bundle: Path) -> None:
+    Path("parts").mkdir()
+    for raw in (b"", b"{", b"[]", b'{"a":1,"a":2}', b"[" * 100_000, b'{"schema":"\\ud800"}'):
+        Path("parts/bundle.json").write_bytes(raw)
+        with pytest.raises((Corrupt, errors.Ambiguous)):
+            ckptool.bundle(out="out.pt", from_folder="parts")
+    os.truncate("parts/bundle.json", 1 << 40)
+    with pytest.raises(errors.LimitExceeded):
+        ckptool.bundle(out="out.pt", from_folder="parts")
+
+
+def test_addresses_that_lead_nowhere_are_passed_over(gan_bundle: Path) -> None:
+    ckptool.unbundle(gan_bundle, "parts")
+    record = json.loads(Path("parts/bundle.json").read_text())
+    record |= {"ties": [["gone/a", "ema/0.weight"]], "twins": [[["gone"], ["nowhere"]]]}
+    Path("parts/bundle.json").write_text(json.dumps(record))
+    ckptool.bundle(out="again.tar", from_folder="parts")
+    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
+
+
+def test_the_command_that_takes_apart(gan_bundle: Path, run: Run) -> None:
+    done = run("unbundle", "gan.tar", "--only", "ema", "--only", "epoch", "-d", "parts", "--json").json
+    assert [(m["name"], m["file"]) for m in done["facts"]["members"]] == [("ema", "ema.pt"), ("epoch", "3")]
+    assert run("unbundle", "gan.tar", "-d", "parts").code == 2
+    assert run("unbundle", "gan.tar", "-d", "parts", "-f", "--verify").code == 0
+    assert run("bundle", "--from", "parts", "-o", "again.tar").code == 0
+    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
+    assert "unbundle writes a folder" in run("unbundle", "gan.tar").err

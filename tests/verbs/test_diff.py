@@ -1,11 +1,10 @@
 """`diff` of two files: what is compared with what."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
 import pickle
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,14 @@ from torch import nn
 import ckptool
 from ckptool.analysis.diff import diff_of_parts
 from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.paths import matcher
+from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import UsageError
 from fixtures.make import make
 from tests.support.cli import Run
 from tests.support.files import saved, weights
 from tests.support.looped import looped
 from tests.support.zip_mutants import rezipped_mutant, without_checksums
-
-
-def test_a_training_file_and_the_weights_out_of_it(tmp_path: Path) -> None:
-    file, out = make("training.pt", tmp_path), tmp_path / "out.safetensors"
-    ckptool.convert(file, out)
-    chose = ("took model_state_dict, not its average ema_state_dict", f"compared model_state_dict of {file}")
-    for left, right in ((file, out), (out, file)):
-        found = ckptool.diff(left, right)
-        assert found.same and found.tensors == 9 and found.remarks == chose
-        assert "device" in found.not_compared
 
 
 def test_parts(tmp_path: Path) -> None:
@@ -71,9 +62,6 @@ def test_options(tmp_path: Path) -> None:
     assert found.remarks == () and found.left == str(file)
 
 
-# One file under two names ---------------------------------------------------------------------------------------------
-
-
 def big(path: Path, kind: str) -> Path:
     """A file of a megabyte of numbers that cannot be compared as one range of it: turned, expanded, compressed, in
     another byte order."""
@@ -90,8 +78,10 @@ def big(path: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["plain", "legacy", "no checksums", "deflated"])
-@pytest.mark.parametrize("options", [{}, {"stat": False}, {"atol": 1.0}], ids=str)
+@looped(
+    ("kind", "options"),
+    itertools.product(["plain", "legacy", "no checksums", "deflated"], [{}, {"stat": False}, {"atol": 1.0}]),
+)
 def test_a_file_is_known_to_be_itself_without_reading_it(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,8 +104,6 @@ def test_a_file_is_known_to_be_itself_without_reading_it(
         assert ckptool.diff(path, tmp_path / other, **options).same
         assert sum(read) <= 2 * tables + 10_000, (other, sum(read), tables)
 
-
-# Arrays and tensors ---------------------------------------------------------------------------------------------------
 
 ARRAYS = {
     "torch": saved,
@@ -161,6 +149,10 @@ def test_without_prefixes_names_are_those_of_the_bare_module(tmp_path: Path) -> 
         found = ckptool.diff(one, other, ignore="prefix")
         assert [change.address for change in found.changed] == ["a.w"]
         assert [entry.address for entry in getattr(found, side)] == ["b.w"]
+    assert (
+        ckptool.diff(left, left, ignore="prefix").same and ckptool.diff(left, right, ignore="prefix", only="b.*").only
+    )
+    assert not ckptool.diff(left, right, only="a.*", ignore="prefix").same
 
 
 def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> None:
@@ -209,3 +201,63 @@ def test_a_part_says_where_it_lies_in_its_file(tmp_path: Path) -> None:
     assert bases(bare, nested) == ((), ("a", "net"))
     assert bases(f"{nested}#a/net", bare) == (("a", "net"), ())
     assert bases(whole, whole) == ((), ())
+
+
+# `--only` compares what matches and nothing else, and says so.
+
+
+def trees() -> tuple[dict[str, Any], dict[str, Any]]:
+    def tree(number: int) -> dict[str, Any]:
+        model = {f"h.{i}.{name}": torch.full((3,), 1.0 + i * number) for i in range(3) for name in ("weight", "bias")}
+        state = {i: {"exp_avg": torch.full((3,), float(number)), "step": number} for i in range(3)}
+        return {"model": model, "optimizer": {"state": state, "lr": [0.1, number]}, "epoch": number}
+
+    left, right = tree(0), tree(1)
+    left["gone"], right["model"]["new"] = {"a": torch.ones(2)}, torch.ones(2)
+    return left, right
+
+
+PATTERNS = (
+    *(
+        "h.0.*",
+        "model",
+        "model/h.1.weight",
+        "*bias",
+        "optimizer/*",
+        "lr",
+        "state/0",
+        "gone/a",
+        "new",
+        "re:h\\.[12]",
+        "*",
+    ),
+)
+
+
+@looped("seed", range(30))
+def test_it_finds_what_a_whole_diff_finds_in_what_matches(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    only = dice.sample(PATTERNS, dice.randint(1, 3))
+    left, right = trees()
+    a, b = saved(left, tmp_path / "a.pt"), saved(right, tmp_path / "b.pt")
+    whole, part = ckptool.diff(a, b), ckptool.diff(a, b, only=only)
+
+    def is_chosen(path: tuple[Any, ...]) -> bool:
+        texts = [address(path[i:j]) for i in range(len(path)) for j in range(i + 1, len(path) + 1) if i == 0 or j]
+        return any(matcher(pattern)(text) for pattern in only for text in texts)
+
+    assert [c.address for c in part.changed] == [c.address for c in whole.changed if is_chosen(c.path)]
+    for name in ("only_left", "only_right"):
+        ends = {address((*path, *rest)) for path, node in getattr(part, name) for rest, _ in walk(node)}
+        every = {(*path, *rest) for path, node in getattr(whole, name) for rest, _ in walk(node)}
+        assert ends == {address(path) for path in every if is_chosen(path)}
+    assert part.only == tuple(only) and part.to_dict()["only"] == only
+
+
+def test_quiet_prints_nothing(tmp_path: Path, run: Run) -> None:
+    a, b = (saved(tree, tmp_path / f"{name}.pt") for name, tree in zip("ab", trees(), strict=True))
+    for options in ([], ["--only", "h.0.*"], ["--stat"], ["--all"]):
+        for other in (a, b):
+            expected = run("diff", a, other, *options).code
+            for words in ((*options, "--quiet"), ("-q", *options)):
+                assert run("diff", a, other, *words) == (expected, "", "")

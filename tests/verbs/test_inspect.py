@@ -1,35 +1,27 @@
-"""`inspect`: what is in a checkpoint, its statistics, and the notes on it with the commands that mend it."""
+"""`inspect` and `scan`: what is in a checkpoint, its statistics, and the notes on it with the commands that mend it;
+the state of a folder of checkpoints or of a run, without torch, whatever is in it; what a file's pickles would call."""
 
-from __future__ import annotations
-
+import json
+import os
+import re
+import shlex
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckptool
-from ckptool.analysis.inspect import Listing
-from ckptool.checkpoint import Note
-from fixtures.traps import TRAPS
+from ckptool.errors import Conflict
+from ckptool.training.configfile import recorded_config
+from ckptool.training.start import start
+from ckptool.training.store import name_of
 from tests.support.cli import Run
 from tests.support.files import saved
 from tests.support.looped import looped
-
-
-def listed(value: Any, folder: Path, at: str | None = None, **options: Any) -> Listing:
-    return ckptool.inspect(saved(value, folder / "in.pt"), at=at, **options)
-
-
-def notes(found: Listing) -> dict[str, Note]:
-    return {note.code: note for note in found.notes}
-
-
-def test_every_tensor_by_every_name(tmp_path: Path) -> None:
-    found = listed(TRAPS["01-full-tie-three-roots"](), tmp_path)
-    assert [(row.address, row.storage) for row in found.tensors] == [
-        (name, 0) for name in ("model/w", "ema/w", "list/0", "list/1")
-    ]
-    assert (found.storages, found.tensor_bytes) == (1, 16)
+from tests.support.small_runs import Typed, config, create, cut_short, flip_a_bit, train_typed
 
 
 def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) -> None:
@@ -41,12 +33,6 @@ def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) ->
         lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if " f32 " in line]
         found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
         assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
-
-
-def test_a_conjugate_view_is_no_more_memory(tmp_path: Path) -> None:
-    values = torch.randn(6, dtype=torch.complex64)
-    (part,) = listed({"x": values, "y": values.conj()}, tmp_path).parts
-    assert (len(part.rows), part.elements, part.bytes, part.tied) == (2, 6, 48, {1: 0})
 
 
 def test_a_file_that_is_one_tensor_or_has_no_parts(tmp_path: Path, run: Run) -> None:
@@ -75,24 +61,253 @@ def test_tensors_under_keys_that_read_alike(tmp_path: Path, run: Run) -> None:
     assert shown.count("exp_avg_sq") == 6 and shown.count("<tensor f32[2]>") == 2, shown
 
 
-# Statistics -----------------------------------------------------------------------------------------------------------
+BIG = torch.zeros(100_000)
 
 
-@looped("name", TRAPS)
-def test_statistics_count_every_element_of_every_trap(name: str, tmp_path: Path) -> None:
-    found = ckptool.inspect(saved(TRAPS[name](), tmp_path / "in.pt"), stats=True)
-    for row in found.tensors:
-        values = found.statistics.get(row.address)
-        assert values is None or values.count == row.tensor.numel  # type: ignore[union-attr]
+@looped(
+    ("tree", "wasted"),
+    [
+        ({"a": BIG[10:12], "b": torch.ones(3)}, "400 kB in 1 storage"),
+        ({"a": BIG[:50_000], "b": BIG[50_000:]}, ""),
+        ({"a": BIG[10:], "all": BIG}, ""),
+        ({"a": torch.ones(1, 4).expand(100_000, 4)}, ""),
+    ],
+)
+def test_wasted_bytes_are_those_behind_no_tensor(tree: Any, wasted: str, tmp_path: Path) -> None:
+    found = {note.code: note.message for note in ckptool.inspect(saved(tree, tmp_path / "a.pt")).notes}
+    assert wasted in found["wasted-storage"] if wasted else "wasted-storage" not in found
 
 
-# Notes ---------------------------------------------------------------------------------------------------------------
+def test_statistics_are_of_what_is_chosen(tmp_path: Path) -> None:
+    torch.save({"m": {"a.weight": torch.ones(9), "b.weight": torch.full((9,), torch.nan)}}, tmp_path / "m.pt")
+    one = ckptool.inspect(tmp_path / "m.pt", stats=True, only="a.weight")
+    assert list(one.statistics) == ["m/a.weight"] and one.statistics["m/a.weight"].mean == 1
+    assert not one.notes and ckptool.inspect(tmp_path / "m.pt", stats=True).notes[0].code == "non-finite"
 
 
-def test_wasted_bytes_are_those_behind_no_tensor(tmp_path: Path) -> None:
-    big = torch.zeros(100_000)
-    wasted = notes(listed({"a": big[10:12], "b": torch.ones(3)}, tmp_path))["wasted-storage"]
-    assert "400 kB in 1 storage" in wasted.message
-    assert "wasted-storage" not in notes(listed({"a": big[:50_000], "b": big[50_000:]}, tmp_path))
-    assert "wasted-storage" not in notes(listed({"a": big[10:], "all": big}, tmp_path))
-    assert "wasted-storage" not in notes(listed({"a": torch.ones(1, 4).expand(100_000, 4)}, tmp_path))
+pytestmark = pytest.mark.usefixtures("harness")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    start(config("save.keep_last=2", "save.keep_best=1", "eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> None:
+    flip_a_bit(run_folder / "checkpoints" / name_of(20))
+    assert ckptool.inspect_run(run_folder).damaged == 0
+    full = ckptool.inspect_run(run_folder, full=True)
+    assert (full.damaged, full.resumes) == (1, 15)
+    assert full.checkpoints[-1].kept == ("damaged",)
+    cut_short(run_folder / "checkpoints" / name_of(15))
+    for path in (run_folder / "checkpoints").glob("*.pt"):
+        cut_short(path)
+    found = ckptool.inspect_run(run_folder)
+    assert (found.damaged, found.resumes) == (len(found.checkpoints), None)
+    assert "none of them is whole" in str(found)
+
+
+def test_a_sidecar_of_anything(run_folder: Path) -> None:
+    path = (run_folder / "checkpoints" / name_of(20)).with_suffix(".json")
+    told = json.loads(path.read_text())
+    for facts in (
+        {"metrics": "none", "epoch": "x", "loss": []},
+        {"metrics": {"val_acc": "high", "val_loss": None}, "bytes": "many"},
+        {"metrics": {"val_acc": [1], "\x1b[31m": 1.0}, "loss": 1e999},
+    ):
+        path.write_text(json.dumps(told | facts))
+        assert "\x1b" not in str(ckptool.inspect_run(run_folder))
+        json.dumps(ckptool.inspect_run(run_folder).to_dict(), allow_nan=False)
+
+
+def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path: Path) -> None:
+    """As one is left whose model raised: mended, it is started by the same command."""
+    made = create(config(run=tmp_path / "run"))
+    made.note("changed", config=config("seed=9").dumped())
+    with pytest.raises(Conflict, match="is being written"):
+        create(config(run=made.folder))
+    assert made.lock is not None
+    made.lock.release()
+    again = create(config("seed=4", run=made.folder))
+    assert again.lock is not None
+    assert (recorded_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
+    again.commit(1, {"step": 1}, {})
+    again.lock.release()
+    with pytest.raises(Conflict, match="is a run already"):
+        create(config(run=made.folder))
+    assert recorded_config(made.folder)[0] == again.id
+
+
+def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mine/train.py"])
+    model = torch.nn.Linear(2, 1)
+    for steps, told in (
+        (3, "done at step 3; to go on, give the loop in train.py more steps or epochs, and run it again"),
+        (4, "done at step 4; to go on, give the loop in train.py more steps or epochs, and run it again"),
+        (6, "done at step 6; to go on"),
+    ):
+        with ckptool.Run(tmp_path / "run", model=model, say=lambda text: None) as run:
+            for step in run.steps(steps):
+                if step % 2 == 0:
+                    run.save()
+                elif step == 3 and steps == 3:
+                    break
+        found = ckptool.inspect_run(tmp_path / "run")
+        assert (found.script, found.to_dict()["script"]) == ("train.py", "train.py")
+        assert told in str(found) and "ckptool resume" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "event"),
+    [
+        ((), "done"),
+        (("train.steps=null", "train.epochs=2"), "done"),
+        (("stop.after=0.000001",), "stop"),
+        (("stop.patience=1", "eval.every=1", "optim.main.lr=1e-30"), "early-stop"),
+    ],
+)
+def test_the_command_that_is_printed_of_a_run_works(typed: Typed, changes: tuple[str, ...], event: str) -> None:
+    """Also where its newest checkpoint is damaged; where all are, none is printed."""
+    train_typed(typed, *changes)
+    assert json.loads(typed("inspect", "runs/x", "--json")[1])["event"] == event
+    for _ in range(2):
+        (line,) = re.findall(r"ckptool (resume .*)", typed("inspect", "runs/x")[1])
+        assert typed(*shlex.split(line), "-q")[0] == 0
+        there = sorted(Path("runs/x/checkpoints").glob("*.pt"))
+        if len(there) > 1:
+            cut_short(there[-1])
+    for path in Path("runs/x/checkpoints").glob("*.pt"):
+        cut_short(path)
+    said = typed("inspect", "runs/x")[1]
+    assert "none of them is whole, so it cannot go on" in said and "ckptool" not in said
+
+
+class Foreign:
+    """A class that ckptool does not know."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def leave_a_trace(path: str) -> None:
+    Path(path).write_text("it ran")
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return leave_a_trace, (str(self.path),)
+
+
+def checkpoint(path: Path, step: int | None = None, **more: Any) -> Path:
+    tree = {"model": {"fc.weight": torch.ones(4, 4)}, **({} if step is None else {"step": step}), **more}
+    torch.save(tree, path)
+    return path
+
+
+@pytest.fixture
+def some_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "old").mkdir(parents=True)
+    for name, step in (("a.pt", 100), ("old/b.pt", 50), ("c.pt", 300), ("d.pt", 200)):
+        checkpoint(folder / name, step)
+    os.truncate(folder / "c.pt", 900)
+    (folder / "empty.pt").touch()
+    (folder / "notes.txt").write_text("text")
+    (folder / ".hidden.pt").write_text("not looked at")
+    return folder
+
+
+def test_a_folder_is_listed_with_states_steps_and_sizes(some_folder: Path) -> None:
+    found = ckptool.scan(some_folder)
+    rows = {os.path.relpath(file.path, some_folder): file for file in found.files}
+    assert {name: (file.state, file.step) for name, file in rows.items()} == {
+        "a.pt": ("good", 100),
+        "c.pt": ("truncated", None),
+        "d.pt": ("good", 200),
+        "empty.pt": ("truncated", None),
+        "old/b.pt": ("good", 50),
+    }
+    assert rows["a.pt"].bytes == (some_folder / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
+    assert (found.findings, found.other_files, found.latest_by) == (2, 2, "step")
+    assert found.latest is not None and found.latest.path == str(some_folder / "d.pt")
+
+
+def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
+    for number, name in enumerate(("late.pt", "early.pt")):
+        os.utime(checkpoint(tmp_path / name), (1_000_000 - number, 1_000_000 - number))
+    found = ckptool.scan(tmp_path)
+    assert found.latest_by == "time" and found.latest is not None and found.latest.path.endswith("late.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "expected"),
+    [
+        ("model.pt", {"global_step": 7, "epoch": 2}, (7, 2)),
+        ("model.pt", {"trainer": {"step": 9}}, (9, None)),
+        ("checkpoint-500.pt", None, (500, None)),
+        ("epoch=3-step=1000.ckpt", None, (1000, 3)),
+        ("model_epoch_50.pth", None, (None, 50)),
+        ("resnet50.pt", None, (None, None)),
+        ("model.pt", {"step": True, "epoch": -1}, (None, None)),
+    ],
+)  # fmt: skip
+def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), **(tree or {})}, tmp_path / name)
+    (file,) = ckptool.scan(tmp_path).files
+    assert (file.step, file.epoch) == expected
+
+
+def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
+    bad, empty, files = (tmp_path / name for name in ("bad", "empty", "files"))
+    for folder in (bad, empty, files):
+        folder.mkdir()
+    (bad / "a.pt").touch()
+    clean, foreign = checkpoint(files / "clean.pt"), checkpoint(files / "foreign.pt", config=Foreign())
+    unread = "not compared with its checksums"
+    for words, code, said in (
+        ((some_folder, "--latest-good", "-q"), 0, f"{some_folder / 'd.pt'}\n"),
+        ((bad, "--latest-good", "-q"), 1, ""),
+        ((bad,), 1, "1 not good"),
+        ((empty,), 0, "0 checkpoints"),
+        ((clean,), 0, "nothing in it would run"),
+        ((foreign,), 1, f"makes objects of  {__name__}.Foreign  at config"),
+        ((clean, foreign, "-q"), 1, ""),
+        ((files,), 1, unread),
+        ((files, "--full"), 1, ""),
+    ):
+        found = run("scan", *map(str, words))
+        assert found.code == code and (said in found.out if said else unread not in found.out), (words, found)
+        assert "-q" not in words or found.out == said, (words, found)
+
+
+def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    path = checkpoint(tmp_path / "a.pt", hooks=[Runs(trace)], config=Foreign(), cls={Foreign: 1})
+    (file,) = ckptool.scan(path).files
+    home = __name__
+    assert [(call.name, call.how, call.places, call.is_custom) for call in file.calls] == [
+        (f"{home}.leave_a_trace", "called", ("hooks/0",), False),
+        (f"{home}.Foreign", "named", ("cls",), False),
+        (f"{home}.Foreign", "made", ("config",), True),
+    ]
+    assert not trace.exists()
+
+
+def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        archive.writestr("b/data.pkl", b"\x80\x02cbuiltins\nbreakpoint\n)R0}.")
+        archive.writestr("b/version", "3\n")
+    (file,) = ckptool.scan(tmp_path / "b.pt").files
+    assert [(call.name, call.how) for call in file.calls] == [("builtins.breakpoint", "called")]
+
+
+def test_links_to_folders_to_themselves_and_to_nothing_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "itself.pt").symlink_to("itself.pt")
+    (tmp_path / "nothing.pt").symlink_to("gone.pt")
+    checkpoint(tmp_path / "a.pt")
+    assert len(ckptool.scan(tmp_path).files) == 1

@@ -1,25 +1,34 @@
-"""What torch saved comes back as torch would load it: whole files, one tensor, on the device that was asked for."""
+"""What torch saved comes back as torch would load it, on the device that was asked for; `ckptool.load` in the place of
+`torch.load`: its keywords, its open files, its answers."""
 
-from __future__ import annotations
-
+import io
+import math
+import pickle
+import subprocess
+import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool import bridge
-from ckptool.errors import Corrupt, FileChanged, UnsafeObject, UsageError
+from ckptool.errors import Corrupt, FileChanged, Truncated, UnsafeObject, UsageError
 from ckptool.formats import read
+from fixtures.make import PRODUCERS, make
+from fixtures.torch_tar import tar_bytes, tar_members
 from fixtures.traps import TRAPS
-from tests.support.files import load, saved
+from tests.support.errors import refused
+from tests.support.files import load, saved, torch_bytes, written
 from tests.support.live_models import LOADED_IN_ESSENCE, UNKNOWN
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.zips import damaged
 
 # What can be written but, for now, not made again without pickle.
 ONLY_WRITTEN = {"19-numpy-odd-arrays", "20-functions-and-classes", "20-random-states"}
@@ -27,9 +36,6 @@ ONLY_WRITTEN = {"19-numpy-odd-arrays", "20-functions-and-classes", "20-random-st
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# Files to torch ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
@@ -59,9 +65,7 @@ def test_a_jagged_nested_tensor_is_made_of_its_parts(tmp_path: Path) -> None:
 @looped("name", sorted((UNKNOWN | ONLY_WRITTEN) - LOADED_IN_ESSENCE))
 def test_what_only_its_own_code_could_make_is_refused_by_name(name: str, tmp_path: Path) -> None:
     path = saved(TRAPS[name](), tmp_path / "x.pt")
-    with pytest.raises(UnsafeObject, match=" at ") as error:
-        ckptool.load(path)
-    assert str(path) in error.value.what
+    assert str(path) in refused("unsafe-global", tmp_path, lambda: ckptool.load(path), " at ").what
 
 
 def test_what_is_set_on_a_tensor_and_keys_are_refused_with_their_place(tmp_path: Path) -> None:
@@ -69,17 +73,12 @@ def test_what_is_set_on_a_tensor_and_keys_are_refused_with_their_place(tmp_path:
     noted.note = [TRAPS["20-unknown-object"]()]  # type: ignore[attr-defined]
     for value in ({"t": noted}, {torch.nn.ReLU(): 1}):
         path = saved({"x": value, "model": {"w": torch.ones(2)}}, tmp_path / "x.pt")
-        with pytest.raises(UnsafeObject, match=r" at x") as error:
-            ckptool.load(path)
-        assert f"ckptool.load('{path}#model')" in error.value.fix
+        error = refused("unsafe-global", tmp_path, lambda: ckptool.load(path), " at x")  # noqa: B023
+        assert f"ckptool.load('{path}#model')" in error.fix
 
 
 def test_reading_checks_the_checksums(tmp_path: Path) -> None:
-    path = saved({"w": torch.arange(1000)}, tmp_path / "x.pt")
-    data = read(path).tree["w"].storage.data
-    damaged = bytearray(path.read_bytes())
-    damaged[data.offset + 8] ^= 1
-    path.write_bytes(damaged)
+    path = damaged(saved({"w": torch.arange(1000)}, tmp_path / "x.pt"), 0)
     with pytest.raises(Corrupt, match="checksum"):
         ckptool.load(path, mmap=False)
     ckptool.load(path)  # as torch.load(mmap=True): nothing is read, so nothing can be checked
@@ -94,40 +93,20 @@ def test_a_file_that_changed_since_it_was_opened_is_not_mapped(tmp_path: Path) -
         bridge.build(checkpoint)
 
 
-# Devices -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tagged(tmp_path: Path) -> Path:
     """A file whose tensors say that they are on cuda:3."""
-    checkpoint = read(saved({"w": torch.arange(3.0), "v": torch.arange(2)}, tmp_path / "x.pt"))
-    path: Path = tmp_path / "cuda.pt"
-    ckptool.save(
-        {
-            name: replace(entry, storage=replace(entry.storage, location="cuda:3"))
-            for name, entry in checkpoint.tree.items()
-        },
-        path,
-    )
-    return path
+    file, out = saved({"w": torch.arange(3.0), "v": torch.arange(2)}, tmp_path / "x.pt"), tmp_path / "cuda.pt"
+    ckptool.remap(file, out, to="cuda:3")
+    return out
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["cpu", torch.device("cpu"), {"cuda:3": "cpu"}, lambda storage, location: storage],
-    ids=["name", "device", "dictionary", "function"],
-)
-def test_map_location_as_torch_takes_it(tagged: Path, place: Any) -> None:
-    assert_same_objects(torch.load(tagged, map_location=place), ckptool.load(tagged, place))
-
-
-def test_map_location_that_makes_no_sense(tagged: Path) -> None:
+def test_map_location_as_torch_takes_it(tagged: Path) -> None:
+    for place in ("cpu", torch.device("cpu"), {"cuda:3": "cpu"}, lambda storage, location: storage):
+        assert_same_objects(torch.load(tagged, map_location=place), ckptool.load(tagged, place))
     for place in ("nowhere", 7):
         with pytest.raises(UsageError):
             ckptool.load(tagged, place)
-
-
-# One tensor ----------------------------------------------------------------------------------------------------------
 
 
 def test_deep_trees_do_not_recurse(tmp_path: Path) -> None:
@@ -147,3 +126,181 @@ def test_warnings_are_torchs_own(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         made = ckptool.load(path)
         ckptool.save(made, path, overwrite=True)
+
+
+VALUE = {"w": torch.arange(6.0).reshape(2, 3), "empty": torch.zeros(0, 3), "one": torch.tensor(7), "epoch": 3}
+TENSORS = {name: value for name, value in VALUE.items() if isinstance(value, torch.Tensor)}
+LEGACY = {"_use_new_zipfile_serialization": False}
+
+FILES: dict[str, Callable[[Path], Any]] = {
+    "zip": lambda path: saved(VALUE, path),
+    "legacy": lambda path: saved(VALUE, path, **LEGACY),
+    "safetensors": lambda path: save_file(TENSORS, path.with_suffix(".safetensors")),
+}
+KEYWORDS: list[dict[str, Any]] = [
+    {},
+    {"map_location": None},
+    {"map_location": "cpu"},
+    {"map_location": torch.device("cpu")},
+    {"map_location": {"cuda:0": "cpu"}},
+    {"map_location": lambda storage, location: storage},
+    {"map_location": lambda storage, location: None},
+    {"map_location": "meta"},
+    {"weights_only": True},
+    {"weights_only": False},
+    {"weights_only": None},
+    {"weights_only": False, "pickle_module": pickle},
+    {"weights_only": False, "encoding": "latin1"},
+    {"weights_only": False, "encoding": "ascii", "errors": "replace"},
+    {"weights_only": False, "fix_imports": True},
+    {"mmap": None},
+    {"mmap": False},
+]
+
+
+def _each_way(path: Path, **keywords: Any) -> Iterator[Any]:
+    """What is loaded of a file by its path, as a text or not, and of the file opened, on the disk or in memory."""
+    with path.open("rb") as opened:
+        for given in (str(path), path, opened, io.BytesIO(path.read_bytes())):
+            yield ckptool.load(given, **keywords)
+
+
+@pytest.mark.parametrize("kind", FILES)
+@looped("keywords", KEYWORDS, ids=lambda given: "-".join(given) or "none")
+def test_every_keyword_gives_what_torch_gives(kind: str, keywords: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pt")
+    FILES[kind](path)
+    place = keywords.get("map_location")
+    expected = load_file(path) if kind == "safetensors" else torch.load(path, **keywords)
+    for made in _each_way(path, **keywords):
+        if place == "meta":
+            found = {name: (made[name].device.type, made[name].shape) for name in TENSORS}
+            assert found == {name: ("meta", value.shape) for name, value in TENSORS.items()}
+        else:
+            assert_same_objects(expected, made)
+
+
+def test_arguments_may_stand_as_torchs_do(tmp_path: Path) -> None:
+    path = saved(VALUE, tmp_path / "x.pt")
+    assert_same_objects(torch.load(path, "cpu", None), ckptool.load(path, "cpu", None))
+    assert_same_objects(torch.load(f=path, mmap=True), ckptool.load(f=path, mmap=True))
+
+
+def test_weights_only_false_still_runs_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return exec, (f"open({str(made)!r}, 'w')",)
+
+    path = saved({"w": torch.ones(2), "evil": Hostile()}, tmp_path / "x.pt")
+    for wanted in (False, True, None):
+        with pytest.raises(UnsafeObject, match="exec"):
+            ckptool.load(path, weights_only=wanted)
+    assert not made.exists()
+
+
+@looped(
+    ("keywords", "message"),
+    [
+        ({"pickle_module": math}, "pickle_module=math"),
+        ({"encoding": "bytes"}, "encoding='bytes'"),
+        ({"encoding": "no-such"}, "no-such"),
+        ({"encoding": "hex"}, "hex"),
+        ({"encodign": "latin1"}, "encodign"),
+        ({"map_location": 3}, "map_location=3"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused_by_name(
+    keywords: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = saved(VALUE, tmp_path / "x.pt")
+    assert refused("usage", tmp_path, lambda: ckptool.load(path, **keywords), message).fix
+
+
+def _of_python_2(path: Path) -> Path:
+    """A file with the strings `caf\\xe9` (latin-1) and `é` (UTF-8), as Python 2's torch pickled a `str`."""
+    data = torch_bytes({"name": "cafe", "utf8": "ee", "w": torch.ones(2)}, **LEGACY)
+    for old, new in ((b"cafe", b"caf\xe9"), (b"ee", b"\xc3\xa9")):
+        field = b"X" + len(old).to_bytes(4, "little") + old
+        assert data.count(field) == 1
+        data = data.replace(field, b"U" + bytes([len(new)]) + new)
+    return written(data, path)
+
+
+def test_strings_of_python_2(tmp_path: Path) -> None:
+    path = _of_python_2(tmp_path / "x.pt")
+    with pytest.raises(UnicodeDecodeError):
+        torch.load(path, weights_only=False)
+    theirs = torch.load(path, weights_only=False, encoding="latin1")
+    ours = ckptool.load(path, weights_only=False, encoding="latin1")
+    assert ours["name"] == theirs["name"] == "café"
+    assert ours["utf8"] == "é"  # what is UTF-8 is that, whatever was asked for
+    assert ckptool.load(path)["name"] == b"caf\xe9"
+    assert ckptool.load(path, encoding="ascii", errors="replace")["name"] == "caf\ufffd"
+    with pytest.raises(Corrupt, match="not utf-8") as error:
+        ckptool.load(path, encoding="utf-8")
+    assert "latin1" in error.value.fix
+
+
+SAME = sorted(name for name in PRODUCERS if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".tar")))
+
+
+@looped("name", SAME)
+def test_the_files_of_programs_as_torch_loads_them(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path)
+    try:
+        expected = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):
+        pytest.skip("torch does not load it without running it")
+    for made in _each_way(path, map_location="cpu", weights_only=True, mmap=False):
+        assert_same_objects(expected, made)
+
+
+def test_torchs_first_format(tmp_path: Path) -> None:
+    path = written(tar_bytes(tar_members({"w": torch.arange(4.0)})), tmp_path / "x.tar")
+    expected = torch.load(path, weights_only=False)
+    for made in _each_way(path, weights_only=False):
+        assert_same_objects(expected, made)
+
+
+def test_legacy_streams_one_after_the_other_as_torch_reads_them() -> None:
+    file = io.BytesIO(b"".join(torch_bytes(value, **LEGACY) for value in (VALUE, [1, 2], {"last": torch.ones(3)})))
+    theirs, ours = [], []
+    for found, loads in ((theirs, torch.load), (ours, ckptool.load)):
+        file.seek(0)
+        for _ in range(3):
+            found.append((loads(file), file.tell()))
+    assert_same_objects(theirs, ours)
+    with pytest.raises(Truncated, match=r"at its end[\s\S]*seek\(0\)"):
+        ckptool.load(file)
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("mmap", [None, True, False])
+def test_changes_stay_in_memory(kind: str, mmap: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pt")
+    FILES[kind](path)
+    before = path.read_bytes()
+    with path.open("r+b") as file:
+        for made in (ckptool.load(path, mmap=mmap), ckptool.load(file, mmap=mmap)):
+            made["w"].fill_(9)
+            assert made["w"].untyped_storage().nbytes() == 24
+            assert ckptool.load(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_cut_short_ends_the_process_as_the_docstring_says(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(1 << 20)}, tmp_path / "x.pt")
+    code = f"import ckptool, os; w = ckptool.load({str(path)!r})['w']; os.truncate({str(path)!r}, 0); print(w.sum())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode < 0
+    assert "cut short" in " ".join((ckptool.load.__doc__ or "").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_without_such_a_device_the_default_is_the_cpu(tmp_path: Path) -> None:
+    path = make("cuda.pt", tmp_path)
+    expected = torch.load(path, map_location="cpu", weights_only=True)
+    for made in (ckptool.load(path), ckptool.load(path, None)):
+        assert_same_objects(expected, made)

@@ -1,7 +1,5 @@
 """`load_into`: a plan on a live module, all of it: the cases of the tutorials, ties, devices, wrappers, shapes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
@@ -24,8 +22,6 @@ from tests.support.files import saved
 from tests.support.live_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
 from tests.support.looped import examples
 
-# The cases of the tutorials ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
 def test_a_renamed_backbone(tmp_path: Path, wrapper: str) -> None:
@@ -37,17 +33,13 @@ def test_a_renamed_backbone(tmp_path: Path, wrapper: str) -> None:
     assert report.share == 1
 
 
-def in_dtype(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-
-
 def test_a_float_checkpoint_into_a_half_model(tmp_path: Path) -> None:
     trained, model = mlp(), mlp().half()
     with torch.no_grad():
         trained.fc2.bias.fill_(1e6)
         trained.fc1.bias.fill_(0.5)
     report = ckptool.load_into(model, saved(trained.state_dict(), tmp_path / "float.pt"))
-    assert_same_state(model, in_dtype(trained.state_dict(), torch.float16))
+    assert_same_state(model, trained.half().state_dict())
     lossy = {fact.target: (fact.exact, fact.changed, fact.overflowed) for fact in report.dtype_changes}
     assert lossy["fc2.bias"] == (False, 4, 4) and lossy["fc1.bias"] == (True, 0, 0) and lossy["fc1.weight"][0] is False
 
@@ -56,16 +48,11 @@ def test_an_extra_optimizer_is_no_part_of_the_model(tmp_path: Path) -> None:
     trained = mlp()
     adam = torch.optim.Adam(trained.parameters())
     train(trained, adam)
-    file = saved(
-        {"model": trained.state_dict(), "opt1": adam.state_dict(), "opt2": adam.state_dict()}, tmp_path / "two.pt"
-    )
-    model = mlp()
+    tree, model = {"model": trained.state_dict(), "opt1": adam.state_dict(), "opt2": adam.state_dict()}, mlp()
+    file = saved(tree, tmp_path / "two.pt")
     assert ckptool.load_into(model, file, strict=True).share == 1
     with pytest.raises(UsageError, match="has 2 optimizers: opt1, opt2"):
         ckptool.load_into(model, file, optimizer=torch.optim.Adam(model.parameters()))
-
-
-# Devices, wrappers ---------------------------------------------------------------------------------------------------
 
 
 def test_a_meta_model_that_would_stay_without_values(tmp_path: Path) -> None:
@@ -73,10 +60,9 @@ def test_a_meta_model_that_would_stay_without_values(tmp_path: Path) -> None:
     file = saved({name: tensor for name, tensor in state.items() if "head" not in name}, tmp_path / "backbone.pt")
     with torch.device("meta"):
         model = Classifier().half()
-    with pytest.raises(PlanRefused, match="without values after it: head"):
-        ckptool.load_into(model, file)
-    with pytest.raises(PlanRefused, match="have no memory"):
-        ckptool.load_into(model, file, assign=False)
+    for says, options in (("without values after it: head", {}), ("have no memory", {"assign": False})):
+        with pytest.raises(PlanRefused, match=says):
+            ckptool.load_into(model, file, **options)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
     ckptool.load_into(model, file, missing="head.*")
     assert model.backbone[0].weight.dtype is torch.float16 and model.head.weight.device.type == "meta"
@@ -111,9 +97,6 @@ def test_wrapped_models(tmp_path: Path, wrap: Any) -> None:
     assert len(report.loaded) == 9
 
 
-# Shapes --------------------------------------------------------------------------------------------------------------
-
-
 def test_pad_and_slice(tmp_path: Path) -> None:
     small, large = nn.Embedding(5, 4), nn.Embedding(8, 4)
     old = large.weight.detach().clone()
@@ -123,10 +106,8 @@ def test_pad_and_slice(tmp_path: Path) -> None:
     target = nn.Embedding(3, 4)
     report = ckptool.load_into(target, saved(large.state_dict(), tmp_path / "large.pt"), on_mismatch="slice")
     assert torch.equal(target.weight, large.weight[:3]) and report.share == 1
-    with pytest.raises(PlanRefused, match="of another shape"):
-        ckptool.load_into(nn.Embedding(9, 4), tmp_path / "large.pt", on_mismatch="slice")
-    with pytest.raises(PlanRefused, match="of another shape"):
-        ckptool.load_into(nn.Embedding(9, 3), tmp_path / "large.pt", on_mismatch="pad")
+    for target, way in ((nn.Embedding(9, 4), "slice"), (nn.Embedding(9, 3), "pad")):
+        load_refused(tmp_path / "large.pt", target, PlanRefused, "of another shape", on_mismatch=way)
 
 
 def test_memory_of_a_large_file(tmp_path: Path) -> None:
@@ -158,21 +139,16 @@ print(mine() - before)
     assert int(done.stdout) < 24
 
 
-# Optimizers ----------------------------------------------------------------------------------------------------------
-
-
-def trained_with_adam() -> tuple[Any, Any]:
+def with_adam(path: Path) -> Path:
+    """A file of a model and its optimizer."""
     torch.manual_seed(0)
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam((model := mlp()).parameters(), lr=1e-3)
     train(model, optimizer, 3)
-    return model, optimizer
+    return saved({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
 
 
 def test_a_new_head_starts_without_state(tmp_path: Path) -> None:
-    trained, adam = trained_with_adam()
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    model = mlp()
+    file, model = with_adam(tmp_path / "all.pt"), mlp()
     model.fc2 = nn.Linear(16, 7)
     mine = torch.optim.Adam(model.parameters())
     report = ckptool.load_into(model, file, on_mismatch="skip", optimizer=mine)
@@ -183,17 +159,12 @@ def test_a_new_head_starts_without_state(tmp_path: Path) -> None:
 
 
 def test_optimizers_that_are_not_the_models(tmp_path: Path) -> None:
-    trained, adam = trained_with_adam()
-    file = saved({"model": trained.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
-    model = mlp()
+    file, model = with_adam(tmp_path / "all.pt"), mlp()
     load_refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
     mine = torch.optim.Adam(model.parameters())
     load_refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
-    bare = saved(trained.state_dict(), tmp_path / "bare.pt")
+    bare = saved(model.state_dict(), tmp_path / "bare.pt")
     load_refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)
-
-
-# All or nothing: what is refused, and that nothing has changed then ---------------------------------------------------
 
 
 def test_a_demand_that_comes_after_loading_says_that_it_is_done(tmp_path: Path) -> None:
@@ -258,10 +229,9 @@ def test_a_tensor_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_damaged_bytes_are_found_before_anything_changes(tmp_path: Path) -> None:
     trained = mlp()
     file = saved(trained.state_dict(), tmp_path / "model.pt")
-    raw = bytearray(file.read_bytes())
-    last = raw.rfind(bits(trained.fc2.weight))
-    raw[last] ^= 1
-    file.write_bytes(raw)
+    raw = file.read_bytes()
+    at = raw.rfind(bits(trained.fc2.weight))
+    file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
     load_refused(file, mlp(), Corrupt, "checksum")
 
 
@@ -273,9 +243,7 @@ def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
     model: Any = draw(strategies.sampled_from([mlp, Classifier, TiedLanguageModel]))()
     state = {}
     for name, tensor in copy.deepcopy(model).state_dict().items():
-        change = draw(
-            strategies.sampled_from(["same", "same", "same", "gone", "renamed", "grown", "cut", "half", "complex"])
-        )
+        change = draw(strategies.sampled_from("same same same gone renamed grown cut half complex".split()))
         new = torch.randn(tensor.shape) if tensor.is_floating_point() else tensor + 3
         if change == "gone":
             continue

@@ -1,11 +1,10 @@
 """No tensor disappears inside what was taken: its bytes are in the output, or its address is in the report, or nothing
-is written.
+is written. How many tensors and bytes an export leaves behind is said; where that may be the model, it is refused.
 
 Every tensor has random bytes of its own, which are looked for in the files as they are on the disk.
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptool
 from ckptool.checkpoint.tree import stored_parts, walk
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
+from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.looped import looped
 
 
 class Noise:
-    """Makes tensors and remembers their bytes. places: those that a module leaves out of its state dict by itself."""
+    """Makes tensors and remembers their bytes."""
 
     def __init__(self) -> None:
         self.bytes: list[bytes] = []
@@ -74,9 +74,8 @@ def quantized(noise: Noise) -> torch.Tensor:
 
 
 def dynamic(noise: Noise, *others: nn.Module) -> nn.Module:
-    made = torch.ao.quantization.quantize_dynamic(
-        nn.Sequential(nn.Linear(16, 16), *others), {nn.Linear}, dtype=torch.qint8
-    )
+    model = nn.Sequential(nn.Linear(16, 16), *others)
+    made = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     noise.bytes.append(made[0].weight().int_repr().numpy().tobytes())
     return made
 
@@ -87,6 +86,7 @@ def with_grad(noise: Noise) -> torch.Tensor:
     return made
 
 
+rebuilt = torch._utils._rebuild_tensor
 KINDS: dict[str, Callable[[Noise], Any]] = {
     "tensor": lambda noise: noise(),
     "parameter": lambda noise: nn.Parameter(noise()),
@@ -107,9 +107,7 @@ KINDS: dict[str, Callable[[Noise], Any]] = {
     "quantized state dict": lambda noise: dict(dynamic(noise).state_dict()),
     "method": lambda noise: Net(noise).forward,
     "call of a storage": lambda noise: Call(torch.BoolStorage, [True, False]),
-    "rebuilt of a storage": lambda noise: Call(
-        torch._utils._rebuild_tensor, Call(torch.BoolStorage, [True]), 0, (1,), (1,)
-    ),
+    "rebuilt of a storage": lambda noise: Call(rebuilt, Call(torch.BoolStorage, [True]), 0, (1,), (1,)),
 }
 
 SHAPES: dict[str, Callable[[Noise, Any], Any]] = {
@@ -186,3 +184,83 @@ def test_a_buffer_that_its_module_does_not_save_is_listed(tmp_path: Path) -> Non
     net.register_buffer("passing", torch.ones(2), persistent=False)
     done = ckptool.convert(saved({"model": net}, tmp_path / "f.pt"), tmp_path / "out.pt", weights_only=True)
     assert done.facts["left_behind"] == ["model/_buffers/passing"]
+
+
+# What an export leaves behind.
+MODEL = {"fc.weight": torch.ones(3, 4), "fc.bias": torch.zeros(3)}
+LARGE = torch.arange(4000.0)
+EXPECTED = {
+    "optimizer": {"state": {0: {"exp_avg": LARGE}}, "param_groups": [{"params": [0]}]},
+    "optimizers": [{"moments": LARGE}],
+    "ema_model": {"fc.weight": LARGE.reshape(40, 100), "fc.bias": torch.zeros(40)},
+    "model_ema": {"shadow": [LARGE]},
+    "rng_state": LARGE.byte(),
+    "cuda_rng_state_all": [LARGE.byte()],
+    "random_states": {"torch": LARGE.byte()},
+    "lr_scheduler": {"table": LARGE},
+}
+UNEXPECTED = {
+    "attributes": {"packed": LARGE},
+    "buffers": [LARGE],
+    "codebook": LARGE,
+    "extra": {"deep": [{"x": LARGE}]},
+    "pair": (LARGE, LARGE),
+}
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
+def test_more_than_is_written_is_refused_until_it_is_named(suffix: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "in.pt", tmp_path / f"out.{suffix}"
+    for name, value in (EXPECTED | UNEXPECTED).items():
+        torch.save({"model": MODEL, name: value}, file)
+        if name in UNEXPECTED:
+            says = r"16.0 kB would be left out.*60 B"
+            refused("unsupported", tmp_path, lambda: ckptool.convert(file, out), says)
+        done = ckptool.convert(f"{file}#model" if name in UNEXPECTED else file, out)
+        assert done.facts["left_behind_bytes"] >= LARGE.numel() and done.facts["left_behind_tensors"] >= 1
+        assert re.search(rf"left out \(the input keeps it\): {name} \(.*B\)", "\n".join(done.details)), done
+        out.unlink()
+
+
+def test_only_what_one_does_not_expect_is_named_and_summed(tmp_path: Path) -> None:
+    """By other verbs that export one set, too; what is smaller or written under another name is no loss."""
+    file, out = tmp_path / "in.pt", tmp_path / "out.safetensors"
+    torch.save({"model": MODEL, **EXPECTED, "codebook": LARGE}, file)
+    says = r"16\.0 kB would be left out[^:]*written: codebook \(16\.0 kB\)\n"
+    for call in (lambda: ckptool.convert(file, out), lambda: ckptool.average([file, file], out)):
+        refused("unsupported", tmp_path, call, says)
+    assert "codebook" in ckptool.average([f"{file}#model"] * 2, out, dry_run=True).facts["left_behind"]
+    for beside in ({"mean": torch.ones(2)}, {"again": {"w": MODEL["fc.weight"]}, "all": [MODEL["fc.weight"]] * 9}):
+        torch.save({"model": MODEL, **beside}, tmp_path / "in.pt")
+        done = ckptool.convert(tmp_path / "in.pt", tmp_path / "out.safetensors", overwrite=True)
+        assert done.facts["left_behind_bytes"] == (8 if "mean" in beside else 0)
+        chosen = ckptool.convert(tmp_path / "in.pt", tmp_path / "one.safetensors", only="fc.bias", overwrite=True)
+        assert chosen.facts["left_behind_bytes"] >= 48  # named by a pattern
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_with_its_weights_elsewhere(tmp_path: Path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = nn.Parameter(torch.ones(2))
+            self.large = nn.Linear(30, 30)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.large(x) * self.kept.sum()
+
+    script = torch.jit.freeze(torch.jit.script(Mixed().eval()), preserved_attrs=["kept"])
+    script.save(tmp_path / "frozen.pt")  # the weights of `large` are constants now
+    if "kept" in torch.jit.load(tmp_path / "frozen.pt").state_dict():
+        with pytest.raises(Unsupported, match="constants"):
+            ckptool.convert(tmp_path / "frozen.pt", tmp_path / "out.safetensors")
+    backend = torch.backends.quantized.engine
+    torch.backends.quantized.engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
+    try:
+        packed = torch.ao.nn.quantized.Linear(40, 40)
+        torch.jit.script(nn.Sequential(nn.LayerNorm(2), packed)).save(tmp_path / "packed.pt")
+    finally:
+        torch.backends.quantized.engine = backend
+    with pytest.raises(Unsupported, match=r"attributes \(2 tensors"):
+        ckptool.convert(tmp_path / "packed.pt", tmp_path / "out.safetensors")
+    ckptool.convert(f"{tmp_path}/packed.pt#state_dict", tmp_path / "out.safetensors")

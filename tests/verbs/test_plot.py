@@ -1,7 +1,5 @@
 """`plot`: a run's curves are those of its lines, at any length, while it is written, and whatever is in them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +17,15 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
-from ckptool.cli import main
 from ckptool.errors import NoMatch, UsageError
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
 from ckptool.training.reports import RunHistory
 from ckptool.training.start import start
-from tests.support.cli import Ran, done
+from tests.support.cli import Run, done
 from tests.support.looped import examples
 from tests.support.small_runs import config
 
-Run = Callable[..., Ran]
 NAN = float("nan")
 
 
@@ -104,16 +99,12 @@ def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> Non
         ckptool.plot(empty, only="loss")
 
 
-# The points of long curves -------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=examples(40))
 @given(st.integers(0, 2**32), st.integers(1, 40_000), st.sampled_from([1, 7, 10**6]), st.booleans())
 def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in_order: bool) -> None:
     dice = random.Random(seed)
-    points = [
-        (step * far, dice.choice([dice.gauss(0, 1), dice.gauss(0, 1), NAN])) for step in range(min(count, 20_000))
-    ]
+    values = [dice.choice([dice.gauss(0, 1), dice.gauss(0, 1), NAN]) for _ in range(min(count, 20_000))]
+    points = [(step * far, value) for step, value in enumerate(values)]
     points = points if in_order else dice.sample(points, len(points))
     builder = CurveBuilder()
     for step, value in points:
@@ -138,10 +129,9 @@ def test_a_thinned_curve_keeps_what_is_drawn(seed: int, count: int, far: int, in
 @pytest.mark.parametrize("points", [3 * 10**4, pytest.param(10**6, marks=pytest.mark.soak)])
 def test_many_points_take_bounded_memory(points: int, tmp_path: Path) -> None:
     folder = run_of(tmp_path / "r", [])
+    losses = (math.sin(i / 1e5) + (i % 97) / 500 for i in range(points))
     with (folder / "metrics.jsonl").open("w") as file:
-        file.writelines(
-            f'{{"step": {i}, "loss": {math.sin(i / 1e5) + (i % 97) / 500}, "lr": 0.1}}\n' for i in range(points)
-        )
+        file.writelines(f'{{"step": {i}, "loss": {loss}, "lr": 0.1}}\n' for i, loss in enumerate(losses))
     tracemalloc.start()
     before = time.process_time()
     try:
@@ -152,8 +142,6 @@ def test_many_points_take_bounded_memory(points: int, tmp_path: Path) -> None:
     assert peak < 8 << 20 and time.process_time() - before < 120
     assert found.curves["loss"].points == points and len(found.curves["loss"].steps) <= MOST_POINTS
 
-
-# Drawn ---------------------------------------------------------------------------------------------------------------
 
 numbers = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.sampled_from([0.0, 1.0, -1e308, 1e308, 5e-324]))
 curves = st.dictionaries(st.integers(-(2**61), 2**61) | st.integers(0, 300), numbers, min_size=1, max_size=60).map(
@@ -188,17 +176,15 @@ def test_the_highest_and_lowest_of_every_column_are_drawn(count: int, width: int
     (line,) = Curve(tuple(range(count)), tuple(values), count).pieces(0, count - 1, width)
     low, high = min(values), max(values)
     for at in range(width):
-        there = [
-            (value - low) / (high - low) for step, value in enumerate(values) if step * (width - 1) // (count - 1) == at
-        ]
+        here = [value for step, value in enumerate(values) if step * (width - 1) // (count - 1) == at]
+        there = [(value - low) / (high - low) for value in here]
         drawn = [height for place, height in line if place == at]
         assert (not there and not drawn) or (min(drawn), max(drawn)) == pytest.approx((min(there), max(there)))
 
 
-def test_no_torch_is_imported_and_many_curves_stay_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_torch_is_imported_and_many_curves_stay_small(tmp_path: Path, run: Run) -> None:
     folder = run_of(tmp_path / "r", [{"step": i, **{f"layer{k}": i * 1.0 for k in range(150)}} for i in range(300)])
     code = f"import sys, ckptool; ckptool.plot({str(folder)!r})._repr_html_(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
     assert len(ckptool.plot(folder)._repr_html_().encode()) <= 30_000
-    assert main(["plot", str(folder)]) == 0
-    assert "not drawn: 50 more curves" in capsys.readouterr().out
+    assert "not drawn: 50 more curves" in done(run("plot", folder))

@@ -1,7 +1,5 @@
 """`prove`: a configuration is proved as any command is; what it kills, compares and says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -16,7 +14,7 @@ from ckptool import cli
 from ckptool.errors import RunFailed, UsageError
 from ckptool.training.reports import Kill, Proof
 from ckptool.verbs._schema import schema
-from tests.support.cli import judge
+from tests.support.cli import Run, judge
 from tests.support.killed_runs import resumed_steps
 from tests.support.small_runs import MLP
 
@@ -42,7 +40,7 @@ def written(path: Path, **sections: Any) -> str:
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_configuration_is_proved_by_the_command_that_trains_it(
-    real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    real: bool, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def once(words: list[str], **options: Any) -> Proof:
         """In place of all the starts of a proof (tests/training/test_prove_command.py), the command once."""
@@ -52,9 +50,8 @@ def test_a_configuration_is_proved_by_the_command_that_trains_it(
         return Proof(tuple(words), "preload", steps, 1.5, {"rename": 2}, compared, [Kill(9, "rename", 5)], starts=4)
 
     if not real:
-        monkeypatch.setattr("ckptool.training.prove.command.prove_command", once)
-    assert cli.main(["prove", written(tmp_path), "--steps", "12", "--kills", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        monkeypatch.setattr("ckptool.training.prove.prove_command", once)
+    found = run("prove", written(tmp_path), "--steps", "12", "--kills", "1", "--json").json
     assert not list(judge(schema("prove").document, found))
     assert (found["schema"], found["proved"], found["starts"], found["steps"]) == ("ckptool.prove/2", True, 4, 12)
     assert "checkpoints/step-00000012.pt" in found["compared"]
@@ -66,16 +63,7 @@ def test_a_configuration_is_proved_by_the_command_that_trains_it(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_processes_are_started_and_killed_together(tmp_path: Path, strategy: str) -> None:
     """By torchrun, which puts them into sessions of their own."""
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "ckptool",
-        "train",
-    ]
+    words = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node=2 -m ckptool train".split()]
     words += [written(tmp_path, strategy=strategy), "--set", "run={run}", "--resume", "auto", "-q"]
     found = ckptool.prove(command=words, kills=2)
     assert found.proved and len(found.kills) == 2 and found.steps == 20, found
@@ -98,7 +86,10 @@ def test_a_run_that_fails_by_itself_is_no_proof(tmp_path: Path) -> None:
     assert "my own mistake" in raised.value.why
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(run: Run) -> None:
+    """A script alone is no configuration, whatever its words mean in YAML."""
+    ran = run("prove", "train.py")
+    assert ran.code == 2 and "ckptool prove -- python train.py {run}" in ran.err
     with pytest.raises(UsageError, match=r"train\.stepps"):
         ckptool.prove(MLP, set="train.stepps=3")
     for options in ({"steps": 3}, {"set": "train.steps=3"}, {"config": "run.yaml"}):
@@ -108,28 +99,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ckptool.prove()
 
 
-def test_a_script_alone_is_told_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no configuration, whatever its words mean in YAML."""
-    assert cli.main(["prove", "train.py"]) == 2
-    assert "ckptool prove -- python train.py {run}" in capsys.readouterr().err
-
-
 def test_what_is_said() -> None:
     proof = Proof(("x", "{run}"), "preload", 24, 1.5, {"rename": 2}, ("a.pt",), [Kill(9, "rename", 5)], starts=4)
     assert str(proof).splitlines()[0] == "unbroken            24 optimizer steps, 1 checkpoint at the end"
     assert str(proof).splitlines()[2] == "killed              after step 9, at: rename; resumed from 5"
     assert "proved for 1 kill:" in str(proof) and proof.exit() == 0
-    proof.differs, proof.causes, proof.confirmed, proof.kept = (
-        "the first step that differs is 6",
-        ["b", "a"],
-        ["a"],
-        "/k",
-    )
+    proof.differs, proof.causes = "the first step that differs is 6", ["b", "a"]
+    proof.confirmed, proof.kept = ["a"], "/k"
     assert [line.split()[0] for line in str(proof).splitlines()[-5:-2]] == ["differs", "likely", "confirmed"]
     assert "disproved" in str(proof) and "kept in /k" in str(proof) and proof.exit() == 1
-
-
-# What the tests kill with --------------------------------------------------------------------------------------------
 
 
 def history(path: Path, *events: tuple[str, int]) -> str:

@@ -1,8 +1,10 @@
-"""`rename`: rules and files of them, and all that follows the keys: `_metadata`, the names that optimizers keep."""
-
-from __future__ import annotations
+"""`rename`, `translate`, `strip-module` and `add-module`: rules and files of them, wrappers' prefixes, and all that
+follows the keys: `_metadata`, the names that optimizers keep."""
 
 import collections
+import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,16 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
+from fixtures.make import make
+from fixtures.traps import TRAPS, batch_norm_model
+from tests.support.errors import refused
 from tests.support.files import load, saved, weights
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
-STATE = weights("blocks.0.attn.q.weight", "blocks.10.mlp.weight", "head.weight")
-
 
 def keys_by(rules: list[str], *keys: str) -> list[str]:
     return list(ckptool.rename(dict.fromkeys(keys, 0), rules, at=""))
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return saved({"state_dict": STATE, "epoch": 1}, tmp_path / "in.pt")
-
-
-# Rules ---------------------------------------------------------------------------------------------------------------
 
 
 @looped(
@@ -66,6 +61,8 @@ def file(tmp_path: Path) -> Path:
         ("{n} => {n}.{n+0}", "007", "007.007"),
         (r"{n} => \{n+1\}", "1", "{n+1}"),
         ("a.{n}.{m} => b.{2 * n + m}", "a.3.1", "b.7"),
+        ("*a*a*b => c", "ca" * 20 + "b", "c"),
+        ("*.layers.*.attn.*.lora_*.* => c", "model.layers.1.attn.q_proj.lora_A." + "x" * 60, "c"),
     ],
 )
 def test_one_rule(rule: str, old: str, new: str | None) -> None:
@@ -125,12 +122,6 @@ def test_refusals(rules: list[str], keys: str, kind: type[CkptoolError], says: s
         keys_by(rules, *keys.split())
 
 
-def test_a_rule_with_many_stars_on_a_key_of_usual_length() -> None:
-    assert keys_by(["*a*a*b => c"], "ca" * 20 + "b") == ["c"]
-    long = "model.layers.1.attn.q_proj.lora_A." + "x" * 60
-    assert keys_by(["*.layers.*.attn.*.lora_*.* => c"], long) == ["c"]
-
-
 keys = st.lists(st.text("abé._0", min_size=1, max_size=6), min_size=1, max_size=6, unique=True)
 paths = st.lists(st.sampled_from(["a", "b", "0", "module"]), min_size=2, max_size=4).map(".".join)
 # Injective renamings of any key, each with its inverse.
@@ -149,9 +140,6 @@ def test_there_and_back_is_the_identity(names: list[str], rules: tuple[str, str]
     assert_same_objects(before, after)
 
 
-# What follows --------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(paths, min_size=1, max_size=6, unique=True), st.sampled_from(["x.", "a.b.", "module."]))
 def test_there_and_back_with_the_versions_of_modules(names: list[str], prefix: str) -> None:
     above = {".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)}
@@ -166,14 +154,6 @@ def test_names_of_state_that_would_collide() -> None:
     optimizer = {"state": {"a.w": moments, "b.w": dict(moments)}, "param_groups": [{"params": ["a.w", "b.w"]}]}
     with pytest.raises(Conflict, match="optimizer's state"):
         ckptool.rename({"model": weights("a.w"), "optimizer": optimizer}, "a.* => b.*")
-
-
-# Files of rules ------------------------------------------------------------------------------------------------------
-
-
-def by_file(text: str, folder: Path, *keys: str) -> list[str]:
-    (path := folder / "rules.yaml").write_text(text, encoding="utf-8")
-    return list(ckptool.rename(dict.fromkeys(keys, 0), rules_file=str(path), at=""))
 
 
 @looped(
@@ -192,16 +172,181 @@ def by_file(text: str, folder: Path, *keys: str) -> list[str]:
     ],
 )
 def test_an_error_in_a_rules_file_points_at_its_line(text: str, line: int, tmp_path: Path) -> None:
+    (path := tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     with pytest.raises((UsageError, NoMatch)) as caught:
-        by_file(text, tmp_path, "a")
+        ckptool.rename({"a": 0}, rules_file=str(path), at="")
     assert f"rules.yaml, line {line}" in caught.value.what, caught.value
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
-
-
-def test_there_and_back_in_place(file: Path) -> None:
-    before = load(file)
+def test_there_and_back_in_place(tmp_path: Path) -> None:
+    state = weights("blocks.0.attn.q.weight", "blocks.10.mlp.weight", "head.weight")
+    before = load(file := saved({"state_dict": state, "epoch": 1}, tmp_path / "in.pt"))
     ckptool.rename(file, ["blocks.* => layers.*"], in_place=True, verify=True)
     ckptool.rename(file, ["layers.* => blocks.*"], in_place=True, verify=True)
     assert_same_objects(before, load(file))
+
+
+# `strip-module` and `add-module`.
+@looped(
+    ("value", "options", "keys"),
+    [
+        (TRAPS["13-on-some-keys"](), {"partial": True}, "a ema_decay"),
+        (weights("_orig_mod.module.a", "_orig_mod.b"), {"partial": True}, "a b"),
+        (weights("a._orig_mod.x", "b.x"), {}, "a.x b.x"),  # compiled submodules are no mixture
+        (weights("model.net.a", "model.net.b"), {"prefix": "model."}, "net.a net.b"),
+        (weights("model.net.a", "model.net.b"), {"prefix": ["model.", "net."]}, "a b"),
+        (weights("module.module.a"), {"prefix": ["module.", "module."]}, "a"),
+        (weights("module._orig_mod.a"), {"prefix": "module."}, "_orig_mod.a"),  # other wrappers stay
+        (weights("model.a", "b"), {"prefix": "model.", "partial": True}, "a b"),
+        (weights("_orig_mod.a", "b"), {"prefix": "_orig_mod.", "partial": True}, "a b"),
+    ],
+)
+def test_prefixes_that_were_asked_for(value: Any, options: dict[str, Any], keys: str) -> None:
+    assert list(ckptool.strip_module(value, **options)) == keys.split()
+
+
+_SOME = "of the file begin with 'module.'; without it:"
+
+
+@looped(
+    ("value", "options", "kind", "says"),
+    [
+        (TRAPS["13-on-some-keys"](), {}, Conflict, f"1 of 2 keys {_SOME} ema_decay"),
+        (TRAPS["13-a-submodule-called-module"](), {}, Conflict, f"2 of 3 keys {_SOME} head.weight"),
+        (TRAPS["15-collision"](), {}, Conflict, f"1 of 2 keys {_SOME} a"),
+        (weights("_orig_mod.module.a", "_orig_mod.b"), {}, Conflict, "1 of 2 keys"),  # behind a wrapper that goes too
+        (weights("model.a", "b"), {"prefix": "model."}, Conflict, "1 of 2 keys"),
+        (weights("_orig_mod.a", "b"), {"prefix": "_orig_mod."}, Conflict, "1 of 2 keys"),
+        (
+            TRAPS["15-collision"](),
+            {"partial": True},
+            Conflict,
+            "keys of the file would collide: a and module.a would both be 'a'",
+        ),
+        (TRAPS["15-collision-of-wrappers"](), {}, Conflict, "a._orig_mod.b and a.b would both be 'a.b'"),
+        (weights("module.", "module.a"), {}, Conflict, "become empty"),
+        (weights("model.net.a"), {"prefix": ["net.", "model."]}, NoMatch, "no key begins with 'net.'"),
+        (weights("model.net.a"), {"prefix": ["model.", ""]}, UsageError, "the prefix is empty"),
+        (weights("model.net.a"), {"at": "x"}, UsageError, "there is no x"),
+    ],
+)
+def test_what_is_not_stripped(value: Any, options: dict[str, Any], kind: type[CkptoolError], says: str) -> None:
+    with pytest.raises(kind, match=re.escape(says)) as caught:
+        ckptool.strip_module(value, **options)
+    assert caught.value.exit_code == (2 if kind is UsageError or kind is Conflict else 1)
+    assert ("--partial" in caught.value.fix) == ("keys of the file begin" in caught.value.what)
+
+
+def test_the_outermost_version_moves_along() -> None:
+    state = batch_norm_model().state_dict()
+    state._metadata[""] = {"version": 7}
+    found = ckptool.add_module(state)._metadata
+    assert (found[""], found["module"], found["module.1"]) == ({"version": 1}, {"version": 7}, {"version": 2})
+    with pytest.raises(UsageError, match="the prefix is empty"):
+        ckptool.add_module(state, prefix="")
+    del state._metadata[""]
+    assert_same_objects(state, ckptool.strip_module(ckptool.add_module(state)))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net.", "a.b.", "a.b.c.", "x"])
+@looped(
+    "name",
+    "12-metadata 12-metadata-of-an-old-version 12-metadata-missing 13-twice 14-averaged 14-averaged-of-dp"
+    " 18-cyclic-dict".split(),
+)
+def test_strip_of_add_is_the_identity(name: str, prefix: str) -> None:
+    state, at = TRAPS[name](), "" if name == "18-cyclic-dict" else None
+    added = ckptool.add_module(state, prefix=prefix, at=at)
+    assert all(key.startswith(prefix) or key == "n_averaged" for key in added)
+    assert_same_objects(state, ckptool.strip_module(added, prefix=prefix, at=at))
+
+
+STATE = {
+    "l.0.qkv": torch.arange(42.0).reshape(7, 6),
+    "l.1.qkv": torch.arange(42.0).reshape(7, 6),
+    "e.0.w": torch.ones(2, 3),
+    "e.2.w": torch.ones(2, 3),
+    "half": torch.ones(2, 3, dtype=torch.float16),
+    "count": torch.tensor(3),
+}
+
+WRONG = {
+    "sizes that do not divide": ("l.{n}.qkv => l.{n}.{q,k,v} : split 0", "7 cannot be split into 3 equal parts"),
+    "sizes of another sum": ("l.{n}.qkv => l.{n}.{q,k,v} : split 0 [2, 2, 2]", "7 is not 2 \\+ 2 \\+ 2"),
+    "an unbound variable": ("l.{n}.qkv => l.{n}.{q,k} : split 0 [heads, -1]", "'heads' has no value"),
+    "a variable on the right alone": ("l.{n}.qkv => l.{m}.x", "'m'"),
+    "two for one key": ("l.{n}.qkv => x", "two tensors would be 'x'"),
+    "a member that is missing": ("e.{e}.w => e : stack 0 over e", "there is nothing for e = 1"),
+    "a name that is missing": ("l.{n}.qkv, l.{n}.bias => l.{n}.x : cat 0", "no l.0.bias"),
+    "a division with a rest": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 / 2, 2]", "7 cannot be divided by 2"),
+    "a division by zero": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 // 0, 2]", "by 0"),
+    "a huge repeat": ("l.{n}.qkv => l.{n}.x : repeat 0 1000000000", "would become"),
+    "a huge pad": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992", "would become"),
+    "a huge resize": ("l.{n}.qkv => l.{n}.x : resize [99999999999, -1] rows(mean)", "would become"),
+    "a number beyond all": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992 * 9007199254740992", "9007199254740992"),
+    "no such dimension": ("l.{n}.qkv => l.{n}.x : transpose 0 2", "has no dimension 2"),
+    "a dimension of a number": ("count => count2 : transpose", "has no dimension"),
+    "two types": ("half, e.0.w => x : cat 0", "cannot be put together"),
+    "an unknown operation": ("half => x : transmogrify", "unknown operation 'transmogrify'"),
+    "an operation without its numbers": ("half => x : permute", "is not how permute is written"),
+    "code": ("half => x : reshape [__import__('os').getpid(), -1]", "is not an expression"),
+    "deep arithmetic": ("half => x : pad 0 " + "(" * 140 + "1" + ")" * 140, "is not an expression|cannot be padded"),
+    "many names": ("half => {a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}", "8,192 names"),
+    "more tensors than names": ("l.{n}.qkv => l.{n}.{a,b} : split 0 [2, 2, 3]", "3 tensors come out of it"),
+    "an integer that is added to": ("count => x : add 1", "is of no floating type"),
+    "no match": ("nothing => x", "matches no key"),
+    "a keyless name": ("re:(h)alf => ", "is not a rule"),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.save(STATE, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_points_at_the_rule(name: str, file: Path) -> None:
+    rule, message = WRONG[name]
+    translate = partial(ckptool.translate, file, out=file.with_name("out.pt"), rest="keep")
+    refused(CkptoolError, file.parent, lambda: translate(rule), message)
+    rules = file.with_name("rules.yaml")
+    rules.write_text(f"# comment\nrules:\n  - {json.dumps(rule)}\n")
+    error = refused(CkptoolError, file.parent, lambda: translate(rules_file=rules), message)
+    assert "rules.yaml, line 3" in str(error)
+
+
+def test_numbers_are_set_or_configured(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text": {"heads": 3}}')
+    rule: Any = "l.{n}.qkv => l.{n}.{q,k} : split 0 [text.heads, -1]"
+    ckptool.translate(file, rule, tmp_path / "out.pt", rest="keep")
+    assert torch.load(tmp_path / "out.pt")["l.0.q"].shape == (3, 6)
+    with pytest.raises(UsageError, match="no rule has a variable"):
+        ckptool.translate(file, rule, tmp_path / "no.pt", rest="keep", set="head=3")
+
+
+def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    for text, message in {
+        "rules: 3\n": "line 1: not a list",
+        "a: b\n": "'a' is none of",
+        "rules: []\nrules: []\n": "'rules' stands there twice",
+        "- [a, b]\n": "line 1",
+        "'": "not valid YAML|line 1",
+        "x" * 10 + "\n" + "y: [" * 3000: "nested too deep|line",
+        "fill: ['a => ones like b']\n": "is not of the form",
+        "variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n": "are computed of each other: a → b → a",
+    }.items():
+        rules.write_text(text)
+        translate = partial(ckptool.translate, file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")
+        refused("usage", tmp_path, translate, message)
+    rules.write_text("rules: ['half => x']\n")
+    convert = partial(ckptool.convert, file, tmp_path / "out.pt", rules_file=rules)
+    refused("usage", tmp_path, convert, r"ckptool\.translate")
+
+
+def test_the_names_that_an_optimizer_keeps_follow(tmp_path: Path) -> None:
+    file, out = make("training.pt", tmp_path), tmp_path / "out.pt"
+    assert ckptool.add_module(file, out).facts["changed"] == 18
+    groups = [load(path)["optimizer_state_dict"]["param_groups"][0]["param_names"] for path in (file, out)]
+    assert groups[1] == [f"module.{name}" for name in groups[0]]

@@ -1,12 +1,9 @@
 """`report`: what it gathers, what it gives of files that are broken, and that a page replaces no checkpoint."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Callable
 from html import unescape
@@ -24,7 +21,7 @@ from ckptool.errors import Conflict, OutputExists, UsageError
 from ckptool.training.start import start
 from ckptool.verbs.report import CheckpointReport
 from tests.support.cli import Run
-from tests.support.files import CORPUS, contents, saved
+from tests.support.files import CORPUS, contents, saved, written
 from tests.support.looped import looped
 from tests.support.small_runs import config, cut_short
 
@@ -50,19 +47,11 @@ def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, f
 
 
 def test_a_part_of_a_file(folder: Path) -> None:
-    found = ckptool.report("a.pt#sd", "b.pt#sd")
-    assert found.to_dict()["files"][0]["inspection"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
-    assert found.to_dict()["diff"] == ckptool.diff("a.pt#sd", "b.pt#sd").to_dict()
+    found = ckptool.report("a.pt#sd", "b.pt#sd").to_dict()
+    assert found["files"][0]["inspection"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()
+    assert found["diff"] == ckptool.diff("a.pt#sd", "b.pt#sd").to_dict()
     with pytest.raises(UsageError):
         ckptool.report("a.pt#nothing")
-
-
-def broken(folder: Path, kind: str) -> Path:
-    path = folder / f"{kind}.pt"
-    whole = (folder / "a.pt").read_bytes()
-    contents = {"cut": whole[:-400], "empty": b"", "text": b"<html>not found</html>", "zip": b"PK\3\4" + bytes(60)}
-    path.write_bytes(contents[kind])
-    return path
 
 
 NO_MODEL: dict[str, Callable[[int], Any]] = {
@@ -74,7 +63,7 @@ NO_MODEL: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_MODEL)
+@looped("kind", NO_MODEL)
 def test_a_page_of_what_is_no_model(kind: str, folder: Path) -> None:
     for number in (1, 2):
         saved({"o": NO_MODEL[kind](number)}, folder / f"{number}.pt")
@@ -118,17 +107,14 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
     saved({"model": {**layers, "lone": torch.ones(4)}, "extra": torch.ones(9)}, folder / "one.pt")
     saved({"model": {**two, "new": torch.ones(2)}, "extra": torch.ones(9)}, folder / "two.pt")
     page, alone = (unescape(ckptool.report(*files).html()) for files in (("one.pt", "two.pt"), ("one.pt",)))
-    assert (
-        "NaN or Inf only in B: 2 tensors (model/x.0.w, model/y.2.b); "
-        "values changed in 3 tensors (model/x.{0, 1}.w, model/y.2.b): 5 of 9 elements, by up to inf; "
-        "only in A: model/lone; only in B: model/new." in page
+    told = "NaN or Inf only in B: 2 tensors (model/x.0.w, model/y.2.b); values changed in 3 tensors "
+    told += (
+        "(model/x.{0, 1}.w, model/y.2.b): 5 of 9 elements, by up to inf; only in A: model/lone; only in B: model/new."
     )
+    assert told in page
     shares = dict(re.findall(r"<title>(\S+ \S+): (\S+)% of its elements moved", page))
-    assert {place: float(share) for place, share in shares.items() if float(share)} == {
-        "model/x.0 w": 50,
-        "model/x.1 w": 100,
-        "model/y.2 b": 25,
-    }
+    moved = {place: float(share) for place, share in shares.items() if float(share)}
+    assert moved == {"model/x.0 w": 50, "model/x.1 w": 100, "model/y.2 b": 25}
     assert "<h2>Modules of A</h2>" in page and "<h2>Modules</h2>" in alone
     for each in (page, alone):
         hues = dict(re.findall(r'data-glob="([^"]+)">\s*<rect class="q(\d)"', each))
@@ -136,12 +122,9 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
         assert hues["[e]xtra"] == "6", "of no model"
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_page_replaces_no_input(folder: Path, run: Run) -> None:
     Path("model.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(1, 1)\n")
-    cut = broken(folder, "cut")
+    cut = written((folder / "a.pt").read_bytes()[:-400], folder / "cut.pt")
     for words in (
         ("a.pt", "-o", "a.pt"),
         ("a.pt#sd", "-o", "a.pt"),
@@ -184,19 +167,9 @@ def test_without_jinja2_it_says_what_to_install(folder: Path, monkeypatch: pytes
     assert run("report", "a.pt", "--json").code == 0
 
 
-# A run ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    start(config("save.keep_last=10", run=folder))
-    return folder
-
-
 @pytest.fixture
-def a_run(trained: Path, tmp_path: Path) -> Path:
-    shutil.copytree(trained, tmp_path / "run")
+def a_run(tmp_path: Path) -> Path:
+    start(config("save.keep_last=10", run=tmp_path / "run"))
     return tmp_path / "run"
 
 
@@ -232,9 +205,7 @@ def test_a_damaged_checkpoint_of_a_run_is_named_and_the_rest_is_shown(
     path.write_bytes(content[:at] + b"/dxta" + content[at + 5 :])
     norms = ckptool.report(a_run).norms
     assert norms is not None and [*norms.unread] == [before.norms.steps[-1], before.norms.steps[1]]
-    assert all(
-        each == (before.norms.norms[name][0], *before.norms.norms[name][2:-1]) for name, each in norms.norms.items()
-    )
+    assert norms.norms == {name: (each[0], *each[2:-1]) for name, each in before.norms.norms.items()}
     monkeypatch.setattr("ckptool.verbs.report.MOST_STEPS", 2)
     norms = ckptool.report(a_run).norms
     assert norms is not None and any("left out: 2 of " in why for why in norms.unread.values())
@@ -244,9 +215,6 @@ def test_a_damaged_checkpoint_of_a_run_is_named_and_the_rest_is_shown(
             cut_short(Path(one.path))
     with pytest.raises(UsageError, match="no checkpoint that is whole"):
         ckptool.report(a_run)
-
-
-# Files of others ------------------------------------------------------------------------------------------------------
 
 
 @looped("path", sorted(CORPUS.iterdir()) if CORPUS.is_dir() else [], ids=lambda path: path.name, here=1 / 3)

@@ -1,7 +1,5 @@
 """`spec`: what is written, what it is good for, and what is not taken for one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +8,10 @@ import pytest
 
 import ckptool
 from ckptool.analysis.targets import Target
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, OutputExists, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.verbs._options import find_target
 from fixtures.make import TiedLanguageModel, make
-from tests.support.errors import three_parts
+from tests.support.errors import refused, three_parts
 from tests.support.files import saved
 from tests.support.looped import looped
 
@@ -38,38 +36,19 @@ def test_a_spec_says_the_same_as_what_it_is_of(tmp_path: Path) -> None:
     for name in (f"{tmp_path}/model.py:TiedLanguageModel", f"{tmp_path}/model.py:mlp", make("training.pt", tmp_path)):
         made = ckptool.spec(name, tmp_path / "spec.json", overwrite=True)
         again = find_target(tmp_path / "spec.json")
-        assert (
-            facts(again) == facts(made.target) == facts(find_target(name))
-            and again.kinds_known == made.target.kinds_known
-        )
+        assert facts(again) == facts(made.target) == facts(find_target(name))
+        assert again.kinds_known == made.target.kinds_known
         assert again.values is None and again.kind == "spec"
         first = (tmp_path / "spec.json").read_bytes()
         ckptool.spec(tmp_path / "spec.json", tmp_path / "copy.json", overwrite=True)
         assert (tmp_path / "copy.json").read_bytes() == first
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
     file = saved(TiedLanguageModel().state_dict(), tmp_path / "tied.pt")
-    made = ckptool.spec(file, tmp_path / "spec.json")
-    text = (tmp_path / "spec.json").read_text()
-    assert json.loads(text) == {
-        "schema": "ckptool.spec/1",
-        "kinds": "by name",
-        "tensors": [
-            {"name": "embed.weight", "dtype": "f32", "shape": [12, 8], "kind": "parameter"},
-            {"name": "norm.weight", "dtype": "f32", "shape": [8], "kind": "parameter"},
-            {"name": "norm.bias", "dtype": "f32", "shape": [8], "kind": "parameter"},
-            {"name": "head.weight", "dtype": "f32", "shape": [12, 8], "kind": "parameter"},
-        ],
-        "ties": [["embed.weight", "head.weight"]],
-    }
-    assert len(text.splitlines()) == 4 + 4 + 1 and made.output == str(tmp_path / "spec.json")
-    with pytest.raises(OutputExists):
-        ckptool.spec(file, tmp_path / "spec.json")
+    assert ckptool.spec(file, tmp_path / "spec.json").output == str(tmp_path / "spec.json")
+    refused("output-exists", tmp_path, lambda: ckptool.spec(file, tmp_path / "spec.json"))
     assert ckptool.spec(file, tmp_path / "dry.json", dry_run=True).dry_run and not (tmp_path / "dry.json").exists()
-
-
-# What is none --------------------------------------------------------------------------------------------------------
 
 
 def changed(**more: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""The commands, as a user types them: exit codes, what is said, what is left as it was."""
-
-from __future__ import annotations
+"""The commands `train`, `resume` and `prune` as a user types them: exit codes, what is said, what is left as it was;
+from which checkpoint a run goes on, with which configuration, and what is noted."""
 
 import errno
 import gc
@@ -14,17 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckptool
 from ckptool.cli.output import _pace
-from ckptool.training.store import name_of
+from ckptool.errors import Corrupt, UsageError
+from ckptool.training.reports import Outcome
+from ckptool.training.start import resume, start
+from ckptool.training.store import Lines, name_of
+from ckptool.training.toys import MLP
+from tests.support.errors import refused
 from tests.support.fork_server import ForkServer
 from tests.support.programs import python
-from tests.support.small_runs import Typed, contents_but_lock, flip_a_bit, own, train_typed
+from tests.support.small_runs import (
+    Typed,
+    config,
+    contents_but_lock,
+    cut_short,
+    events,
+    flip_a_bit,
+    forget_record,
+    last,
+    own,
+    train_typed,
+)
 
 pytestmark = pytest.mark.usefixtures("harness")
 
 
-# The everyday ---------------------------------------------------------------------------------------------------------
+HOOK = "class Mine:\n    def {}:\n        {}\n"
 
 
 def test_train_and_resume(typed: Typed) -> None:
@@ -40,11 +57,9 @@ def test_train_and_resume(typed: Typed) -> None:
 
 
 def test_a_run_that_stops_before_its_first_step_claims_no_save(typed: Typed, tmp_path: Path) -> None:
-    text = (
-        "import os, signal\nclass Stop:\n    def attach(self, trainer):\n        os.kill(os.getpid(), signal.SIGINT)\n"
-    )
+    text = "import os, signal\n" + HOOK.format("attach(self, trainer)", "os.kill(os.getpid(), signal.SIGINT)")
     (tmp_path / "hook.py").write_text(text)
-    code, out, _ = train_typed(typed, "hooks=[hook.py:Stop]")
+    code, out, _ = train_typed(typed, "hooks=[hook.py:Mine]")
     assert (code, out.splitlines()[0]) == (130, "stopped before the first step: runs/x")
     assert typed("resume", "runs/x", "--set", "hooks=[]")[1] == "done: 20 steps → runs/x\n"
 
@@ -54,31 +69,22 @@ def test_the_time_of_a_run_begins_with_its_first_step(
 ) -> None:
     """However short it is, and however long a hook or a model takes to start, the run gets on."""
     monkeypatch.setattr("time.monotonic", time.monotonic)  # which the hook replaces
-    (tmp_path / "hook.py").write_text(
-        "import time\nnow = time.monotonic\nclass Slow:\n    def attach(self, trainer):\n"
-        "        time.monotonic = lambda: now() + 1000\n"
-    )
-    code, out, _ = train_typed(typed, "stop.after=0.0001", "hooks=[hook.py:Slow]")
+    text = HOOK.format("attach(self, trainer)", "time.monotonic = lambda: now() + 1000")
+    (tmp_path / "hook.py").write_text(f"import time\nnow = time.monotonic\n{text}")
+    code, out, _ = train_typed(typed, "stop.after=0.0001", "hooks=[hook.py:Mine]")
     assert (code, out.splitlines()[0]) == (0, "stopped after 1 step, saved → runs/x")
-    assert train_typed(typed, "stop.after=900", "hooks=[hook.py:Slow]", "run=runs/y", "train.steps=2")[1].startswith(
-        "done: 2"
-    )
+    out = train_typed(typed, "stop.after=900", "hooks=[hook.py:Mine]", "run=runs/y", "train.steps=2")[1]
+    assert out.startswith("done: 2")
 
 
 def test_only_the_first_process_tells(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun all of them end alike; one says so."""
+    """Under torchrun all of them end alike; one says so. Where nobody reads the progress, the run goes on."""
     monkeypatch.setenv("RANK", "1")
     assert train_typed(typed)[:2] == (0, "")
     monkeypatch.setenv("RANK", "0")
     assert typed("resume", "runs/x", "-q")[1] == "done: 20 steps → runs/x\n"
-
-
-def test_a_rehearsal_leaves_nothing(typed: Typed, tmp_path: Path) -> None:
-    code, out, _ = typed("train", "run.yaml", "-n")
-    assert code == 0
-    assert out.startswith("it runs: one step, saved, loaded again, the same to the last bit")
-    assert os.listdir(tmp_path) == ["run.yaml"]
-    assert json.loads(typed("train", "run.yaml", "-n", "--json")[1])["schema"] == "ckptool.dry_run/2"
+    monkeypatch.setattr(sys, "stderr", Closed())  # as `ckptool train run.yaml 2>&1 | head`
+    assert train_typed(typed, "run=runs/y")[0] == 0
 
 
 def test_the_example_runs(typed: Typed, tmp_path: Path) -> None:
@@ -104,9 +110,6 @@ def test_a_run_to_begin_with_trains_and_resumes_as_it_is(typed: Typed, tmp_path:
     assert all(len(line) <= 120 for line in Path("new/first/model.py").read_text().splitlines())
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("run: runs/x\ntrain:\n  stepz: 20\n")
     code, out, err = typed("train", "run.yaml")
@@ -126,12 +129,10 @@ def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
 
 def test_garbage_is_collected_while_a_run_trains(typed: Typed, tmp_path: Path) -> None:
     """The command line does without it elsewhere, but a run lives long."""
-    (tmp_path / "hook.py").write_text(
-        "import gc\nclass Look:\n    def facts(self):\n        return {'gc': gc.isenabled()}\n"
-    )
+    (tmp_path / "hook.py").write_text("import gc\n" + HOOK.format("facts(self)", "return {'gc': gc.isenabled()}"))
     gc.disable()
     try:
-        assert train_typed(typed, "hooks=[hook.py:Look]")[0] == 0
+        assert train_typed(typed, "hooks=[hook.py:Mine]")[0] == 0
     finally:
         gc.enable()
     assert json.loads(Path("runs/x/metrics.jsonl").read_text().splitlines()[-1])["gc"] == 1.0
@@ -166,14 +167,9 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
 
 def test_early_stopping(typed: Typed) -> None:
     code, out, _ = train_typed(typed, "stop.patience=1", "optim.main.lr=1e-30")
-    assert code == 0
-    assert out.splitlines() == [
-        "stopped early: 10 steps → runs/x",
-        (
-            "  val_loss has not improved in 1 evaluation, best at step 5; go on all the same: "
-            "ckptool resume runs/x --set stop.patience=null"
-        ),
-    ]
+    why = "  val_loss has not improved in 1 evaluation, best at step 5; go on all the same: "
+    command = "ckptool resume runs/x --set stop.patience=null"
+    assert (code, out) == (0, f"stopped early: 10 steps → runs/x\n{why}{command}\n")
     assert "stopped early at step 10; go on all the same: ckptool resume runs/x" in typed("inspect", "runs/x")[1]
     assert typed("resume", "runs/x", "--set", "stop.patience=null", "-q")[1] == "done: 20 steps → runs/x\n"
 
@@ -191,29 +187,15 @@ def test_the_rate_and_the_time_left(step: int, rate: float, words: str) -> None:
     assert _pace({"step": step, "steps": 77_680}, rate) == words
 
 
-def test_nobody_reads_the_progress(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ckptool train run.yaml 2>&1 | head`: the run goes on."""
-    monkeypatch.setattr(sys, "stderr", Closed())
-    assert train_typed(typed)[0] == 0
-
-
 def test_a_run_that_is_there(typed: Typed) -> None:
     train_typed(typed)
     before = contents_but_lock("runs/x")
     code, _, err = train_typed(typed)
-    assert code == 2
-    assert "runs/x is a run already" in err
-    assert "ckptool resume runs/x" in err
-    assert contents_but_lock("runs/x") == before
-    assert typed("train", "run.yaml", "--resume", "auto", "-q")[0] == 0
-
-
-def test_a_changed_fixed_key(typed: Typed) -> None:
-    train_typed(typed)
-    before = contents_but_lock("runs/x")
+    assert (code, "runs/x is a run already" in err, "ckptool resume runs/x" in err) == (2, True, True)
     code, _, err = typed("resume", "runs/x", "--set", "train.accumulate=2")
     assert (code, "train.accumulate was 1, and is now 2" in err) == (2, True)
     assert contents_but_lock("runs/x") == before
+    assert typed("train", "run.yaml", "--resume", "auto", "-q")[0] == 0
 
 
 def test_a_run_folder_that_is_a_file_or_on_a_disk_that_became_read_only(
@@ -247,9 +229,7 @@ def test_all_are_damaged(typed: Typed) -> None:
     before = contents_but_lock("runs/x/checkpoints")
     for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto")):
         code, _, err = typed(*words)
-        assert code == 3
-        assert "none of them is whole" in err
-        assert "Nothing was deleted" in err
+        assert (code, "none of them is whole" in err, "Nothing was deleted" in err) == (3, True, True)
     assert contents_but_lock("runs/x/checkpoints") == before
 
 
@@ -275,11 +255,9 @@ def test_two_trainers_on_one_run(
     before = (tmp_path / "runs" / "x" / "run.yaml").read_bytes()
     for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto", "--set", "train.steps=1000000")):
         code, _, err = typed(*words)
-        assert code == 2
-        assert f"written by another process (pid {process} on " in err
+        assert (code, f"written by another process (pid {process} on " in err) == (2, True)
     code, _, err = typed("prune", "runs/x")
-    assert code == 2
-    assert "written by another process" in err
+    assert (code, "written by another process" in err) == (2, True)
     assert typed("prune", "runs/x", "-n")[0] == 0
     os.kill(process, 9)
     assert server.wait() == -9
@@ -294,8 +272,144 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 100}, {size - 100}))\n"
     code += "from ckptool import cli; sys.exit(cli.main(['resume', 'runs/x', '-q', '--set', 'train.steps=25']))"
     done = python(code)
-    assert done.returncode == 2
-    assert "the limit on file sizes was reached" in done.stderr
+    assert done.returncode == 2 and "the limit on file sizes was reached" in done.stderr
     assert "Make room, then resume: ckptool resume runs/x" in done.stderr
     assert contents_but_lock("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0
+
+
+# Going on.
+def begun(path: Path, *changes: str, steps: int = 10, **sections: Any) -> Path:
+    """A run that stopped after so many steps."""
+    start(config(f"train.steps={steps}", *changes, run=path / "run", **sections))
+    return path / "run"
+
+
+def on(run: Path, *changes: str) -> Outcome:
+    return resume(str(run), ["train.steps=20", *changes])
+
+
+def whole(path: Path, *changes: str) -> bytes:
+    """The last file of a run that never stopped."""
+    start(config("train.steps=20", *changes, run=path / "whole"))
+    return (path / "whole" / "checkpoints" / name_of(20)).read_bytes()
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, forget_record], ids=lambda made: made.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(typed: Typed, tmp_path: Path, damage: Any) -> None:
+    run, path = begun(tmp_path), tmp_path / "run" / "checkpoints" / name_of(10)
+    damage(path)
+    code, out, _ = typed("scan", "--full", "run")
+    assert code == 1 and "1 damaged" in out and "resumes from step 5" in out and name_of(10) in out.splitlines()[-1]
+    code, _, err = typed("resume", str(run), "-q", "--set", "train.steps=20")
+    assert (code, f"skipped {path}" in err) == (0, True)
+    noted = {fact["event"]: fact for fact in events(run)}
+    assert (noted["skip-damaged"]["step"], noted["skip-damaged"]["path"], noted["resume"]["step"]) == (10, str(path), 5)
+    assert last(tmp_path) == whole(tmp_path)
+
+
+def test_a_damaged_one_is_written_again_and_metrics_are_cut_back_to_where_it_goes_on(tmp_path: Path) -> None:
+    """And a run that is done stays done."""
+    run = begun(tmp_path, "log.every=1")
+    good = (run / "checkpoints" / name_of(10)).read_bytes()
+    flip_a_bit(run / "checkpoints" / name_of(10))
+    for _ in range(2):
+        done = resume(str(run))
+        assert (done.status, done.step, done.exit_code) == ("done", 10, 0)
+        assert (run / "checkpoints" / name_of(10)).read_bytes() == good
+    on(run)
+    assert [fact["step"] for fact in Lines(str(run / "metrics.jsonl")).read()] == list(range(1, 21))
+
+
+def test_a_change_holds_for_the_next_time_too(tmp_path: Path) -> None:
+    """run.yaml is written once; what was changed since is in the history. A change that fails is not kept, and the run
+    may be moved."""
+    begun(tmp_path).rename(run := tmp_path / "elsewhere")
+    text = (run / "run.yaml").read_text()
+    with pytest.raises(UsageError):
+        on(run, "device=nonsense")
+    resume(str(run), ["train.steps=15", "optim.main.lr=0.1"])
+    (noted,) = [fact for fact in events(run) if fact["event"] == "changed"]
+    assert noted["changes"] == {"train.steps": [10, 15], "optim.main.lr": [0.01, 0.1]}
+    resume(str(run), ["train.steps=20"])
+    assert resume(str(run)).step == 20
+    state = torch.load(run / "checkpoints" / name_of(20), weights_only=True)
+    assert state["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.1
+    assert (run / "run.yaml").read_text() == text and os.listdir(tmp_path) == ["elsewhere"]
+    assert [fact["event"] for fact in events(run)].count("changed") == 2
+
+
+def test_resume_must_have_something(tmp_path: Path) -> None:
+    refused("usage", tmp_path, lambda: resume(str(tmp_path)), "is not a run: it has no run.yaml")
+    refused("usage", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "is not a run")
+    run = begun(tmp_path)
+    (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
+    with pytest.raises(Corrupt, match="is not the configuration of a run"):
+        on(run)
+
+
+def test_other_conditions_are_said_in_one_line(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    threads, said = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        resume(str(run), ["train.steps=12"], say=said.append)
+    finally:
+        torch.set_num_threads(threads)
+    assert len([line for line in said if "threads 1 → 2" in line]) == 1
+
+
+def test_the_file_opens_everywhere_and_the_sidecar_says_where_it_ran(tmp_path: Path) -> None:
+    """Stock torch.load, load_state_dict, and ckptool's own verbs: the weights and their average are clean roots."""
+    run = begun(tmp_path, "train.ema=0.9")
+    path = run / "checkpoints" / name_of(10)
+    sidecar = json.loads(path.with_suffix(".json").read_text())
+    assert (sidecar["step"], sidecar["parent"], set(sidecar["metrics"])) == (10, 5, {"val_loss", "val_acc"})
+    assert {"torch", "host", "device", "threads", "argv", "git"} <= set(sidecar["environment"])
+    assert [fact["event"] for fact in events(run)] == ["start", "save", "save", "done"]
+    assert {"torch", "host", "argv", "git", "step"} <= set(events(run)[0])
+    state = torch.load(path, weights_only=True)
+    for key in ("model_state_dict", "ema_state_dict"):
+        MLP(inputs=[4], classes=4, hidden=[6], dropout=0.2).load_state_dict(state[key])
+    parts = "epoch step loss model_state_dict optimizer_state_dict ema_state_dict rng_state data_state best config"
+    assert list(state) == parts.split()
+    assert state["optimizer_state_dict"]["param_groups"][0]["param_names"][0] == "1.weight"
+    for root in (None, "model_state_dict", "ema_state_dict"):
+        found = ckptool.strip_module(path, at=root, in_place=True)
+        assert (found.how, found.summary) == ("nothing", "already clean: no wrapper prefix on any key")
+
+
+def test_the_best_by_another_metric_is_chosen_anew(tmp_path: Path) -> None:
+    """What was the best by one number says nothing of another, which a run may be judged by from a resume on."""
+    run = begun(tmp_path)
+    on(run, "eval.metric=val_acc", "eval.mode=max")
+    best = torch.load(run / "checkpoints" / name_of(20), weights_only=True)["best"]
+    later = {fact["step"]: fact["val_acc"] for fact in Lines(str(run / "metrics.jsonl")).read() if fact["step"] > 10}
+    assert (best["metric"], best["value"]) == ("val_acc", max(later.values()))
+
+
+def test_prune(typed: Typed) -> None:
+    train_typed(typed, "save.every=2", "save.keep_last=9", "save.keep_best=0")
+    before = contents_but_lock("runs/x")
+    code, out, _ = typed("prune", "runs/x", "-n", "--set", "save.keep_last=2")
+    assert (code, out.startswith("runs/x: would delete 7 checkpoints")) == (0, True)
+    assert contents_but_lock("runs/x") == before
+    assert typed("prune", "runs/x", "--set", "save.keep_last=2")[1].startswith("runs/x: deleted 7 checkpoints")
+    assert sorted(path.name for path in Path("runs/x/checkpoints").glob("*.pt")) == [name_of(18), name_of(20)]
+    assert typed("prune", "runs/x")[1].startswith("runs/x: deleted 0 checkpoints")
+    assert json.loads(typed("prune", "runs/x", "--json")[1])["kept"][-1] == {"step": 20, "why": ["newest", "last"]}
+
+
+def test_a_save_that_only_a_signal_asked_for(typed: Typed) -> None:
+    """It stays while it is the newest, in the place of no other; then `prune` deletes it, as a run does."""
+    train_typed(typed, "save.every=5", "save.keep_last=2", "save.keep_best=0")
+    sidecars = {step: Path(f"runs/x/checkpoints/{name_of(step, '.json')}") for step in (15, 20)}
+    marked = {path: json.loads(path.read_text()) | {"stop": True} for path in sidecars.values()}
+
+    def kept(*options: str) -> list[int]:
+        return [each["step"] for each in json.loads(typed("prune", "runs/x", "--json", *options)[1])["kept"]]
+
+    sidecars[20].write_text(json.dumps(marked[sidecars[20]]))
+    assert kept("-n", "--set", "save.keep_last=1") == [15, 20]
+    sidecars[15].write_text(json.dumps(marked[sidecars[15]]))
+    assert kept() == [20]

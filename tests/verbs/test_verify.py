@@ -1,7 +1,5 @@
 """`verify`: everything that is wrong is said, with its place; what cannot be known is said too."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 import zlib
@@ -20,29 +18,17 @@ from ckptool.cli import main
 from ckptool.errors import OutputExists, UsageError
 from ckptool.verbs.verify import verify
 from fixtures.make import make
+from tests.support.cli import Run
 from tests.support.files import saved, torch_bytes, weights, written
-from tests.support.zips import record_starts
-
-
-def damaged(path: Path, *records: str) -> Path:
-    """The file with a flipped bit in the data of these records."""
-    starts, data = record_starts(path), bytearray(path.read_bytes())
-    for record in records:
-        data[starts[record]] ^= 1
-    path.write_bytes(data)
-    return path
+from tests.support.looped import looped
+from tests.support.zips import damaged, record_starts
 
 
 def codes(found: Verification) -> list[str]:
     return [problem.code for problem in found.problems]
 
 
-# Whole ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["training.pt", "old_zip.pt", "rezipped_deflated.pt", "rezipped_zip64.pt", "big_endian.pt", "protocol5.pt"]
-)
+@looped("name", "training.pt old_zip.pt rezipped_deflated.pt rezipped_zip64.pt big_endian.pt protocol5.pt".split())
 def test_a_whole_file(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path)
     before = path.read_bytes()
@@ -75,9 +61,6 @@ def test_some_data_has_a_checksum_and_some_has_none() -> None:
         tree = {number: TensorEntry(each, by_name("u8"), (4,), (1,)) for number, each in enumerate(storages)}
         count = storages.count(summed)
         assert check_storages(tree) == ([], extent, count, 4 * count)
-
-
-# Damaged --------------------------------------------------------------------------------------------------------------
 
 
 ONE = "archive/data/1"
@@ -142,26 +125,10 @@ def test_an_interrupted_edit_is_said(tmp_path: Path) -> None:
     assert found.fine and [note.code for note in found.notes] == ["interrupted-edit"]
 
 
-def test_a_filled_file_is_never_called_intact(tmp_path: Path) -> None:
-    path = saved({"model": weights(*"abcd")}, tmp_path / "a.pt")
-    other = written(path.read_bytes(), tmp_path / "b.pt")
-    damaged(path, "archive/data/1")
-    for name in ("out.pt", "out.safetensors"):
-        ckptool.recover(path, tmp_path / "out.pt", fill_from=other, overwrite=True)
-        if name != "out.pt":
-            ckptool.convert(tmp_path / "out.pt", tmp_path / name)
-        found = verify(tmp_path / name)
-        assert not found.fine and codes(found) == ["recovered-file"] and found.problems[0].tensors == ("model/b",)
-        assert "recovered, not intact" in str(found) and not found.fixes
-
-
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@looped("dtype", FLOATS, ids=str)
 def test_non_finite_values_are_counted(dtype: torch.dtype, tmp_path: Path) -> None:
     x = torch.arange(200.0)
     x[[3, 7]], x[[9, 10, 11]] = float("nan"), float("inf")
@@ -180,10 +147,8 @@ def test_complex_and_composite_values(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     z = torch.tensor([complex(nan, 1), complex(1, inf), complex(nan, inf), 1j], dtype=torch.complex64)
     sparse = torch.tensor([[0.0, nan], [inf, 0.0]]).to_sparse()
-    path = saved(
-        {"z": z, "c": z.to(torch.complex32), "s": sparse, "i": torch.ones(2, dtype=torch.int64)}, tmp_path / "a.pt"
-    )
-    found = verify(path, finite=True)
+    tree = {"z": z, "c": z.to(torch.complex32), "s": sparse, "i": torch.ones(2, dtype=torch.int64)}
+    found = verify(saved(tree, tmp_path / "a.pt"), finite=True)
     assert found.non_finite is not None
     assert {row.address: (row.nans, row.infs) for row in found.non_finite} == {"z": (2, 1), "c": (2, 1), "s": (1, 1)}
 
@@ -203,9 +168,6 @@ def test_an_endless_view_is_not_searched_for_nan(tmp_path: Path) -> None:
     found = verify(path, finite=True)
     assert found.unsearched == ("w.x",) and found.non_finite == (NonFinite("w.y", 2, 0, 2),)
     assert "not searched for NaN: w.x" in str(found)
-
-
-# Digests --------------------------------------------------------------------------------------------------------------
 
 
 def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
@@ -230,8 +192,7 @@ def test_digests_are_kept_and_compared(tmp_path: Path) -> None:
 def test_what_differs_is_named(tmp_path: Path) -> None:
     kept = tmp_path / "digests.json"
     verify(saved(weights("a.w", "b.w", "c.w", "e.w"), tmp_path / "a.pt"), write_digest=kept)
-    changed = {"a.w": weights("a.w")["a.w"], "b.w": torch.zeros(2, 3), "d.w": torch.ones(1)}
-    changed["e.w"] = torch.zeros(3, dtype=torch.float16)
+    changed = {**weights("a.w"), "b.w": torch.zeros(2, 3), "d.w": torch.ones(1), "e.w": torch.zeros(3).half()}
     path = saved(changed, tmp_path / "b.pt")
     found = verify(path, against=kept)
     assert found.against is not None and not found.fine and not found.problems
@@ -258,9 +219,6 @@ def test_which_root(tmp_path: Path) -> None:
     assert verify(two).fine
 
 
-# The command ----------------------------------------------------------------------------------------------------------
-
-
 def test_what_may_have_been_there_is_said(tmp_path: Path) -> None:
     """Nothing says how many ranks there were, or what the optimizer had: `fine` alone would say too much."""
     engines = Path(__file__).parents[2] / "fixtures" / "engines"
@@ -271,3 +229,9 @@ def test_what_may_have_been_there_is_said(tmp_path: Path) -> None:
     for path in zero.rglob("*_optim_states.pt"):
         path.unlink()
     assert "no-optimizer-files" in str(verify(zero))
+
+
+def test_the_files_that_are_not_fine_are_named(tmp_path: Path, run: Run) -> None:
+    whole, cut = saved(weights("a"), tmp_path / "a.pt"), tmp_path / "cut.pt"
+    cut.write_bytes(whole.read_bytes()[:-40])
+    assert run("verify", "-q", whole, cut)[:2] == (1, f"{cut}\n") and run("verify", "-q", whole)[:2] == (0, "")

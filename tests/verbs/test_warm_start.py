@@ -1,23 +1,25 @@
 """`warm-start` from files to files: what is written, what is refused, and what others load of it."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, OutputExists, UsageError
-from fixtures.make import TiedLanguageModel, mlp
-from tests.support.errors import three_parts
+from ckptool.errors import CkptoolError, Conflict, NoMatch, OutputExists, UsageError
+from fixtures.make import TiedLanguageModel, mlp, train
+from tests.support.cli import Run
+from tests.support.errors import refused
 from tests.support.files import load, saved
+from tests.support.memory import LIMIT, peak_of
+from tests.support.same import assert_same_objects
 from tests.support.warm_starts import warm_started
-
-# What is written -----------------------------------------------------------------------------------------------------
 
 
 def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
@@ -38,17 +40,15 @@ def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
 
 
 def test_ties_are_the_targets(tmp_path: Path) -> None:
-    tied, out = saved(TiedLanguageModel().state_dict(), tmp_path / "tied.pt"), tmp_path / "out.pt"
-    loose = saved(
-        {key: value.clone() for key, value in TiedLanguageModel().state_dict().items()}, tmp_path / "loose.pt"
-    )
+    state, out = TiedLanguageModel().state_dict(), tmp_path / "out.pt"
+    tied = saved(state, tmp_path / "tied.pt")
+    loose = saved({key: value.clone() for key, value in state.items()}, tmp_path / "loose.pt")
     report, done = warm_started(tied, loose, out)
     assert done["head.weight"].data_ptr() != done["embed.weight"].data_ptr() and not report.tied
     one = saved({key: value for key, value in load(loose).items() if "head" not in key}, tmp_path / "one.pt")
     report, done = warm_started(one, tied, tmp_path / "tied_out.pt", strict=True)
-    assert done["head.weight"].data_ptr() == done["embed.weight"].data_ptr() and report.tied == (
-        ("head.weight", "embed.weight"),
-    )
+    assert done["head.weight"].data_ptr() == done["embed.weight"].data_ptr()
+    assert report.tied == (("head.weight", "embed.weight"),)
 
 
 def test_what_is_one_parameter_in_the_target_stays_one(tmp_path: Path) -> None:
@@ -79,33 +79,23 @@ def test_an_expanded_tensor_of_4_tb_is_planned_and_not_written_out(tmp_path: Pat
     assert done["a.weight"].stride() == (0, 0) and (tmp_path / "out.pt").stat().st_size < 10_000
     tied = saved({"a.weight": huge, "b.weight": huge}, tmp_path / "tied.pt")
     assert not ckptool.warm_start(saved(two, tmp_path / "two.pt"), tied).accepted
-    half = saved(
-        {"a.weight": torch.zeros(1).half().expand(1_000_000, 1_000_000), "x.weight": torch.ones(1)},
-        tmp_path / "half.pt",
-    )
+    half = {"a.weight": torch.zeros(1).half().expand(1_000_000, 1_000_000), "x.weight": torch.ones(1)}
+    half = saved(half, tmp_path / "half.pt")
     warm_start_refused(tmp_path, file, half, Conflict, "expanded view")
 
 
 def test_a_numpy_checkpoint(tmp_path: Path) -> None:
     file = saved({"fc.weight": numpy.ones((2, 3), "f4"), "fc.bias": numpy.zeros(2, "f4")}, tmp_path / "arrays.pt")
-    report, done = warm_started(
-        file, saved(nn.Linear(3, 2).state_dict(), tmp_path / "t.pt"), tmp_path / "out.pt", rename="fc.* => *"
-    )
+    target = saved(nn.Linear(3, 2).state_dict(), tmp_path / "t.pt")
+    report, done = warm_started(file, target, tmp_path / "out.pt", rename="fc.* => *")
     assert (done["weight"] == 1).all() and report.share == 1
-
-
-# Refused: nothing is written -----------------------------------------------------------------------------------------
 
 
 def warm_start_refused(
     tmp_path: Path, file: Path, target: Path | str, kind: type[CkptoolError], words: str, **options: Any
 ) -> CkptoolError:
-    before = sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__")
-    with pytest.raises(kind, match=words) as found:
-        ckptool.warm_start(file, target, tmp_path / "never.pt", **options)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
-    three_parts(found.value)
-    return found.value
+    (folder := tmp_path / "empty").mkdir(exist_ok=True)  # what the code of a target leaves beside it is its own
+    return refused(kind, folder, lambda: ckptool.warm_start(file, target, folder / "never.pt", **options), words)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +110,8 @@ def warm_start_refused(
     ],
 )
 def test_targets_that_are_none(tmp_path: Path, code: Path, name: str, words: str) -> None:
-    warm_start_refused(
-        tmp_path,
-        saved(mlp().state_dict(), tmp_path / "m.pt"),
-        name.format(code=code, folder=tmp_path),
-        UsageError,
-        words,
-    )
+    file, target = saved(mlp().state_dict(), tmp_path / "m.pt"), name.format(code=code, folder=tmp_path)
+    warm_start_refused(tmp_path, file, target, UsageError, words)
 
 
 def test_a_module_and_a_class_are_targets(tmp_path: Path, code: Path) -> None:
@@ -135,14 +120,10 @@ def test_a_module_and_a_class_are_targets(tmp_path: Path, code: Path) -> None:
     assert list(ckptool.spec(f"{code}:Model").target.tensors) == ["fc.weight", "fc.bias"]
 
 
-# Suggestions ---------------------------------------------------------------------------------------------------------
-
-
 def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
     """A Lightning prefix and a renamed block: nothing fits, the rules are written, and with them everything does."""
-    theirs = {
-        f"blocks.{n}.attn.{end}": torch.randn(4, n + 2) for n in range(3) for end in ("qkv.weight", "proj.weight")
-    }
+    names = [(f"blocks.{n}.attn.{end}.weight", n + 2) for n in range(3) for end in ("qkv", "proj")]
+    theirs = {name: torch.randn(4, width) for name, width in names}
     ours = {f"model.{key.replace('blocks', 'layers')}": value + 1 for key, value in theirs.items()}
     file, target = saved({"state_dict": ours}, tmp_path / "lightning.ckpt"), saved(theirs, tmp_path / "target.pt")
     rules, out = tmp_path / "rules.yaml", tmp_path / "out.pt"
@@ -156,12 +137,6 @@ def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
     assert ckptool.warm_start(file, target, rename=first.rules).share == 1
     with pytest.raises(OutputExists):
         ckptool.warm_start(file, target, suggest=rules)
-
-
-# The command ---------------------------------------------------------------------------------------------------------
-
-
-# Rules that change tensors -------------------------------------------------------------------------------------------
 
 
 def test_fused_attention_is_suggested_and_loaded_by_rules_with_operations(tmp_path: Path) -> None:
@@ -182,3 +157,140 @@ def test_fused_attention_is_suggested_and_loaded_by_rules_with_operations(tmp_pa
         assert ckptool.diff(out, target).same
     with pytest.raises(UsageError, match="rules that change tensors"):
         ckptool.warm_start(file, target, rename=rule, optimizer=True)
+
+
+def test_an_optimizer_goes_along(tmp_path: Path, code: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    adam = torch.optim.Adam(model.parameters(), lr=0.3)
+    train(model, adam)
+    file = saved({"model": nn.DataParallel(model).state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
+    report, done = warm_started(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
+    fresh = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    fresh.load_state_dict(done["model_state_dict"], strict=True)
+    mine = torch.optim.Adam(fresh.parameters())
+    mine.load_state_dict(done["optimizer_state_dict"])
+    assert mine.param_groups[0]["lr"] == 0.3
+    for old, new in zip(list(model.parameters())[:4], list(fresh.parameters())[:4], strict=True):
+        assert_same_objects(mine.state[new]["exp_avg"], adam.state[old]["exp_avg"])
+    assert report.optimizer is not None and report.optimizer.fresh == ("3.weight", "3.bias")
+    train(fresh, mine, 1)
+    with pytest.raises(UsageError, match="no optimizer state"):
+        ckptool.warm_start(file, f"{code}:build", tmp_path / "o.safetensors", on_mismatch="skip", optimizer=True)
+
+
+def test_a_new_parameter_and_two_groups(tmp_path: Path, code: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    named = list(model.named_parameters())
+    adam = torch.optim.Adam([{"params": named[:2]}, {"params": named[2:], "lr": 0.7}], lr=0.1)
+    train(model, adam)
+    file = saved({"model": model.state_dict(), "optim": adam.state_dict()}, tmp_path / "all.pt")
+    with pytest.raises(Conflict, match="unclear which of them 3"):
+        ckptool.warm_start(file, f"{code}:build", tmp_path / "out.pt", on_mismatch="skip", optimizer=True)
+    same = saved(model.state_dict(), tmp_path / "same.pt")
+    _, done = warm_started(file, same, tmp_path / "out.pt", optimizer=True)
+    assert [group["lr"] for group in done["optimizer_state_dict"]["param_groups"]] == [0.1, 0.7]
+    assert done["optimizer_state_dict"]["param_groups"][1]["param_names"] == [name for name, _ in named[2:]]
+
+
+WAYS = ["pos_embed=bicubic(cls=1)", "embed.*=rows(mean)", "conv.weight=channels"]
+
+
+def old_and_new(tmp_path: Path) -> tuple[dict[str, Any], Path, Path]:
+    torch.manual_seed(0)
+    names = ("pos_embed", "embed.weight", "conv.weight")
+    old = dict(zip(names, map(torch.randn, ((1, 17, 6), (10, 4), (2, 3, 2, 2))), strict=True))
+    new = dict(zip(names, map(torch.zeros, ((1, 26, 6), (13, 4), (2, 1, 2, 2))), strict=True))
+    for each in (old, new):
+        each["lm_head.weight"] = each["embed.weight"]
+    return old, saved(old, tmp_path / "old.pt"), saved(new, tmp_path / "new.pt")
+
+
+def test_every_kind_with_a_tied_head(tmp_path: Path) -> None:
+    old, file, target = old_and_new(tmp_path)
+    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=WAYS, verify=True)
+    image = old["pos_embed"][:, 1:].reshape(1, 4, 4, 6).permute(0, 3, 1, 2)
+    wanted = functional.interpolate(image, (5, 5), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 25, 6)
+    assert torch.equal(done["pos_embed"][:, :1], old["pos_embed"][:, :1])
+    assert torch.allclose(done["pos_embed"][:, 1:], wanted, atol=1e-6)
+    assert torch.equal(done["embed.weight"][10:], old["embed.weight"].double().mean(0).float().expand(3, 4))
+    assert done["lm_head.weight"].data_ptr() == done["embed.weight"].data_ptr()
+    assert torch.equal(done["conv.weight"], old["conv.weight"].double().sum(1, keepdim=True).float())
+    assert report.share == 1 and {fact.how for fact in report.loaded} == {"resized"}
+    ways = {fact.target: fact.how for fact in report.mismatched}
+    assert ways == {"pos_embed": "bicubic(cls=1)", "embed.weight": "rows(mean)", "conv.weight": "channels"}
+    assert "pos_embed: f32 [1, 17, 6] against f32 [1, 26, 6], resized by bicubic(cls=1)" in str(report)
+
+
+def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -> None:
+    for name, rows in (("old", 10), ("new", 13)):
+        (tmp_path / name).mkdir()
+        save_file({"embed.weight": torch.randn(rows, 4)}, tmp_path / name / "model.safetensors", {"format": "pt"})
+        config = {"model_type": "llama", "vocab_size": rows}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    args = ("warm-start", tmp_path / "old", "--against", tmp_path / "new", "--resize", "embed.*=rows(mean)")
+    done = run(*args, "-o", f"{out}/")
+    assert done.code == 0 and "carried along: config.json" in done.out, done
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 13
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"resize": ["nothing*=rows"]}, NoMatch, "nothing"),
+        ({"resize": ["pos_embed"]}, UsageError, "not of the form PATTERN=HOW"),
+        ({"resize": ["pos_embed=lanczos"]}, UsageError, "unknown way"),
+        ({"resize": ["pos_embed=rows"]}, UsageError, "pos_embed .*Only the first dimension"),
+        ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are no square.*cls=1"),
+    ],
+)
+def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:
+    _, file, target = old_and_new(tmp_path)
+    with pytest.raises(error, match=f"(?s){words}"):
+        ckptool.warm_start(file, target, tmp_path / "out.pt", **{"on_mismatch": "resize", **options})
+    assert not (tmp_path / "out.pt").exists()
+
+
+PROGRAM = """
+ways = ["pos=bicubic(cls=1)", "emb=rows(mean)", "conv=bicubic(antialias)"]
+report = ckptool.warm_start("old.pt", "new.pt", "out.pt", on_mismatch="resize", resize=ways)
+assert report.applied and report.share == 1, report
+"""
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    old = {"pos": (1, 4901, 2048), "emb": (10_000, 1024), "conv": (100, 100, 32, 32)}
+    new = {"pos": (1, 6401, 2048), "emb": (12_000, 1024), "conv": (100, 100, 28, 28)}
+    saved({name: torch.ones(shape) for name, shape in old.items()}, tmp_path / "old.pt")
+    saved({name: torch.zeros([1] * len(shape)).expand(shape) for name, shape in new.items()}, tmp_path / "new.pt")
+    assert peak_of(PROGRAM, tmp_path) < LIMIT
+
+
+def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    small, large = nn.Embedding(7, 3), nn.Embedding(9, 3)
+    optimizer = torch.optim.Adam(small.parameters())
+    small(torch.arange(7)).sum().backward()
+    optimizer.step()
+    file = saved({"model": small.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
+    mine = torch.optim.Adam(large.parameters())
+    report = ckptool.load_into(large, file, on_mismatch="resize", resize="weight=rows(mean)", optimizer=mine)
+    assert torch.equal(large.weight[:7], small.weight) and not mine.state
+    assert torch.allclose(large.weight[7:], small.weight.mean(0))
+    assert report.optimizer is not None and report.optimizer.left_out == (("weight", "its parameter is resized"),)
+
+
+def test_a_grid_that_keeps_its_number_of_tokens_is_resized_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    file = saved({"p": torch.randn(1, 280, 4), "w": torch.ones(4)}, tmp_path / "a.pt")
+    target = saved({"p": torch.zeros(1, 280, 4), "w": torch.zeros(4)}, tmp_path / "b.pt")
+    image = torch.load(file)["p"].reshape(1, 14, 20, 4).permute(0, 3, 1, 2)
+    for mode in ("bicubic", "bilinear"):
+        turned = functional.interpolate(image, (20, 14), mode=mode)
+        for sides, wanted in (("from=14x20, to=20x14", turned), ("from=14x20, to=14x20", image)):
+            out = tmp_path / f"{mode}{sides}.pt"
+            report, done = warm_started(file, target, out, resize=f"p={mode}({sides})")
+            assert torch.allclose(done["p"], wanted.permute(0, 2, 3, 1).reshape(1, 280, 4), atol=1e-5)
+            assert [fact.how for fact in report.loaded if fact.target == "p"] == ["resized"]
+    with pytest.raises(UsageError, match="cannot become"):
+        warm_started(file, target, tmp_path / "c.pt", resize="p=bicubic(from=14x20, to=10x14)")

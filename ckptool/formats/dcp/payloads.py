@@ -155,7 +155,8 @@ def _blanked(after: bytes, template: Template) -> bytes:
 class Payloads:
     """The values in the files of the ranks. discarded: what of their pickles is not inert and not in their values.
 
-    inflated: the compressed chunks that were inflated last, by the place that each is in.
+    inflated: the compressed chunks that were inflated last, by the place that each is in.  comparable: bytes that may
+    still be compared with those of a first rank, in the files so far.
     """
 
     folder: Folder
@@ -165,6 +166,8 @@ class Payloads:
     _templates: Templates = field(default_factory=Templates)
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     _objects: dict[tuple[str, int, int], Any] = field(default_factory=dict)
+    comparable: int = 0
+    _compared: set[str] = field(default_factory=set)
 
     def object(self, name: str, place: Place) -> Any:
         """An object, or what stands in one file; at one place it is read once, however many names a table gives it.
@@ -244,12 +247,19 @@ class Payloads:
         return entry.with_storage(Storage(place, entry.storage.location, entry.storage.crc))
 
     def same(self, one: Place, other: Place) -> bool | None:
-        """True where the same bytes are at both places; None where they are too many to be compared."""
+        """True where the same bytes are at both places; None where they are too many to be compared, or more in all
+        than the files have: then places overlap."""
         if one.length != other.length:
             return False
         if one.length > SMALL:
             return None
-        return self.part(one).read(0, one.length) == self.part(other).read(0, other.length)
+        theirs = self.part(other)
+        self.comparable += theirs.file.size if other.relative_path not in self._compared else 0
+        self._compared.add(other.relative_path)
+        self.comparable -= other.length
+        if self.comparable < 0:
+            return None
+        return self.part(one).read(0, one.length) == theirs.read(0, other.length)
 
     def part(self, place: Place) -> Part:
         return self.folder.open(place.relative_path).part(place.offset, place.length)
