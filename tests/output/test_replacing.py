@@ -149,12 +149,15 @@ def test_nothing_is_left_of_a_run_that_failed(
 def test_a_failing_system_call_leaves_the_old_one(call: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     if call in (("link", "replace") if target.is_folder else ("mkdir", "rename")):
         return
-    real = getattr(os, call)
+    real, number = (
+        getattr(os, call),
+        errno.EACCES if call in ("open", "mkdir") else errno.EIO,
+    )  # root may write anywhere
 
     def failing(first: Any, *args: Any, **options: Any) -> Any:
         if call == "open" and not args[0] & os.O_CREAT:
             return real(first, *args, **options)
-        raise OSError(errno.EIO, "broken disk")
+        raise OSError(number, "broken disk")
 
     monkeypatch.setattr(os, call, failing)
     if call == "link":
@@ -164,7 +167,8 @@ def test_a_failing_system_call_leaves_the_old_one(call: str, target: Target, mon
         return
     with pytest.raises(FileProblem) as caught:
         target.write()
-    assert "Input/output error" in caught.value.what and f"{target.path} is as it was" in caught.value.why
+    assert os.strerror(number) in caught.value.what and f"{target.path} is as it was" in caught.value.why
+    assert ("permissions" in caught.value.why) == isinstance(caught.value, PermissionError) == (number == errno.EACCES)
     assert target.is_untouched
 
 
