@@ -207,9 +207,6 @@ def _folded(branches: list[Branch]) -> list[Branch]:
     return folded
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
-
-
 class OverviewRow(NamedTuple):
     """A part with the outline of what is in it. bytes: None where there are no tensors."""
 

@@ -233,9 +233,6 @@ def _areas(ups: list[int], lefts: list[int]) -> Array:
     return numpy.outer(numpy.diff(ups), numpy.diff(lefts))
 
 
-# Two tensors ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
     """The distance of two tensors of one shape.

@@ -67,9 +67,6 @@ def type_name(value: Any) -> str:
     return printable(value.name) if isinstance(value, Object) else type(value).__name__
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
-
-
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
     from ckptool.pickles.plain import summary

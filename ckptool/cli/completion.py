@@ -80,9 +80,6 @@ def words_of(line: str) -> tuple[list[str], bool]:
     return [*found, ""] if line[-1:].isspace() and not line.endswith("\\ ") else found, False
 
 
-# What can stand there -------------------------------------------------------------------------------------------------
-
-
 def _of(module: str) -> Any:
     return import_module(f"ckptool.{module}")
 

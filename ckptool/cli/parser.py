@@ -144,9 +144,6 @@ def writes(function: Any) -> bool:
     return "out" in whole.parameters and {getattr(each, "is_written", False) for each in kinds} == {True}
 
 
-# With typer, which the help does not need -----------------------------------------------------------------------------
-
-
 def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> dict[str, Any]:
     """What was typed, by the names of the parameters, else their defaults. Raises `UsageError`."""
     from typer import BadParameter

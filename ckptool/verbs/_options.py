@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -260,3 +261,10 @@ def configuration(config: PathLike | dict[str, Any] | Config, changes: Sequence[
     if isinstance(config, dict):
         return configfile.changed(config, changes)
     return configfile.read(os.fspath(config), changes)
+
+
+def report_of_run(path: str, full: bool = False) -> Any:
+    """The report on a run; None where it is none. Imports the store of runs only for one."""
+    from ckptool.training import is_run
+
+    return import_module("ckptool.training.run_folder").inspect_run(path, full=full) if is_run(path) else None

@@ -88,9 +88,6 @@ def doctor(
         return of_unopened(problem, path)
 
 
-# The fix --------------------------------------------------------------------------------------------------------------
-
-
 class Done(NamedTuple):
     """A step that was done, for a finding of the code. summary, rows, facts: what its verb says that it did."""
 

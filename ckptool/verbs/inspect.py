@@ -10,18 +10,13 @@ from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.progress import over
 from ckptool.commands import option, repeated, several, verb
 from ckptool.formats import open_file
-from ckptool.training import is_run
-from ckptool.verbs._options import At, Files, Texts
+from ckptool.verbs._options import At, Files, Texts, report_of_run
 
 _ONLY = "Only tensors and entries whose address or key matches; * also matches dots and slashes."
 
 
 def _of_run(file: str) -> Any:
-    if not is_run(file):
-        return None
-    from ckptool.training.run_folder import inspect_run  # with the store of runs, which no file needs
-
-    return inspect_run(file)
+    return report_of_run(file)
 
 
 @verb(

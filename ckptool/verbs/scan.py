@@ -8,17 +8,12 @@ from ckptool.analysis import scan as analysis
 from ckptool.analysis.scan import Scan
 from ckptool.commands import argument, option, verb
 from ckptool.formats import PathLike, refuse_address
-from ckptool.training import is_run
 from ckptool.training.reports import RunReport
-from ckptool.verbs._options import Jobs
+from ckptool.verbs._options import Jobs, report_of_run
 
 
 def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: bool = False) -> RunReport | None:
-    if latest_only or quiet or not is_run(path):
-        return None
-    from ckptool.training.run_folder import inspect_run
-
-    return inspect_run(path, full=full)
+    return None if latest_only or quiet else report_of_run(path, full)
 
 
 @verb(

@@ -214,9 +214,6 @@ def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
     }
 
 
-# The rules that there are, and those between two checkpoints --------------------------------------------------------
-
-
 def layouts(name: str | None = None) -> LayoutList:
     """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes; or the one of that name.
 
