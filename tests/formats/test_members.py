@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.analysis.verify import check_by_reading
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
+from ckptool.analysis.verify import verified
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
 from ckptool.formats.pieces import Joiner
@@ -160,7 +160,7 @@ def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
         "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(1), (0,))]),
         "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(2), (0,))]),
     }
-    (problem,) = check_by_reading(tree)
+    (problem,) = verified(Checkpoint(tree, "folder"))[0].problems
     assert (problem.code, problem.tensors) == ("conflict", ("not",))
 
 
