@@ -97,10 +97,12 @@ AIMS = {
 # What may not get worse any more. Lower them when you can; the path of a verb was 14,400 before 0.2.0 brought `browse`,
 # `doctor --fix`, clusters, progress and the diff of a screen, for which the bound of the package was raised, too.
 REACHED = {
-    "the path of a verb: lines": 15_700,
+    "  modules": 235,
+    "the path of a verb: lines": 14_400,
+    "  a verb, whole, mean": 360,
     "  what says, mean": 94,
-    "private, called once, short": 150,
-    "engines that match names": 3,
+    "private, called once, short": 100,
+    "engines that match names": 2,
     "loops over blocks": 0,
     "ways of joining ranks": 1,
     "JSON languages for trees": 1,
