@@ -32,13 +32,14 @@ sync; sidecar, synced and renamed; rename the `.pt` (the commit); sync the folde
 then prune
     old_ones_go_when_the_new_one_has_its_name a_file_is_deleted_before_its_sidecar
 opens with torch.load(weights_only=True) on any machine; CPU tensors; no clock inside
-    the_file_opens_everywhere a_checkpoint_and_its_sidecar
+    the_file_opens_everywhere_and_the_sidecar_says_where_it_ran a_checkpoint_and_its_sidecar
 sidecar: sha256, bytes, step, epoch, metrics, run id, environment, parent step
     a_checkpoint_and_its_sidecar what_a_sidecar_says
 run.yaml: written once
     the_record_of_a_run_is_written_once
 metrics.jsonl: one line per logged step; cut back to the resumed step
-    metrics_are_cut_back_to_where_it_goes_on lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step
+    a_damaged_one_is_written_again_and_metrics_are_cut_back_to_where_it_goes_on
+    lines_are_cut_back_to_a_size_or_where_that_is_none_to_a_step
     a_torn_line_is_cut_off_and_left_out
 lock: pid and host; two writers refuse each other
     two_writers_refuse_each_other
@@ -71,7 +72,7 @@ SIGTERM to the process group kills loader workers first: they must ignore it
 exit 0 done
     train_and_resume time_that_is_over_stops_a_run_with_exit_code_0
 exit 2 could not do it (usage, a changed fixed key, an error)
-    a_changed_fixed_key an_unknown_key a_disk_that_is_full
+    a_changed_fixed_key_is_refused_with_both_values a_run_that_is_there an_unknown_key a_disk_that_is_full
 130 and 143 stopped by INT and TERM after saving
     a_signal_saves_and_leaves_the_program
     after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_the_run_stopped
