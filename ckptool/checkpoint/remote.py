@@ -21,6 +21,7 @@ from errno import EACCES, ENOENT
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
+from urllib.request import getproxies
 from weakref import ref
 
 from ckptool.checkpoint import files
@@ -40,10 +41,10 @@ TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doub
 
 
 class Served(NamedTuple):
-    """The bytes of a range, the size of the object that they are of, what tells it from another of the same name (its
-    ETag, or when it was changed), and when it was changed."""
+    """The bytes of a range as they came, the size of the object that they are of, what tells it from another of the
+    same name (its ETag, or when it was changed), and when it was changed."""
 
-    data: bytes
+    blocks: list[bytes]
     size: int
     tag: str
     when: Any
@@ -81,11 +82,13 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def _of_web() -> dict[str, Any]:
-    """The settings of fsspec for web servers, through the proxies that the environment names."""
+    """The settings of fsspec for web servers, through the proxies and with the passwords that the environment names."""
     from fsspec.config import conf
 
     known = {**conf.get("http", {}), **conf.get("https", {})}.get("client_kwargs", {})
-    return {"client_kwargs": {"trust_env": True, **known}}
+    netrc = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+    is_set = bool(getproxies()) or os.path.exists(netrc)  # aiohttp looks anew for each range, in threads of its own
+    return {"client_kwargs": {"trust_env": is_set, **known}}
 
 
 def is_kind(fs: Any, *kinds: str) -> bool:
@@ -119,7 +122,7 @@ def asking(url: str) -> tuple[Ask, bool]:
         stop = min(stop, size)
         data = await _asked(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
         facts = [known[name] for name in _FACTS if known.get(name)] or [""]
-        return Served(data, size, str(facts[0]), facts[-1])
+        return Served([data], size, str(facts[0]), facts[-1])
 
     return ask, is_kind(fs, "hf")
 
@@ -155,10 +158,10 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
         if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
             raise
         head = await fs._call_s3("head_object", **asked)  # there are no bytes there: it is empty, or was cut
-        return Served(b"", head["ContentLength"], head["ETag"], 0)
+        return Served([], head["ContentLength"], head["ETag"], 0)
     async with found["Body"] as body:
         size = int(found["ContentRange"].rpartition("/")[2])
-        return Served(await body.read(), size, found["ETag"], found["LastModified"])
+        return Served([await body.read()], size, found["ETag"], found["LastModified"])
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
@@ -178,7 +181,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             when = given.get("Last-Modified", "")
             tag = given.get("ETag", "").removeprefix("W/") or when
             if status == 416 and size:
-                return Served(b"", int(size), tag, when)
+                return Served([], int(size), tag, when)
             if status in (200, 206):
                 whole = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
@@ -194,8 +197,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     blocks.append(block)
                     if (length := length + len(block)) > stop - start:
                         raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
-                data = b"".join(blocks)
-                return Served(data, int(size) if whole is None else whole, tag, when)
+                return Served(blocks, int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
             said = given.get("X-Error-Message") or f"{status} {answer.reason}"
@@ -251,11 +253,12 @@ def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 class _Piece(NamedTuple):
-    """The bytes of an object from `start` to `stop`, there or on their way. once: dropped when its end was read."""
+    """The bytes of an object from `start` to `stop`, there or on their way: as one, or where they are read once, and
+    dropped when their end was read, in the blocks in which they came."""
 
     start: int
     stop: int
-    bytes: Future[bytes]
+    blocks: Future[list[bytes]]
     once: bool
 
 
@@ -271,19 +274,19 @@ class RemoteObject:
         self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
-        first: Future[bytes] = Future()
+        first: Future[list[bytes]] = Future()
         first.set_result(_begun(self.fetch(0, END)).result())
         if self.size:
-            self._keep(_Piece(0, len(first.result()), first, False))
+            self._keep(_Piece(0, min(END, self.size), first, False))
 
     def __del__(self, kept: dict[int, Any] = _kept) -> None:
         for piece in getattr(self, "pieces", ()):
             kept.pop(id(piece), None)
 
-    async def fetch(self, start: int, stop: int) -> bytes:
+    async def fetch(self, start: int, stop: int, in_blocks: bool = False) -> list[bytes]:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
 
-        async def once() -> bytes:
+        async def once() -> list[bytes]:
             answer = await self.ask(start, stop)
             if self.size < 0:
                 self.size, self.tag = answer.size, answer.tag
@@ -293,9 +296,9 @@ class RemoteObject:
             if (answer.size, answer.tag) != (self.size, self.tag):
                 raise file_changed(self.url)
             wanted = max(0, min(stop, self.size) - start)
-            if len(answer.data) != wanted:
-                raise _Again(f"only {len(answer.data):,} of {wanted:,} bytes arrived")
-            return answer.data
+            if (came := sum(map(len, answer.blocks))) != wanted:
+                raise _Again(f"only {came:,} of {wanted:,} bytes arrived")
+            return answer.blocks if in_blocks else [b"".join(answer.blocks)]
 
         return await _tried(self.url, once)
 
@@ -323,7 +326,7 @@ class RemoteObject:
         at, end, ahead = offset, offset + len(buffer), 0
         if self.process != os.getpid():  # forked: the connections are the parent's
             self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
-            self.pieces = [piece for piece in self.pieces if piece.bytes.done()]
+            self.pieces = [piece for piece in self.pieces if piece.blocks.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
                 begin, before = self.readers.pop(threading.get_ident(), (0, -1))
@@ -338,12 +341,17 @@ class RemoteObject:
                 piece = piece or self._at(at)[0]
             assert piece is not None
             try:
-                data = memoryview(piece.bytes.result())[at - piece.start : end - piece.start]
+                blocks = piece.blocks.result()
             except BaseException:
                 self._drop(piece)
                 raise
-            buffer[at - offset : at - offset + len(data)] = data
-            at += len(data)
+            place = piece.start
+            for block in blocks:
+                first, last = max(at, place), min(end, place + len(block))
+                if first < last:
+                    buffer[first - offset : last - offset] = memoryview(block)[first - place : last - place]
+                place += len(block)
+            at = min(end, piece.stop)
             if piece.once and at == piece.stop:
                 self._drop(piece)
 
@@ -387,7 +395,7 @@ class RemoteObject:
             piece, after = self._at(start)
             if piece is None:
                 after = min(stop, after, start + most)
-                later = _begun(self.fetch(start, after))
+                later = _begun(self.fetch(start, after, most == PART))
                 self._keep(_Piece(start, after, later, most == PART))
             start = after
 
