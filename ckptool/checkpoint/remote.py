@@ -415,7 +415,7 @@ class RemoteObject:
 
     def _drop(self, piece: _Piece) -> None:
         with _lock:
-            if _kept.pop(id(piece), None) is not None:
+            if _kept.pop(id(piece), None) is not None and piece in self.pieces:  # a forked process has fewer
                 self.pieces.remove(piece)
 
 

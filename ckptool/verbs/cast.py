@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from ckptool.conventions.state_dicts import model_state_dicts
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.facts import size
 from ckptool.formats.model_folder import model_folder, quantization_config
-from ckptool.transforms.casting import cast_roots, parse_dtype
+from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
@@ -90,22 +91,10 @@ def cast(
     elif plan.skipped:
         kept = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {kept} left as before; any others are {target.name} already"
-    tallies = ({"storage_of": name, "from": dtype.name, **asdict(tally)} for name, dtype, tally in plan.tallies)
-    facts = [each for each in tallies if each["changed"]]
-    lossy = sorted((each for each in plan.tallies if each[2].changed), key=lambda each: -each[2].max_abs_error)
-    lost = list[str]()  # what the cast lost, if its values were read; beside weights that it computed, if anything
-    if lossy:
-        lost = [f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"]
-        for name, kind, tally in lossy[:3]:
-            rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
-            lost.append(f"  {name} ({kind.name}): {rounded}")
-        for word, what in (("became infinite or NaN", "overflowed"), ("became zero", "underflowed")):
-            count = sum(getattr(tally, what) for _, _, tally in lossy)
-            lost += [f"{counted(count, 'value')} {word}"] if count else []
-    elif not weights and (not plan.bytes_before or any(tally.elements for *_, tally in plan.tallies)):
-        lost = ["no value was changed"]
+    lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
+    facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
-    rows.append(Row("lossy", facts, lost if plan.tensors and not dry_run else ()))
+    rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
     rows.append(Row("skipped", skipped, [f"{name} left as it is ({kind})" for name, kind in plan.skipped]))
     if weights:
         summary = f"{counted(len(weights.weights), 'quantized weight')} computed as {target.name}" + (
@@ -116,3 +105,18 @@ def cast(
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
+
+
+def _losses(plan: Cast, computed: bool) -> Iterator[str]:
+    """What the cast lost, by its values when they were read: `doctor` writes later. computed: weights as well."""
+    lossy = sorted((each for each in plan.tallies if each[2].changed), key=lambda each: -each[2].max_abs_error)
+    if lossy:
+        yield f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"
+        for name, kind, tally in lossy[:3]:
+            rounded = f"{tally.changed:,} of {counted(tally.elements, 'value')}, by at most {tally.max_abs_error:.3g}"
+            yield f"  {name} ({kind.name}): {rounded}"
+        for word, what in (("became infinite or NaN", "overflowed"), ("became zero", "underflowed")):
+            if count := sum(getattr(tally, what) for _, _, tally in lossy):
+                yield f"{counted(count, 'value')} {word}"
+    elif not computed and (not plan.bytes_before or any(tally.elements for *_, tally in plan.tallies)):
+        yield "no value was changed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -201,6 +202,18 @@ def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", {"long": "x" * (remote.KEPT + remote.END)})
     with RangeServer(tmp_path) as server:
         assert ckptool.load(f"{server.url}m.safetensors")["a"].equal(torch.ones(3))
+
+
+def test_a_forked_process_forgets_what_is_on_its_way(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(data := os.urandom(40 << 20))
+    with RangeServer(tmp_path, ["", "wait"], patience=2) as server:
+        found = remote.RemoteObject(server.url + "x")
+        found.expect([(20 << 20, 30 << 20)])
+        found.process = -1  # as after a fork: the connections are another's
+        buffer = bytearray(len(data))
+        for at in range(0, len(data), 1 << 20):
+            found.read_into(at, memoryview(buffer)[at : at + (1 << 20)])
+    assert buffer == data
 
 
 def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:

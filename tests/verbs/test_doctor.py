@@ -325,3 +325,9 @@ def test_every_command_for_a_real_file_succeeds(name: str, tmp_path: Path) -> No
     if out := run_all(found):
         again = ckptool.doctor(out)
         assert {finding.code for finding in again.findings if finding.blocks} <= {"prefix-module"}
+
+
+def test_a_fix_that_casts_says_which_values_it_rounded(tmp_path: Path) -> None:
+    file = saved({"fc.weight": torch.linspace(0, 1, 7)}, tmp_path / "m.pt")
+    done = ckptool.doctor(file, tmp_path / "o.pt", fix=True, dtype="bf16")
+    assert "values rounded in 1 of 1 storage" in text_of(done)
