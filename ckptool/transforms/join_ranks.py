@@ -92,7 +92,8 @@ def open_joined(
         whole = open_to_change(name).checkpoint
         if whole.part is not None:
             what = f"{name} is only a part of a checkpoint: {whole.part.label}"
-            folder = quoted(os.path.dirname(name) or ".")
+            above, last = os.path.split(os.path.dirname(name))
+            folder = quoted((above if MODEL_PARALLEL.fullmatch(last) else os.path.join(above, last)) or ".")
             raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
     return Opened(unstacked(whole, rules.unstack, optional=rules.of_layout), at if at is not None else place, name)
 

@@ -255,6 +255,18 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has no model_optim_rng.pt")
 
 
+@looped("layout", ["llama-meta", "llama-megatron"])
+def test_the_file_of_one_rank_is_not_joined(layout: str, tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "f", W, W)
+    one = folder / "mp_rank_01" / "model_optim_rng.pt"
+    if layout == "llama-meta":
+        one = one.rename(folder / "consolidated.01.pth")
+        shutil.copyfile(folder / "mp_rank_00" / "model_optim_rng.pt", folder / "consolidated.00.pth")
+    with pytest.raises(OnlyAPart) as caught:
+        ckptool.translate(one, (), tmp_path / "out.safetensors", rules_file=layout)
+    assert caught.value.fix == f"Name the folder of all of them: {folder}"
+
+
 def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, run: Run) -> None:
     folder = ranks(tmp_path / "f", {"w": torch.ones(2)}, {"w": torch.ones(2)})
     with pytest.raises(OnlyAPart, match=r"rules_file='RULES\.yaml'"):
