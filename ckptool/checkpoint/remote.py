@@ -263,6 +263,7 @@ class _Piece(NamedTuple):
 
 
 _lock = threading.RLock()
+_parents: list[Ask] = []  # of before a fork: closed here, their connections would leave the epoll set that is shared
 _kept: dict[int, tuple[ref[RemoteObject], _Piece]] = {}  # of all objects, the least recently used first
 
 
@@ -325,6 +326,7 @@ class RemoteObject:
         """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
         at, end, ahead = offset, offset + len(buffer), 0
         if self.process != os.getpid():  # forked: the connections are the parent's
+            _parents.append(self.ask)
             self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
             self.pieces = [piece for piece in self.pieces if piece.blocks.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -204,6 +206,17 @@ def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
         assert ckptool.load(f"{server.url}m.safetensors")["a"].equal(torch.ones(3))
 
 
+SERVER = """if True:
+    import sys
+    from pathlib import Path
+    from tests.support.range_server import RangeServer
+
+    with RangeServer(Path(sys.argv[1])) as server:
+        print(server.url, flush=True)
+        sys.stdin.read()
+"""
+
+
 def test_a_forked_process_forgets_what_is_on_its_way(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(data := os.urandom(40 << 20))
     with RangeServer(tmp_path, ["", "wait"], patience=2) as server:
@@ -214,6 +227,29 @@ def test_a_forked_process_forgets_what_is_on_its_way(tmp_path: Path) -> None:
         for at in range(0, len(data), 1 << 20):
             found.read_into(at, memoryview(buffer)[at : at + (1 << 20)])
     assert buffer == data
+
+
+def test_a_fork_leaves_the_connections_of_its_parent_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it closes itself is taken out of the set of both, and its parent would wait for answers that are there."""
+    monkeypatch.setattr(remote, "PATIENCE", 3)
+    monkeypatch.setattr(remote, "TRIES", 1)
+    (tmp_path / "x").write_bytes(data := os.urandom(8 << 20))
+    here, pipe = Path(__file__).parents[2], subprocess.PIPE
+    words = [sys.executable, "-c", SERVER, str(tmp_path)]
+    server = subprocess.Popen(words, cwd=here, stdout=pipe, stdin=pipe, text=True)
+    with server:
+        assert server.stdout is not None
+        found, buffer = remote.RemoteObject(server.stdout.readline().strip() + "x"), bytearray(1 << 20)
+        found.expect([(2 << 20, 3 << 20), (4 << 20, 5 << 20)])
+        if (child := os.fork()) == 0:
+            found.read_into(6 << 20, memoryview(buffer))
+            gc.collect()
+            os._exit(buffer != data[6 << 20 : 7 << 20])
+        assert os.waitpid(child, 0)[1] == 0
+        for at in range(0, 8 << 20, 1 << 20):
+            found.read_into(at, memoryview(buffer))
+            assert buffer == data[at : at + (1 << 20)]
+        server.communicate("")
 
 
 def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
