@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.cli.output import in_words
 from ckptool.errors import FileProblem
 from ckptool.output import sink
 from tests.support.files import load, saved
@@ -250,6 +251,16 @@ def test_too_little_memory_is_an_error_and_writes_nothing(words: list[str], tmp_
         assert temporaries(tmp_path) == []
         assert ((tmp_path / "out.pt").read_bytes() == b"old") is (ended.returncode == 2 or words[0] == "inspect")
     assert 0 in codes and (2 in codes or sys.platform != "linux")
+
+
+@pytest.mark.parametrize(
+    "said", ["error return without exception set", "f() returned NULL without setting an exception"]
+)
+def test_where_not_even_the_error_could_be_made_it_is_memory_that_lacks(said: str) -> None:
+    assert (
+        in_words(SystemError(said)).code == "limit-exceeded"
+    )  # the two ways in which CPython says so (Objects/call.c)
+    assert in_words(SystemError("bad argument to internal function")).code == "bug"
 
 
 FEW_FILES = """

@@ -230,7 +230,7 @@ def in_words(error: Exception) -> CkptoolError:
         what = f"a system limit was reached: {error!s}"
         why = "This process cannot open more files, start threads or use more memory. Outputs were left as they were."
         return FileProblem(what, why, "Look at the limits: ulimit -a")
-    is_silent = isinstance(error, SystemError) and "without exception set" in str(error)  # not even C made the error
+    is_silent = isinstance(error, SystemError) and " without " in str(error)  # not even C made the error
     if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         why = "The file needs more than this machine has, or is malicious. Outputs were left as they were."
