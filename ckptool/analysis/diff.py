@@ -350,20 +350,23 @@ def diff(
     sides = ([pair[side] for pair in pairs] for side in (1, 2))
     with reading(lambda: 2 * min(sum(storage.nbytes for storage in storages(side)) for side in sides)):
         same = comparer.compare(pairs)
-    is_tied = pickled and not ("ties" in skipped or only)
-    tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if is_tied else ()
+    compares_ties = pickled and not ("ties" in skipped or only)
+    tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if compares_ties else ()
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
     compared = ((values, b) for _, values, _, b in comparer.compared.values() if isinstance(b, TensorEntry))
     changed = {(id(b.storage), b.layout): values.changed for values, b in compared if values is not None}
-    facts: Any = {name: getattr(comparer, name) for name in ("tensors", "equal", "elements")}
-    facts |= {name: tuple(getattr(comparer, name)) for name in ("changed", "only_left", "only_right")}
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
         same=same and not (tied or (order and strict)),
         evidence=BYTES if not comparer.close else TOLERANCE if atol or rtol else VALUES,
-        **facts,
+        tensors=comparer.tensors,
+        equal=comparer.equal,
+        elements=comparer.elements,
+        changed=tuple(comparer.changed),
+        only_left=tuple(comparer.only_left),
+        only_right=tuple(comparer.only_right),
         ties=tied,
         order_differs=order,
         metadata_differs=tuple(comparer.metadata),

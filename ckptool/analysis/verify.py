@@ -29,7 +29,7 @@ from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
 from ckptool.formats import counting_whole, marks, members, part_of, sharded
-from ckptool.formats.checksums import Progress, checksums
+from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import Archive, read_archive
@@ -199,15 +199,10 @@ class Verification(Report):
 
 
 def verified(
-    given: Input | Checkpoint,
-    at: str | None = None,
-    *,
-    finite: bool = False,
-    jobs: Jobs = 1,
-    progress: Progress | None = None,
+    given: Input | Checkpoint, at: str | None = None, *, finite: bool = False, jobs: Jobs = 1
 ) -> tuple[Verification, Checkpoint | None]:
     """All that is wrong with a file or folder, or what is open already; and the checkpoint, if it could be opened.
-    at, finite, jobs, progress: see the verb."""
+    at, finite, jobs: see the verb."""
     jobs = checked_jobs(jobs)
     try:
         with counting_whole():
@@ -218,7 +213,7 @@ def verified(
         return _damaged(given, error), None
     source = checkpoint.source if isinstance(given, Checkpoint) else given
     part = checkpoint if at is None else part_of(checkpoint, at)
-    report = _checked(source, part, progress, jobs)
+    report = _checked(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
         unsafe = (note for note in use_notes(checkpoint) if note.code in ("unsafe-global", "not-judged"))
         report = replace(report, notes=(*report.notes, *unsafe))
@@ -228,7 +223,7 @@ def verified(
     return report, checkpoint
 
 
-def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | None, jobs: Jobs = 1) -> Verification:
+def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Verification:
     """A file, or a folder with its members, each of which is read as a file of its own."""
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
@@ -258,14 +253,14 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     for each in archives:
         elsewhere.append(each.source.file)
         beside = "" if archive is not None else f"{os.path.basename(each.source.file.path)}: "
-        wrong = check_archive(each, checkpoint.tree, progress)
+        wrong = check_archive(each, checkpoint.tree)
         problems += [replace(problem, record=f"{beside}{problem.record}") for problem in wrong]
         if each.has_checksums:
             checked += len(each.records)
             nbytes += sum(record.size for record in each.records.values())
     extent = ALL if checked else NONE
     if archive is None:
-        wrong, extent, *counts = check_storages(checkpoint.tree, progress, elsewhere)
+        wrong, extent, *counts = check_storages(checkpoint.tree, elsewhere)
         problems, checked, nbytes = problems + wrong, checked + counts[0], nbytes + counts[1]
     # A file that was recovered is not what was once written, whatever its checksums say.
     said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
@@ -276,7 +271,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     extents, others = {extent} if count else set(), 0
     if folder is not None:
         paths = [os.path.join(folder.path, name) for name in names]
-        with closing(in_turn(partial(_member, folder, progress if jobs == 1 else None), names, jobs)) as tasks:
+        with closing(in_turn(partial(_member, folder), names, jobs)) as tasks:
             for name, path, task in zip(names, paths, tasks, strict=True):
                 try:
                     member = task()
@@ -316,18 +311,18 @@ def _checked(source: Input | None, checkpoint: Checkpoint, progress: Progress | 
     )
 
 
-def _member(folder: Folder, progress: Progress | None, name: str) -> Verification:
+def _member(folder: Folder, name: str) -> Verification:
     path = os.path.join(folder.path, name)
     if name.endswith(".json"):
         members.open_member(folder, name)
         return Verification(path, "json")
     if folder_at(path):
-        return _checked(Folder(path), members.open_member(folder, name), progress)
+        return _checked(Folder(path), members.open_member(folder, name))
     source = Source(path)
     source.share_descriptors()  # there may be thousands of ranks
     try:
         with counting_whole():
-            return _checked(source, formats.read_alone(source), progress)
+            return _checked(source, formats.read_alone(source))
     except _DAMAGE as error:
         return _damaged(source, error)
 
@@ -411,7 +406,7 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     raise Corrupt(what, why, f"See all of it: {command('verify', input_of(checkpoint.source))}")
 
 
-def check_archive(archive: Archive, tree: Any, progress: Progress | None = None) -> list[Problem]:
+def check_archive(archive: Archive, tree: Any) -> list[Problem]:
     """Every record of a zip: its own header and descriptor against the directory, its data against its checksum."""
     records, file, start = archive.by_offset(), archive.source.file, archive.source.start
     unconfirmed: dict[int, CkptoolError] = {}
@@ -427,7 +422,7 @@ def check_archive(archive: Archive, tree: Any, progress: Progress | None = None)
         each.data if each.method else FileRange(file, start + each.data_at, each.stored, partial(confirm, each))
         for each in records
     ]
-    sums = checksums(stretches, progress) if archive.has_checksums else [record.crc for record in records]
+    sums = checksums(stretches) if archive.has_checksums else [record.crc for record in records]
     for record in records:
         confirm(record)
     whole = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
@@ -478,9 +473,7 @@ def _below(storage: Storage) -> Iterator[Storage]:
             yield from replica.below()
 
 
-def check_storages(
-    tree: Any, progress: Progress | None = None, but: Iterable[Source] = ()
-) -> tuple[list[Problem], str, int, int]:
+def check_storages(tree: Any, but: Iterable[Source] = ()) -> tuple[list[Problem], str, int, int]:
     """The storages of a tree with checksums of their own: problems, whether all, some or none of the data in files has
     one (not what is made of other data), how many storages, their bytes. but: files that are checked otherwise."""
     others, own, has_sum = {id(file) for file in but}, dict[int, Storage](), set[bool]()
@@ -490,7 +483,7 @@ def check_storages(
         if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others):
             own[id(part)] = part
     extent = SOME if len(has_sum) == 2 else ALL if True in has_sum else NONE
-    sums = checksums([part.data for part in own.values()], progress)
+    sums = checksums([part.data for part in own.values()])
     names: dict[int, list[str]] = defaultdict(list)
     if any(total != part.crc for total, part in zip(sums, own.values(), strict=True)):
         for place, storage in _storages_by_address(tree):

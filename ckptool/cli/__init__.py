@@ -22,7 +22,7 @@ from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli import output
 from ckptool.cli.output import FORM, Answer, LostAnswer, answer_of, in_words, say, style_of, tell
-from ckptool.cli.parser import FLAGS, parse, program_help, typed_parameters, verb_help, writes
+from ckptool.cli.parser import HELP_FLAGS, parse, program_help, typed_parameters, verb_help, writes
 from ckptool.commands import ALIASES, VERBS, Declared, signature_of, watched
 from ckptool.errors import CkptoolError, UsageError, counted, printable, quoted
 from ckptool.facts import Page, Report
@@ -97,7 +97,7 @@ def _run(words: list[str], done: list[Json]) -> int:
 
         say(f"ckptool {__version__}\n")
         return 0
-    if first in FLAGS or (below and (not words[1:] or words[1] in FLAGS)):
+    if first in HELP_FLAGS or (below and (not words[1:] or words[1] in HELP_FLAGS)):
         say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
         return 0
     if first not in VERBS:
@@ -118,7 +118,7 @@ def _run(words: list[str], done: list[Json]) -> int:
         raise UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
     function = commands.function_of(first)
     parameters = typed_parameters(function)
-    if not {*FLAGS}.isdisjoint(asked):
+    if not {*HELP_FLAGS}.isdisjoint(asked):
         say(verb_help(first, function.verb, parameters, style_of(sys.stdout)))
         return 0
     found, separate, label = _answers(first, function, parse(first, parameters, words[1:]))

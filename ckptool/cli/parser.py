@@ -16,7 +16,7 @@ from ckptool.errors import UsageError, listed, quoted
 from ckptool.facts import Report
 from ckptool.render.lines import Style
 
-FLAGS = ("-h", "--help")
+HELP_FLAGS = ("-h", "--help")
 WIDEST = 100  # columns; longer lines are hard to read
 MORE = "More options"
 ABOUT = """\

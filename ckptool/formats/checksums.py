@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -24,14 +24,10 @@ ALONE = 1 << 20  # not worth a thread
 
 Sum = int | CkptoolError
 Piece = tuple[int, int, int]  # which stretch, from where, how many bytes
-Progress = Callable[[int], None]
 
 
-def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> list[Sum]:
-    """The CRC-32 of each stretch, or the error where it cannot be read. progress: called with the bytes that are done.
-
-    Raises `FileChanged`.
-    """
+def checksums(stretches: Sequence[Data]) -> list[Sum]:
+    """The CRC-32 of each stretch, or the error where it cannot be read. Raises `FileChanged`."""
     batches: list[list[Piece]] = [[]]
     size = 0
     for index, data in enumerate(stretches):
@@ -60,8 +56,6 @@ def checksums(stretches: Sequence[Data], progress: Progress | None = None) -> li
                     before = sums[index]
                     if not isinstance(before, CkptoolError):
                         sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
-                if progress is not None:
-                    progress(sum(length for _, _, length in batch))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return sums

@@ -47,7 +47,7 @@ _MATCH = "Only keys that match; * also matches dots, re: starts a regular expres
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
 AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as file.py:factory or pkg.module:factory.")
-LIKE = option("--like DIR", "Config and tokenizer for an output folder, from this one of the same model.", rare=True)
+LIKE = option("--like DIR", "Take an output folder's config and tokenizer from this one, of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[

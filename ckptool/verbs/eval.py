@@ -19,7 +19,7 @@ def eval(
     set: Set = (),
     *,
     checkpoint: Annotated[str | int | None, option("--checkpoint STEP", "A step, best (default) or newest.")] = None,
-    on: Annotated[Literal["val", "test"], option("--on", "data.val (or what is held out), or data.test.")] = "val",
+    on: Annotated[Literal["val", "test"], option("--on", "On data.val (or what is held out), or data.test.")] = "val",
 ) -> Evaluated:
     """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
 

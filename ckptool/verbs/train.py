@@ -19,7 +19,7 @@ Resume = Literal["never", "auto", "must"]
 def _words(
     config: str | None = None,
     set: Sequence[str] = (),
-    dry_run: Annotated[bool, option("-n --dry-run", "Run one step, save, reload, compare; leave nothing.")] = False,
+    dry_run: Annotated[bool, option("-n --dry-run", "Run one step, save, reload, compare; leave no trace.")] = False,
     init: Annotated[bool, option("--init", "Print every key; with a folder, write run.yaml and model.py.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:

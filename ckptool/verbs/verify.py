@@ -15,7 +15,6 @@ from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
 from ckptool.formats import PathLike, is_in_memory, open_file, open_source
-from ckptool.formats.checksums import Progress
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, Files, Jobs, Overwrite
 
@@ -39,15 +38,14 @@ def verify(
     finite: Annotated[bool, option("--finite", "Look for NaN and Inf as well.")] = False,
     digest: Annotated[bool, option("--digest", "Print a digest of each tensor of the weights, and of all.")] = False,
     write_digest: Annotated[PathLike | None, option("--write-digest DIGESTS", "Save the digests to this file.")] = None,
-    against: Annotated[PathLike | None, option("--against DIGESTS", "Compare with these, in any container.")] = None,
+    against: Annotated[PathLike | None, option("--against DIGESTS", "Compare with digests of any container.")] = None,
     overwrite: Overwrite = False,
     jobs: Jobs = 1,
-    progress: Progress | None = None,
 ) -> Verification:
     """Reads all of a checkpoint and reports everything that is wrong with it: checksums, headers, missing data.
 
     Where a container stores no checksums the report says so. Digests are those of one set of weights: the only one, the
-    model beside its EMA, or the part `at`. progress: told bytes as they are read, with more jobs not those of members.
+    model beside its EMA, or the part `at`.
     Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
     of weights could be meant.
     """
@@ -57,7 +55,7 @@ def verify(
     kept = read_digests(against) if against is not None else None
     if write_digest is not None:
         check_target(write_digest, overwrite=overwrite)
-    report, checkpoint = verified(given[0], at, finite=finite, jobs=jobs, progress=progress)
+    report, checkpoint = verified(given[0], at, finite=finite, jobs=jobs)
     wanted = digest or write_digest is not None or kept is not None
     if checkpoint is None or report.problems or not wanted:  # digests of damaged values would only be believed
         return report

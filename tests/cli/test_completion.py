@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.checkpoint.tree import address, children, find, segment_text, walk
 from ckptool.cli.completion import VALUES, addresses, candidates
-from ckptool.cli.parser import FLAGS, parse, typed_parameters
+from ckptool.cli.parser import HELP_FLAGS, parse, typed_parameters
 from ckptool.commands import VERBS, function_of
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run, done
@@ -267,7 +267,7 @@ def reachable(tree: Any, text: str) -> bool:
 def test_every_option_and_value_offered_is_one_of_the_verb(verb: str) -> None:
     options = {flag: each for each in typed_parameters(function_of(verb)) for flag in each.option.flags}
     offered = {each.text for each in candidates([verb], "-") or ()}
-    assert offered == {name for name, each in options.items() if not each.option.hidden} | set(FLAGS)
+    assert offered == {name for name, each in options.items() if not each.option.hidden} | set(HELP_FLAGS)
     for name, each in options.items():
         is_flag, metavar = each.kind is bool, each.option.metavar
         values = [] if is_flag else candidates([verb, name], "") or []

@@ -1,6 +1,6 @@
 """`translate`: rules that change tensors: split, joined, transposed, reordered, under new names.
 
-The rules come from `names/`; `apply` finds their keys and makes the tensors, `operations` are what rules do. Here whole
+The rules come from `names/`; `apply` finds their keys, carries out their operations and makes the tensors. Here whole
 checkpoints are translated: what is refused, what the way back would lose, and the optimizers that follow.
 """
 
