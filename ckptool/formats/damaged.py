@@ -32,8 +32,7 @@ from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import (
+from ckptool.formats.zip.directory import (
     CENTRAL,
     DESCRIPTOR,
     DESCRIPTOR64,
@@ -42,6 +41,7 @@ from ckptool.formats.zip.record import (
     FULL,
     LOCAL,
     LOCATOR,
+    Archive,
     Record,
     extra_fields,
     zip64_values,
