@@ -160,8 +160,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or type(sizes) is not dict
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
-        what = f"{name}: its description of the machine that wrote it is invalid ({shown(info)})"
-        raise Corrupt(what, "torch writes the version, the byte order and the sizes of three types.")
+        raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({shown(info)})")
     return little_endian
 
 
@@ -197,8 +196,7 @@ class LegacyStorages:
         if len(parts) == 4 and parts[0] == "module":
             return class_of(parts[1:], self.sources)
         if len(parts) != 6 or parts[0] != "storage":
-            what = "a persistent id that names no storage"
-            raise Corrupt(what, "torch writes them for storages and for modules' classes.")
+            raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
@@ -247,8 +245,7 @@ class LegacyStorages:
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         wrong = [key[:80] for key, count in Counter(keys).items() if count > 1 or key not in self.roots]
         if wrong := wrong or sorted(key[:80] for key in self.roots.keys() - set(keys)):
-            what = f"the list of storages does not have each that is used, once: {listed(wrong, 3)}"
-            raise Corrupt(what, _MENDED)
+            raise Corrupt(f"the list of storages does not have each that is used, once: {listed(wrong, 3)}")
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key][0].storage.nbytes for key in keys[number : number + _AHEAD])
@@ -257,8 +254,7 @@ class LegacyStorages:
             storage, numel = self.roots[key][0].storage, self.roots[key][1]
             size = storage.nbytes
             if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
-                what = f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}"
-                raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
+                raise Corrupt(f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}")
             if at + 8 + size > data.length:
                 begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
                 there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"

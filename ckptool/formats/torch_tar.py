@@ -87,8 +87,7 @@ def read(source: Source) -> Checkpoint:
     name, data = f"{source}: pickle", members["pickle"]
     made = skeleton(data, name=name)
     if made.end != data.length:
-        what = f"{name} has {data.length - made.end:,} bytes after its end"
-        raise Corrupt(what, "Another pickle may be hidden there.")
+        raise Corrupt(f"{name} has {data.length - made.end:,} bytes after its end")
     decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
     notes = [*decoded.notes]
