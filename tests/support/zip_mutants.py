@@ -27,8 +27,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError
 from ckptool.formats import read, torch_zip
-from ckptool.formats.zip.directory import read_archive
-from ckptool.formats.zip.record import END, END64, LOCATOR
+from ckptool.formats.zip.directory import END, END64, LOCATOR, read_archive
 from tests.support.files import torch_bytes
 from tests.support.same import assert_same_objects
 from tests.support.zip_layouts import Entry, Layout, any_layout, honest, records_of
