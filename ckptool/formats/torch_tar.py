@@ -132,7 +132,7 @@ class _Member:
         """The next bytes."""
         if not 0 <= size <= self.left:
             why = "The file was cut off, or the number is wrong."
-            raise Truncated(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
+            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
         self.at += size
         return subrange(self.data, self.at - size, size)
 
@@ -185,12 +185,13 @@ class _Tables:
                 case (key, int() | str() as root, int(begin), int(size)):
                     ref = self.values.get(root)
                 case _:
-                    ref = None
-            if not isinstance(ref, StorageRef) or ref.dtype is None:
-                raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
-            if begin < 0 or size < 0 or (begin + size) * ref.dtype.itemsize > ref.storage.nbytes:
-                there = f"of a storage that has {ref.storage.nbytes // ref.dtype.itemsize:,}"
-                raise BadTensor(f"a view of the elements {begin:,} to {begin + size:,} {there}", _DAMAGED)
+                    raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
+            if (
+                not isinstance(ref, StorageRef)
+                or ref.dtype is None
+                or not 0 <= begin <= begin + size <= ref.storage.nbytes // ref.dtype.itemsize
+            ):
+                raise BadTensor(f"the view {shown(view)} is of no storage in the file, or goes beyond it", _DAMAGED)
             self._add(key, StorageView(ref.storage, ref.dtype, begin, size * ref.dtype.itemsize))
         self.trailing += reader.left
 
