@@ -223,7 +223,7 @@ class LegacyStorages:
         storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
         alike = dtype is first.dtype or is_bytes or not size
         if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.views else Corrupt)
         return first if dtype is first.dtype else StorageRef(storage, dtype)
 
     def _view(self, root: StorageRef, numel: int, view: Any) -> StorageView:
@@ -235,7 +235,7 @@ class LegacyStorages:
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
         found = StorageView(root.storage, root.dtype, offset, size * (root.dtype.itemsize if root.dtype else 1))
         if key in self.roots or self.views.setdefault(key, found) != found:
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.roots else Corrupt)
         return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
@@ -264,8 +264,8 @@ class LegacyStorages:
         return at
 
 
-def _contradiction(key: str) -> Corrupt:
-    return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
+    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
 def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
