@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,24 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, optio
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_state_dicts, wrappers
 from ckptool.errors import Conflict, counted, form, listed, printable
-from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
+from ckptool.facts import (
+    BAR,
+    LIVE,
+    WHOLE,
+    Bytes,
+    Report,
+    Table,
+    Told,
+    Unit,
+    bar,
+    blue,
+    bold,
+    dataclass,
+    dim,
+    number,
+    short,
+    size,
+)
 from ckptool.formats import named
 from ckptool.formats.members import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside

@@ -5,8 +5,9 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -18,7 +19,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
 from ckptool.errors import BadTensor, printable
-from ckptool.facts import LIVE
+from ckptool.facts import LIVE, dataclass
 from ckptool.facts import Note as Note
 
 if TYPE_CHECKING:
@@ -401,7 +402,7 @@ class PartOf:
         return self.kind is PartKind.MEMBERS and self.number == self.count
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
 class Checkpoint(TreeMapping):
     """An opened checkpoint: a mapping of what is at its top. Immutable, and so is what `checkpoint[key]` gives.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import Unsupported, UsageError
+from ckptool.facts import dataclass
 
 if TYPE_CHECKING:
     import numpy

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from codecs import utf_8_decode
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.nodes import ByteString
 from ckptool.errors import Corrupt, LimitExceeded
+from ckptool.facts import dataclass
 
 MAX_STRING = 64 << 20
 

@@ -13,11 +13,11 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, printable
+from ckptool.facts import dataclass
 
 if TYPE_CHECKING:
     from ckptool.formats.zip.directory import Archive
