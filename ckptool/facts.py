@@ -23,25 +23,24 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
 
-    def dataclass(kind=None, *, eq=True, repr=True, frozen=False, **more):  # noqa: A002 (as it is called there)
+    def dataclass(*, eq=True, repr=True, frozen=False, **more):  # noqa: A002 (as it is called there)
         """`dataclasses.dataclass` in a fifth of its time, which goes into methods that are compiled for each class: of
         them only `__init__` is. That nobody assigns to what is `frozen` is left to checkers of types."""
+        methods = {"__repr__": repr and _repr, "__eq__": eq and _eq, "__hash__": eq and frozen and _hash}
 
         def made(kind):
-            given = ({"__repr__": _repr} if repr else {}) | ({"__eq__": _eq} if eq else {})
-            given |= {"__hash__": _hash if frozen else None} if eq else {}
-            for name, method in given.items():
-                if name not in vars(kind):
-                    setattr(kind, name, method)
+            for name in methods:
+                if methods[name] and name not in vars(kind):
+                    setattr(kind, name, methods[name])
             return dataclasses.dataclass(kind, eq=False, repr=False, **more)
 
-        return made if kind is None else made(kind)
+        return made
 
     def _eq(self, other):
         return _values(self) == _values(other) if type(self) is type(other) else NotImplemented
 
     def _hash(self):
-        return hash(tuple(_values(self)))
+        return hash(_values(self))
 
     @recursive_repr()
     def _repr(self):
@@ -49,7 +48,8 @@ else:
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def _values(self):
-        return [getattr(self, each.name) for each in dataclasses.fields(self) if each.compare]
+        return tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.compare)
+
 
 # Numbers for people ---------------------------------------------------------------------------------------------------
 

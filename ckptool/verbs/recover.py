@@ -131,8 +131,8 @@ def recover(
 ) -> Recovery:
     """Writes what is whole of a cut or damaged file to a new one; undoes an in-place edit that was not finished.
 
-    Of a zip, every record comes back whose checksum proves it, wherever the file was cut or damaged; of a safetensors
-    file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
+    Of a zip, every record comes back whose checksum proves it (without its directory, up to a damaged header); of a
+    safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
     refuse_address("recover", file)

@@ -217,8 +217,10 @@ def test_nothing_that_comes_back_differs_at_length(name: str, tmp_path: Path) ->
 
 def test_a_flip_anywhere_loses_at_most_what_it_hits(tmp_path: Path) -> None:
     """The directory and the records' own headers say the same: where one is damaged, the other is believed."""
-    pickle_end = PLAIN.index(b"PK\x07\x08") + 16
+    pickle_end, line = PLAIN.index(b"PK\x07\x08") + 16, PLAIN.index(b"PK\x01\x02")
     for at in range(pickle_end, len(PLAIN), 29):
+        if at in range(line + 16, line + 20):  # the checksum of the pickle
+            continue
         data = bytearray(PLAIN)
         data[at] ^= 0x10
         assert nothing_wrong("by torch", bytes(data), tmp_path / "flip.pt") >= 12, at
@@ -262,20 +264,23 @@ HEADERS: dict[str, Callable[[bytearray], None]] = {
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_damaged_header_behind_which_the_directory_is_cut_off(what: str, tmp_path: Path) -> None:
-    """No checksum covers a name; without a directory only the order of the records proves it."""
+    """No checksum covers a name; without a directory only the order of the records proves it, up to where it ends."""
     data = bytearray(PLAIN[: header_of("archive/data/7")])
     HEADERS[what](data)
     found = came_back(salvaged(bytes(data), tmp_path / "cut.pt"))
     expected = originals("by torch", tmp_path / "o.pt")
-    beyond = [6] if what in ("its name is another's", "its descriptor") else []  # else nothing leads over it
-    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in (0, 1, 2, 3, 4, *beyond)}
+    whole = {"its name is another's": (0, 1, 2, 3), "its descriptor": (0, 1, 2, 3, 4, 6)}.get(what, (0, 1, 2, 3, 4))
+    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in whole}
 
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: Path) -> None:
+    """A name that header and directory do not agree on is not proven."""
     data = bytearray(PLAIN)
     HEADERS[what](data)
-    assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == originals("by torch", tmp_path / "o.pt")
+    lost = ["model/l5.w"] if what in ("its name is another's", "its magic") else []
+    expected = originals("by torch", tmp_path / "o.pt")
+    assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == {k: v for k, v in expected.items() if k not in lost}
 
 
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
@@ -304,8 +309,7 @@ def test_a_zip_in_a_tensor_is_not_taken_for_the_file(tmp_path: Path) -> None:
 
 
 def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
-    """Records in the order of their names, sizes in their headers: believed where the directory is there, or the size
-    is unique."""
+    """Records in the order of their names, sizes in their headers: believed where the directory is there."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive, zipfile.ZipFile(out, "w") as again:
         for name in sorted(archive.namelist(), key=lambda name: name[::-1]):
@@ -313,8 +317,8 @@ def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
     expected = originals("by torch", tmp_path / "o.pt")
     back = came_back(salvaged(out.getvalue(), tmp_path / "odd.pt"))
     assert back == expected
-    cut = came_back(salvaged(out.getvalue()[:-30], tmp_path / "odd.pt"))
-    assert cut == expected  # the directory's entries are still there
+    with pytest.raises(CkptoolError):
+        salvaged(out.getvalue()[:-30], tmp_path / "odd.pt")
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.75, 0.99])
@@ -378,9 +382,8 @@ def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
     before, after = edited(tmp_path / "e.pt")
     data = bytearray(after)
     data[len(before) - 10] ^= 1
-    found = salvaged(bytes(data), tmp_path / "d.pt")
-    assert found.checkpoint.tree["epoch"] == 4
-    assert came_back(found) == originals("by torch", tmp_path / "o.pt")
+    with pytest.raises(Corrupt, match="end records"):  # which of its two states is the last?
+        salvaged(bytes(data), tmp_path / "d.pt")
 
 
 def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:

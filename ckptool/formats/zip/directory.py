@@ -6,7 +6,7 @@ directory (the next local header, less the data descriptor, less the size: right
 50,000 seeks cheaper) and confirmed against the record's own local header before its bytes are used.
 
 An in-place edit stretches the file, puts a copy of the old end records (the guard) at its very end, and writes the new
-records in between (`output/append.py`). A reader that goes by the offset in the copy finds the old archive. One that
+records in between (`output/durable.py`). A reader that goes by the offset in the copy finds the old archive. One that
 looks for a directory right before the copy must find nothing that it could take for one; and only what begins as such
 an edit does is ever cut off.
 
@@ -94,10 +94,11 @@ class Archive:
         return window[at - begin : at - begin + length]
 
 
-def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
+def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool = True) -> Archive:
     """The archive that `source` is; raises `Truncated`, `Ambiguous`, `Corrupt`, `Unsupported` or `LimitExceeded`.
 
-    case_matters: the readers of this kind of archive tell names apart that differ in case alone.
+    case_matters: the readers of this kind of archive tell names apart that differ in case alone.  confirm: looks at the
+    headers of the first and the last record.
     """
     archive = _read_directory(source, _find_end(source))
     names: dict[str, str] = {}
@@ -124,7 +125,7 @@ def read_archive(source: Readable, *, case_matters: bool = False) -> Archive:
         note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))
         archive.notes.append(note)
     _place_records(archive)
-    if records := archive.by_offset():
+    if confirm and (records := archive.by_offset()):
         records[0].confirm()  # whatever the file begins with could be another file's head
         records[-1].confirm()  # and what stands before the directory another archive's end
     return archive
