@@ -11,6 +11,8 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field as field
+from dataclasses import replace as replace
 from functools import cached_property, partial
 from importlib import import_module
 from reprlib import recursive_repr

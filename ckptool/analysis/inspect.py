@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +38,7 @@ from ckptool.facts import (
     dataclass,
     dim,
     number,
+    replace,
     short,
     size,
 )

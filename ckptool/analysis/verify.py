@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Annotated, Any
@@ -40,6 +39,7 @@ from ckptool.facts import (
     dim,
     green,
     red,
+    replace,
     short,
     size,
     yellow,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
 from ckptool.errors import BadTensor, printable
-from ckptool.facts import LIVE, dataclass
+from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
 if TYPE_CHECKING:

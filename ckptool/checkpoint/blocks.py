@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Note, Sto
 from ckptool.checkpoint.progress import passed
 from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, field
 
 if TYPE_CHECKING:
     import hashlib

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -24,7 +23,7 @@ from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
 from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, listed, quoted
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
     from torch.nn import Module

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
@@ -20,7 +19,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, field
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory

@@ -10,7 +10,6 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, form, listed
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, field
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -20,7 +19,7 @@ from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
 from ckptool.errors import BadTensor, LimitExceeded, counted
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, replace
 from ckptool.pickles.arguments import no_hooks
 from ckptool.pickles.strings import StubbedValue, encoded, key_text
 

@@ -13,7 +13,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.model_folder import configuration
 from ckptool.names.pattern import Arithmetic
 from ckptool.names.rules import Operation, parse_operation

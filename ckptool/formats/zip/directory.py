@@ -20,14 +20,13 @@ from __future__ import annotations
 import re
 import struct
 from contextlib import suppress
-from dataclasses import field
 from typing import NoReturn
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.files import Readable
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, listed
-from ckptool.facts import dataclass
+from ckptool.facts import dataclass, field
 from ckptool.formats.zip.record import (
     CENTRAL,
     DESCRIPTOR,
