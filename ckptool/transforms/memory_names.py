@@ -39,7 +39,7 @@ class _Group(NamedTuple):
     new: list[str]
 
 
-@dataclass
+@dataclass()
 class MemoryTree:
     """A state dict with the names and tensors that its library has in memory.
 

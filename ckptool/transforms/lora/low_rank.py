@@ -248,7 +248,7 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
 # The difference between two models ------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass()
 class _Extraction:
     tuned: Mapping[Any, Any]
     base: Mapping[Any, Any]
