@@ -24,8 +24,6 @@ from ckptool.checkpoint.numpy_arrays import ArrayType, LazyBytes, array_type, co
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
-from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import Decoded, decode_lazily, skeleton
 from ckptool.pickles.plain import summary
 
 NAME = "npy"
@@ -38,27 +36,28 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The tensor in a file of `numpy.save`. Reads the header only.
 
-    An array of texts, dates or objects is an inert object, as in a pickle. Raises `Truncated`, `Corrupt`, `Unsupported`
-    or `Ambiguous`.
+    An array of texts or dates is an inert object, as in a pickle. Raises `Truncated`, `Corrupt`, `Unsupported` or
+    `Ambiguous`.
     """
-    tree, discarded = read_array(FileRange(source, 0, source.size), str(source), PickleBudget(source.size))
+    tree = read_array(FileRange(source, 0, source.size), str(source))
+    if tree is None:
+        what = f"{source} is an array of Python objects"
+        raise Unsupported(what, "numpy pickles them; ckptool reads arrays of numbers, and notes texts and dates.")
     other = not isinstance(tree, TensorEntry)
     notes = (Note("other-arrays", f"it is not a tensor: {summary(tree)}"),) if other else ()
-    return Checkpoint(tree, NAME, {}, source, notes=notes, discarded=discarded, tensors_only=True)
+    return Checkpoint(tree, NAME, {}, source, notes=notes, tensors_only=True)
 
 
 MAGIC = b"\x93NUMPY"
 MAX_HEADER = 1 << 16  # bytes; numpy itself reads no more than 10,000 without being told to
 MAX_RANK = 64  # numpy's
 ALIGNMENT = 64
-FREE_PICKLES = 1 << 20  # bytes; a larger file may hold as many as it has itself
 _FIRST = 256  # read at once: nearly every header is 128 bytes
 _DAMAGED = "The file was damaged, or numpy did not write it."
 
 
 class ArrayHeader(NamedTuple):
-    """The header of an array. type: None for one of Python objects.  fortran: the first axis runs fastest.  raw: all
-    its bytes."""
+    """The header of an array. type: None for Python objects.  fortran: the first axis runs fastest.  raw: all of it."""
 
     kind: numpy.dtype[Any]
     type: ArrayType | None
@@ -67,37 +66,18 @@ class ArrayHeader(NamedTuple):
     raw: bytes
 
 
-class PickleBudget:
-    """The bytes of pickles that may still be read from a file of `size` bytes, which may be compressed."""
+def read_array(data: Data, name: str, crc: int | None = None) -> Any:
+    """The tree of an array that fills `data`: a tensor, or the inert object that a pickle of another array would give;
+    None for one of Python objects, which is a pickle.
 
-    __slots__ = ("left",)
-
-    def __init__(self, size: int) -> None:
-        self.left = max(FREE_PICKLES, size)
-
-    def take(self, size: int) -> None:
-        """Raises `LimitExceeded` when that is too much."""
-        self.left -= size
-        if self.left < 0:
-            why = "A file of this size should not hold so much; it is probably malicious."
-            again = "numpy.savez(NEW, **numpy.load(FILE, allow_pickle=True))"
-            fix = f"If you trust it, let numpy save it without compression: {again}"
-            raise LimitExceeded(f"an array of Python objects with a pickle of {size:,} bytes", why, fix)
-
-
-def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = None) -> tuple[Any, tuple[Any, ...]]:
-    """The tree of an array that fills `data`: a tensor, or the inert object that a pickle of another array would give.
-
-    crc: the CRC-32 of all of `data`, where it is known. Also gives what a pickle in it makes and throws away. Reads no
-    numbers. Raises `Truncated`, `Corrupt`, `Unsupported`, `Ambiguous` or `LimitExceeded`, which begin with `name`.
+    crc: the CRC-32 of all of `data`, where it is known. Reads no numbers. Raises `Truncated`, `Corrupt`, `Unsupported`,
+    `Ambiguous` or `LimitExceeded`, which begin with `name`.
     """
     try:
         header = read_header(data)
         begin = len(header.raw)
         if header.type is None:
-            budget.take(data.length)
-            decoded = _pickled(data, begin, name)
-            return decoded.root, decoded.discarded
+            return None
         size = math.prod(header.shape) * header.type.itemsize
         if (there := data.length - begin) < size:
             what = f"an array of {size:,} bytes, of which the file holds {there:,}"
@@ -114,10 +94,10 @@ def read_array(data: Data, name: str, budget: PickleBudget, crc: int | None = No
     except CkptoolError as error:
         raise error.within(name) from None
     if entry is not None:
-        return entry, ()
+        return entry
     node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it
     node.state = (1, header.shape, _type_node(header.kind), header.fortran, LazyBytes(content, crc=own))
-    return node, ()
+    return node
 
 
 # The header ----------------------------------------------------------------------------------------------------------
@@ -182,21 +162,7 @@ def _type_node(kind: numpy.dtype[Any]) -> Object:
     return node
 
 
-# Arrays that are no tensors ------------------------------------------------------------------------------------------
-
 _RECONSTRUCT, _NDARRAY = Global("numpy.core.multiarray", "_reconstruct"), Global("numpy", "ndarray")
-
-
-def _pickled(data: Data, begin: int, name: str) -> Decoded:
-    """The objects of an array that numpy could only pickle, inert."""
-    made = skeleton(data, begin, name=name)
-    if made.end != data.length:
-        raise Ambiguous(f"{data.length - made.end:,} bytes after the end of its pickle", "Another may be hidden there.")
-    return decode_lazily(made, _refuse_id, BUILDERS, name=name, file_bytes=data.length)
-
-
-def _refuse_id(_: Any) -> Any:
-    raise Unsupported("a persistent id in a numpy array", "numpy writes none.")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

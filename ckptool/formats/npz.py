@@ -12,10 +12,11 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
-from ckptool.formats.npy import MAGIC, PickleBudget, read_array, spelled
+from ckptool.formats.npy import MAGIC, read_array, spelled
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.record import END, LOCAL
 from ckptool.formats.zip.writer import ZipLayout
@@ -44,8 +45,9 @@ def detect(head: bytes, source: Input) -> bool:
 def read(source: Source) -> Checkpoint:
     """The arrays in an `.npz` by their names. Reads the directory and the headers of the arrays, no numbers.
 
-    Arrays of texts, dates and objects are inert objects, as in a pickle; records that are no arrays are bytes, as
-    `numpy.load` has them. Raises what `read_archive` and `read_array` raise.
+    Arrays of texts and dates are inert objects, as in a pickle; those of Python objects, which are pickles, are left
+    out and noted; records that are no arrays are bytes, as `numpy.load` has them. Raises what `read_archive` and
+    `read_array` raise.
     """
     return of_archive(directory.read_archive(source, case_matters=True))
 
@@ -57,8 +59,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         what = f"{source} holds numpy arrays beside {pickles[0]}"
         raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
-    discarded: list[Any] = []
-    budget, left = PickleBudget(source.size), MAX_OTHERS
+    pickled, left = list[str](), MAX_OTHERS
     mark = archive.records.get(marks.RECOVERED_RECORD)
     metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
@@ -73,14 +74,19 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             left -= record.size
         else:
             crc = record.crc if archive.has_checksums else None
-            tree[key], thrown_away = read_array(record.data, f"{source}: {record}", budget, crc)
-            discarded += thrown_away
+            tree[key] = read_array(record.data, f"{source}: {record}", crc)
+            if tree[key] is None:
+                pickled.append(key)
+                del tree[key]
     notes = [*archive.notes]
     if others := [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]:
         what = counted(len(others), "entry is not a tensor", "entries are not tensors")
         notes.append(Note("other-arrays", f"{what}: {listed(others, 4)}"))
+    if pickled:
+        what = counted(len(pickled), "array of Python objects is a pickle", "arrays of Python objects are pickles")
+        notes.append(Note("other-arrays", f"{what}, neither read nor kept: {listed(pickled, 4)}"))
     notes += marks.recovered_notes(metadata)
-    calls = tuple(discarded)
+    calls = tuple(Object(Global("numpy", "load"), (name,)) for name in pickled)  # what they call is not known
     return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), discarded=calls, tensors_only=True)
 
 

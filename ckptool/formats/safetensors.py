@@ -85,7 +85,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         what = f"{source} ends inside its header, which has {size:,} bytes"
         raise Truncated(what, fix="Copy or download it again.")
     header = _Header(source, size, cut)
-    tree, notes = header.entries, header.notes()
+    tree, notes = header.entries, list[Note]()
     ties, tied = ties_in(header.metadata, tree), dict[str, TensorEntry]()
     try:
         separate = set(json.loads(header.metadata.pop(marks.DEDUPLICATED, "[]")))
@@ -135,7 +135,6 @@ class _Header:
         self.source, self.base = source, 8 + size
         self.entries: dict[str, TensorEntry] = {}
         self.metadata: dict[str, str] = {}
-        self.unknown: dict[str, int] = {}  # fields that the format does not have, and how many tensors have them
         self.ranges: list[tuple[int, int]] = []
         seen_metadata = False
         for name, fields in members(source.read(8, size), f"{source}: its header", METADATA, self._take):
@@ -192,20 +191,14 @@ class _Header:
         if count * dtype.itemsize != end - begin:
             shown = f"of type {dtype} and shape [{listed(shape, 8)[:200]}]"
             raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
-        for key in fields.keys() - _FIELDS if len(fields) > 3 else ():
-            if key in self.unknown or len(self.unknown) < 100:
-                self.unknown[key] = self.unknown.get(key, 0) + 1
+        if len(fields) > 3:
+            names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
+            raise Unsupported(
+                f"{source}: {name} has fields that the format does not know ({names})", "Nobody reads them."
+            )
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
-
-    def notes(self) -> list[Note]:
-        if not self.unknown:
-            return []
-        tensors = counted(max(self.unknown.values()), "tensor has", "tensors have")
-        message = f"{tensors} fields that the format does not know, which are not kept: "
-        message += listed([key[:40] for key in sorted(self.unknown)], 3)
-        return [Note("unknown-fields", message, command("convert", FILE, out=OUT))]
 
 
 def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
@@ -179,85 +179,64 @@ _DAMAGED = "The pickle was damaged."
 Sources = dict[str, dict[str, str | None]]  # the file and the text of classes, by name
 
 
-class _Root(NamedTuple):
-    """A storage with data of its own, as the ids of one class see it. numel: its number of elements."""
-
-    ref: StorageRef
-    numel: int
-
-
 class LegacyStorages:
-    """Gives the storages for persistent ids, and their data when the keys are known that say where it is."""
+    """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
+
+    roots: those with data of their own, and how many elements each has.  views: of them, by keys of their own.
+    """
 
     def __init__(self) -> None:
-        self.by_class: dict[Global, dict[str, _Root]] = {}
-        self.roots: dict[str, _Root] = {}
+        self.given: dict[Any, Any] = {}  # by the id: most are of a storage that was seen before
+        self.roots: dict[str, tuple[StorageRef, int]] = {}
         self.views: dict[str, StorageView] = {}
         self.sources: Sources = {}
 
     def load(self, pid: Any) -> Any:
         """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
-        try:  # most are of a storage that was seen before
-            tag, cls, key, location, numel, view = pid
-            root = self.by_class[cls][key]
-            alike = location == root.ref.storage.location and numel == root.numel
-            if alike and tag == "storage" and view is None and type(numel) is int:
-                return root.ref
-        except (KeyError, TypeError, ValueError):
-            pass
-        parts = pid if type(pid) is tuple and pid else (None,)
-        tag = as_text(parts[0])
-        if len(parts) == 4 and tag == "module":
+        parts = tuple(map(as_text, pid)) if type(pid) is tuple else (None,)
+        if len(parts) == 4 and parts[0] == "module":
             return class_of(parts[1:], self.sources)
-        if len(parts) != 6 or tag != "storage":
+        if len(parts) != 6 or parts[0] != "storage":
             what = "a persistent id that names no storage"
             raise Corrupt(what, "torch writes them for storages and for modules' classes.")
-        cls, numel, view = parts[1], parts[4], parts[5]
-        key, location = as_text(parts[2]), as_text(parts[3])
-        if type(cls) is not Global or type(key) is not str or type(location) is not str or type(numel) is not int:
+        _, cls, key, location, numel, view = parts
+        if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
-        root = self._root(cls, key, location, numel)
-        return root.ref if view is None else self._view(root, view)
+        if view is not None:
+            return self._view(self._root(cls, key, location, numel), numel, view)
+        if (found := self.given.get(parts)) is None:
+            found = self.given[parts] = self._root(cls, key, location, numel)
+        return found
 
-    def _root(self, cls: Global, key: str, location: str, numel: int) -> _Root:
+    def _root(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
             raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
-        if key in self.views:
-            raise _entangled(key)
         size = numel * (dtype.itemsize if dtype else 1)
 
         def unplaced(offset: int, length: int) -> bytes:
             raise AssertionError(f"{length} bytes at {offset} of the storage {key}, which is not placed yet")
 
-        first = self.roots.get(key)
-        if first is None:
-            first = self.roots[key] = _Root(StorageRef(Storage(Computed(size, unplaced), location), dtype), numel)
-        elif first.ref.dtype is not dtype:
-            alike = not size or all(t is None or t.name == "u8" for t in (dtype, first.ref.dtype))
-            if size != first.ref.storage.nbytes or not alike:
-                raise _contradiction(key)
-            first = _Root(StorageRef(first.ref.storage, dtype), numel)
-        if location != first.ref.storage.location or numel != first.numel:
+        if key not in self.roots:
+            self.roots[key] = StorageRef(Storage(Computed(size, unplaced), location), dtype), numel
+        first = self.roots[key][0]
+        storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
+        alike = dtype is first.dtype or is_bytes or not size
+        if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
             raise _contradiction(key)
-        self.by_class.setdefault(cls, {})[key] = first
-        return first
+        return first if dtype is first.dtype else StorageRef(storage, dtype)
 
-    def _view(self, root: _Root, view: Any) -> Any:
-        key, offset, size = view if type(view) is tuple and len(view) == 3 else (None, None, None)
-        key = as_text(key)
+    def _view(self, root: StorageRef, numel: int, view: Any) -> StorageView:
+        key, offset, size = map(as_text, view) if type(view) is tuple and len(view) == 3 else (None, None, None)
         if type(key) is not str or type(offset) is not int or type(size) is not int:
             raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
-        if offset < 0 or size < 0 or offset + size > root.numel:
-            there = f"of a storage that has {root.numel:,}"
+        if offset < 0 or size < 0 or offset + size > numel:
+            there = f"of a storage that has {numel:,}"
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
-        if key in self.roots:
-            raise _entangled(key)
-        dtype = root.ref.dtype
-        found = StorageView(root.ref.storage, dtype, offset, size * (dtype.itemsize if dtype else 1))
-        if self.views.setdefault(key, found) != found:
+        found = StorageView(root.storage, root.dtype, offset, size * (root.dtype.itemsize if root.dtype else 1))
+        if key in self.roots or self.views.setdefault(key, found) != found:
             raise _contradiction(key)
         return found
 
@@ -272,32 +251,25 @@ class LegacyStorages:
             raise Corrupt(what, _MENDED)
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
-                sizes = (8 + self.roots[key].ref.storage.nbytes for key in keys[number : number + _AHEAD])
+                sizes = (8 + self.roots[key][0].storage.nbytes for key in keys[number : number + _AHEAD])
                 starts = accumulate(sizes, initial=data.offset + at)
                 data.file.expect((start, start + 8) for start in starts)
-            root = self.roots[key]
-            size = root.ref.storage.nbytes
-            if (
-                at + 8 <= data.length
-                and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != root.numel
-            ):
-                what = f"the storage {key[:80]} should have {counted(root.numel, 'element')}; the data says {said:,}"
+            storage, numel = self.roots[key][0].storage, self.roots[key][1]
+            size = storage.nbytes
+            if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
+                what = f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}"
                 raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
             if at + 8 + size > data.length:
                 begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
                 there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
                 raise Truncated(f"the storage {key} needs {there}", fix="Copy or download it again.")
-            root.ref.storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
+            storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
             at += 8 + size
         return at
 
 
 def _contradiction(key: str) -> Corrupt:
     return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
-
-
-def _entangled(key: str) -> BadTensor:
-    return BadTensor(f"the storage {key[:80]} is a view, and has views", "torch writes views of whole storages.")
 
 
 def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:

@@ -125,13 +125,19 @@ class _Member:
         if type(count) is not int or not 0 <= count <= self.data.length:
             raise Corrupt(f"{shown(count)} as the number of {kind}s", _DAMAGED)
         for number in range(count):
-            yield (what := f"{kind} {number:,}"), self.pickle(what)
+            fields = self.pickle(what := f"{kind} {number:,}")
+            yield f"{what}, described by {shown(fields)},", fields
+
+    def take(self, size: int, what: str) -> Data:
+        """The next bytes."""
+        if not 0 <= size <= self.left:
+            why = "The file was cut off, or the number is wrong."
+            raise Truncated(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
+        self.at += size
+        return subrange(self.data, self.at - size, size)
 
     def integers(self, count: int, what: str) -> tuple[int, ...]:
-        if 8 * count > self.left:
-            raise Truncated(f"{what} ends before its sizes")
-        self.at += 8 * count
-        return struct.unpack(f"<{count}q", self.data.read(self.at - 8 * count, 8 * count))
+        return struct.unpack(f"<{count}q", self.take(8 * count, what).read(0, 8 * count))
 
 
 class _Place(NamedTuple):
@@ -159,89 +165,71 @@ class _Tables:
         key = as_text(pid)
         if isinstance(key, str) and re.fullmatch(r"-?\d{1,20}", key, re.ASCII):
             key = int(key)
-        if type(key) is not int:
-            raise Corrupt(f"the persistent id {shown(key)}", "torch writes numbers, and modules' classes.")
-        if found := self.tensors.get(key):
-            return found
-        if key not in self.places:
-            raise Corrupt(f"the value refers to the tensor {key}, which is not in the file", _DAMAGED)
-        return self.places[key].ref
+        found = self.tensors.get(key) or self.places.get(key) if type(key) is int else None
+        if found is None:
+            raise Corrupt(f"the value refers to the tensor {shown(key)}, which is not in the file", _DAMAGED)
+        return found.ref if isinstance(found, _Place) else found
 
     def read_storages(self, reader: _Member) -> None:
         with_views = True
         for what, fields in reader.each("storage"):
             match fields:
-                case (int() | str() as key, str() | bytes() as location, Global() as kind):
+                case (key, str() | bytes() as location, Global() as kind):
                     with_views = True
-                case (int() | str() as key, Global() as kind):  # before locations
+                case (key, Global() as kind):  # before locations
                     location, with_views = "cuda:0" if kind.module == "torch.cuda" else "cpu", False
                 case _:
-                    raise Corrupt(f"{what} is described by {shown(fields)}", _DAMAGED)
-            self._check_new(key)
-            known, dtype = storage_class(kind)
-            if not known or dtype is None:
+                    raise Corrupt(f"{what} is none", _DAMAGED)
+            _, dtype = storage_class(kind)
+            if dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
             (count,) = reader.integers(1, what)
-            if count < 0:
-                raise Corrupt(f"{what} has {counted(count, 'element')}", _DAMAGED)
-            size = count * dtype.itemsize
-            if size > reader.left:
-                wanted = f"{counted(count, 'element')} of {dtype.itemsize} bytes"
-                why = "The file was cut off, or the number is wrong."
-                raise Truncated(f"{what} has {wanted}; {reader.left:,} bytes are left", why)
-            storage = Storage(subrange(reader.data, reader.at, size), as_text(location))
-            self.places[key] = _Place(StorageRef(storage, dtype), storage)
-            reader.at += size
+            storage = Storage(reader.take(count * dtype.itemsize, what), as_text(location))
+            self.places[self._new(key)] = _Place(StorageRef(storage, dtype), storage)
         views = reader.pickle("the views") if with_views or reader.left else []
         for view in views if type(views) is list else [views]:
             match view:
-                case (int() | str() as key, int() | str() as root, int(begin), int(size)):
-                    self._check_new(key)
+                case (key, int() | str() as root, int(begin), int(size)) if root in self.places:
+                    ref, storage, _ = self.places[root]
                 case _:
                     raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
-            whole = self.places.get(root)
-            if whole is None or whole.ref.storage is not whole.root or not whole.ref.dtype:
-                what = f"a view of the storage {shown(root)}, which is not in the file or a view itself"
-                raise BadTensor(what, _DAMAGED)
-            width = whole.ref.dtype.itemsize
-            if begin < 0 or size < 0 or (begin + size) * width > whole.root.nbytes:
-                there = f"of a storage that has {whole.root.nbytes // width:,}"
+            width = ref.dtype.itemsize if ref.dtype is not None else 1
+            if ref.storage is not storage or begin < 0 or size < 0 or (begin + size) * width > storage.nbytes:
+                there = f"of a view, or of a storage that has {storage.nbytes // width:,}"
                 raise BadTensor(f"a view of the elements {begin:,} to {begin + size:,} {there}", _DAMAGED)
-            part = Storage(subrange(whole.root.data, begin * width, size * width), whole.root.location)
-            self.places[key] = _Place(StorageRef(part, whole.ref.dtype), whole.root, begin)
+            part = Storage(subrange(storage.data, begin * width, size * width), storage.location)
+            self.places[self._new(key)] = _Place(StorageRef(part, ref.dtype), storage, begin)
         self.trailing += reader.left
 
     def read_tensors(self, reader: _Member) -> None:
         for what, fields in reader.each("tensor"):
-            match fields:
-                case (int() | str() as key, int() | str() | None as storage, kind):
-                    self._check_new(key)
-                case _:
-                    raise Corrupt(f"{what} is described by {shown(fields)}", _DAMAGED)
             # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
             dimensions = reader.integers(1, what)[0] & 0xFFFFFFFF
             if dimensions > MAX_RANK:
                 raise Corrupt(f"{what} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
-            sizes = reader.integers(2 * dimensions + 1, what)
-            if storage is None:
-                made = BUILDERS[kind](()) if type(kind) is Global and kind in BUILDERS else None  # empty, of its type
-                if not isinstance(made, TensorEntry):
-                    raise Corrupt(f"{what} has no storage and is {shown(kind)}", _DAMAGED)
-                self.tensors[key] = made
-                continue
-            place = self.places.get(storage)
-            if place is None or place.ref.dtype is None:
-                raise Corrupt(f"{what} is a view of the storage {shown(storage)}, which is not in the file", _DAMAGED)
-            shape, stride, offset = sizes[:dimensions], sizes[dimensions:-1], sizes[-1]
-            if not shape and not place.ref.storage.nbytes:  # what had no dimensions was empty then
-                shape, stride = (0,), (1,)
-            check_view(place.ref.storage.nbytes, place.ref.dtype, shape, stride, offset)
-            self.tensors[key] = TensorEntry(place.root, place.ref.dtype, shape, stride, place.begin + offset)
+            *sizes, offset = reader.integers(2 * dimensions + 1, what)
+            shape, stride = tuple(sizes[:dimensions]), tuple(sizes[dimensions:])
+            match fields:
+                case (key, None, Global() as kind) if kind in BUILDERS:  # empty, of its type
+                    made = BUILDERS[kind](())
+                case (key, int() | str() as storage, _) if storage in self.places:
+                    ref, root, begin = self.places[storage]
+                    if not shape and not ref.storage.nbytes:  # what had no dimensions was empty then
+                        shape, stride = (0,), (1,)
+                    assert ref.dtype is not None
+                    check_view(ref.storage.nbytes, ref.dtype, shape, stride, offset)
+                    made = TensorEntry(root, ref.dtype, shape, stride, begin + offset)
+                case _:
+                    made = None
+            if not isinstance(made, TensorEntry):
+                raise Corrupt(f"{what} is none, or a view of a storage that is not in the file", _DAMAGED)
+            self.tensors[self._new(key)] = made
         self.trailing += reader.left
 
-    def _check_new(self, key: Any) -> None:
-        if key in self.places or key in self.tensors:
-            raise Corrupt(f"the key {shown(key)} is given twice", "Readers would disagree about which is right.")
+    def _new(self, key: Any) -> int | str:
+        if not isinstance(key, (int, str)) or key in self.places or key in self.tensors:
+            raise Corrupt(f"the key {shown(key)} is none, or is given twice", "Readers would disagree about it.")
+        return key
 
 
 # The archive ---------------------------------------------------------------------------------------------------------

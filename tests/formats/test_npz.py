@@ -17,7 +17,7 @@ import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, UsageError
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, UnsafeObject, Unsupported, UsageError
 from ckptool.formats import npz, read
 from ckptool.pickles.plain import plain
 from fixtures.traps import TRAPS
@@ -55,12 +55,11 @@ def test_other_arrays_are_listed_never_dropped(how: str, tmp_path: Path) -> None
         "labels": np.array(["cat", "dog"]),
         "when": np.array(["2020-01-01"], "M8[D]"),
         "rows": np.zeros(2, [("a", "<f4")]),
-        "options": np.array({"lr": 0.1}, dtype=object),
         "many": np.array(["x" * 100] * 1000),
     }
     file = numpy_file(tmp_path / "a.npz", how, w=np.ones(3), **others)
     checkpoint = read(file)
-    assert [type(value) for value in checkpoint.tree.values()] == [TensorEntry, *[Object] * 5]
+    assert [type(value) for value in checkpoint.tree.values()] == [TensorEntry, *[Object] * 4]
     assert str(plain(checkpoint.tree["labels"])) == "<numpy array U3[2]>"
     assert plain(checkpoint.tree["labels"]).values() == ["cat", "dog"]
     assert isinstance(plain(checkpoint.tree["many"]).data, LazyBytes)
@@ -75,6 +74,17 @@ def test_other_arrays_are_listed_never_dropped(how: str, tmp_path: Path) -> None
     again = torch.load(tmp_path / "a.pt", weights_only=False)  # a file of our own
     assert all(again[name].tolist() == given.tolist() for name, given in others.items())
     assert all(again[name].dtype == given.dtype for name, given in others.items())
+
+
+def test_arrays_of_objects_are_left_out_noted_and_may_run_anything(tmp_path: Path) -> None:
+    file = numpy_file(tmp_path / "a.npz", "stored", w=np.ones(3), options=np.array({"lr": 0.1}, dtype=object))
+    checkpoint = read(file)
+    assert list(checkpoint.tree) == ["w"] and "neither read nor kept: options" in checkpoint.notes[0].message
+    assert [call.name for call in ckptool.scan(file).files[0].calls] == ["numpy.load"]
+    with pytest.raises(UnsafeObject, match=r"numpy\.load"):
+        ckptool.convert(file, tmp_path / "a.pt")
+    ckptool.convert(file, tmp_path / "a.safetensors")
+    assert list(read(tmp_path / "a.safetensors").tree) == ["w"]
 
 
 def test_records_that_are_no_arrays_are_bytes_as_numpy_has_them(tmp_path: Path) -> None:
@@ -247,27 +257,13 @@ def test_arrays_beside_a_checkpoint_are_ambiguous(tmp_path: Path) -> None:
         read(file)
 
 
-def object_array(body: bytes) -> bytes:
-    """A file of numpy with an array of objects whose pickle is `body`."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.array([None], dtype=object))
-    whole = buffer.getvalue()
-    return whole[: whole.index(b"\n") + 1] + body
-
-
-@pytest.mark.parametrize("kind", ["one large pickle", "many pickles", "many headers", "many texts"])
-def test_small_files_that_ask_for_much_are_refused_within_the_budget(kind: str, tmp_path: Path) -> None:
-    body = object_array(b"\x80\x02]" + b"(" + b"N" * (1 << 20) + b"e.")
+@pytest.mark.parametrize("kind", ["many headers", "many texts"])
+def test_small_files_that_ask_for_much_are_read_within_the_budget(kind: str, tmp_path: Path) -> None:
     numbers = io.BytesIO()
     np.save(numbers, np.zeros(9))
     texts = io.BytesIO()
     np.save(texts, np.array(["" * 1000] * 15, "U1000"))
-    contents = {
-        "one large pickle": [object_array(b"\x80\x02" + b"N0" * (1 << 26) + b"N.")],
-        "many pickles": [body] * 200,
-        "many headers": [numbers.getvalue()] * 3_000,
-        "many texts": [texts.getvalue()] * 3_000,
-    }[kind]
+    contents = {"many headers": [numbers.getvalue()] * 3_000, "many texts": [texts.getvalue()] * 3_000}[kind]
     file = tmp_path / "a.npz"
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, content in enumerate(contents):
@@ -275,11 +271,7 @@ def test_small_files_that_ask_for_much_are_refused_within_the_budget(kind: str, 
     assert file.stat().st_size <= 1 << 20
 
     def work() -> None:
-        if "pickle" in kind:
-            with pytest.raises(LimitExceeded):
-                read(file)
-        else:
-            assert len(read(file).tree) == 3_000
+        assert len(read(file).tree) == 3_000
 
     assert is_quick(work, 1.5)
 

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import shutil
-import struct
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -320,11 +319,6 @@ def edited(path: Path) -> None:
     ckptool.strip_module(path, in_place=True)
 
 
-def with_unknown_field(path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "more": 1}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-
-
 def quantized(path: Path) -> None:
     torch.save({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}, path)
 
@@ -357,7 +351,6 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "unused-record": ("a.pt", lambda path: zipped(path, "a/data/99")),
     "symlink-records": ("a.pt", lambda path: zipped(path, "a/link", b"x", 0o120777)),
     "superseded-pickle": ("a.pt", edited),
-    "unknown-fields": ("a.safetensors", with_unknown_field),
     "numpy-weights": ("a.pkl", numpy_pickle),
     "quantized": ("a.pt", quantized),
     "torchscript": ("a.jit", lab.SPECIMENS["script.pt"].make),
