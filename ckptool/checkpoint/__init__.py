@@ -31,7 +31,7 @@ MAX_RANK = 64  # dimensions that torch allows a tensor
 # each for every tensor, and making a frozen object takes four times as long.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class InlineBytes:
     """Bytes in memory."""
 
@@ -45,7 +45,7 @@ class InlineBytes:
         return self.content[offset : offset + length]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class FileRange:
     """`length` bytes of a file, from `offset`.
 
@@ -70,7 +70,7 @@ class FileRange:
         return self.file.read(self.offset + offset, min(length, self.length - offset))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Computed:
     """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
 
@@ -143,7 +143,7 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class TensorEntry(ArrayLike):
     """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
 
@@ -293,7 +293,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StorageRef:
     """A storage that stands in the tree by itself. `dtype` is None for an untyped one."""
 
@@ -304,7 +304,7 @@ class StorageRef:
         return StorageRef(storage, self.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Composite(ArrayLike):
     """A tensor that is made of others: quantized, sparse, nested, a subclass, one with attributes, one without data.
 

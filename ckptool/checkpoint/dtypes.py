@@ -26,7 +26,7 @@ else:
     Array = Any  # numpy is imported where it computes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DType:
     """An element type; there is one instance of each, in `DTYPES`. It equals what names it: `torch.float32`, `"f32"`.
 

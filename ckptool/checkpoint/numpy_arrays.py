@@ -83,7 +83,7 @@ def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
 MAX_LONG_BYTES = 32 << 20
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LazyBytes:
     """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
 
@@ -146,7 +146,7 @@ class ArrayType:
         return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{name}{unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Array:
     """A numpy array of a pickle: its element type, shape, and bytes in row-major order (column-major where `fortran`).
 

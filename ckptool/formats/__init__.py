@@ -37,7 +37,7 @@ CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoin
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Format:
     """A container: what is true of all of its kind, and the way to its code.
 
@@ -277,7 +277,7 @@ def refuse_name(
 # FILE#ADDRESS --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opened:
     """A checkpoint, and the address of the part of it that was named (None for the whole).
 

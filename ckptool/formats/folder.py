@@ -225,7 +225,7 @@ def _beside(path: str) -> list[str]:
     return names_in(os.path.dirname(path) or ".") if path else []
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Facts:
     """Counts of a tree.
 

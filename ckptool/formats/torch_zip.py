@@ -39,7 +39,7 @@ MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Origin:
     """The file that a torch zip was read from: its directory, its root folder, the alignment of its data, its mark."""
 
@@ -166,7 +166,7 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
     return decoded
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 

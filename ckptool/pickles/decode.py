@@ -35,7 +35,7 @@ MAX_REPEATED = 100  # keys given twice whose values are compared
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoded:
     """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
 
@@ -158,7 +158,7 @@ MAX_SKELETON = 1 << 30
 _FIRST_WINDOW, _WINDOW = 1 << 16, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Skeleton:
     """A pickle without its long values.
 

@@ -103,7 +103,7 @@ def encoded(text: StubbedValue) -> StubbedValue | None:
 _PIECE = 1 << 16
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StubbedValue:
     """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
 

@@ -56,7 +56,7 @@ Spend = Callable[[int], None]
 """Says that a call copies what takes at least so many bytes in a file; see `purse`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerPickle:
     """A builder whose calls copy what they are given: `build(spend, args)`, with a purse of its own for each pickle."""
 

@@ -59,7 +59,7 @@ _FOLDER, LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bot
 LEADS_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Archive:
     """A zip archive's directory. Not changed once `read_archive` has returned it.
 

@@ -37,7 +37,7 @@ _MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and how hard 
 _INFLATED = 1 << 18  # bytes at a time
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`.
 
