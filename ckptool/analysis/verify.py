@@ -48,8 +48,7 @@ from ckptool.formats import counting_whole, marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
-from ckptool.formats.zip.directory import Archive, read_archive
-from ckptool.formats.zip.record import LOCAL, Record
+from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.

@@ -6,8 +6,8 @@ header that is damaged. What torch writes has the size and the checksum of a rec
 comes first, says how large each storage is, so the walk jumps from header to header and reads no data. Nothing is
 believed but what is proven: the data by its checksum; the name, which no checksum covers, where directory and header
 agree, or by its place in the order in which torch writes records. A zip inside of a tensor is never mistaken for the
-file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: records are given as bytes, by
-name. Every byte is searched once and summed once.
+file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: the records that the directory
+lists are given as bytes, by name. Every byte is searched once and summed once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import (
+from ckptool.formats.zip.directory import (
     CENTRAL,
     DESCRIPTOR,
     DESCRIPTOR64,
@@ -41,6 +40,7 @@ from ckptool.formats.zip.record import (
     FULL,
     LOCAL,
     LOCATOR,
+    Archive,
     Record,
     extra_fields,
     zip64_values,
@@ -48,7 +48,6 @@ from ckptool.formats.zip.record import (
 from ckptool.pickles.decode import decode
 
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
-_NUMBERED = re.compile(r"[^/]+/data/\d+")
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
 CUT = "the file ends before it does"
@@ -189,8 +188,9 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     if state is None or _root(state.records) is None:  # a name in the directory may be what is damaged
         walk = _Walk(source, source.size)
         state = walk.state
-        if walk.goes_on:
-            raise error or Ambiguous(f"{source} is two zip archives, one behind the other")
+        is_known = state is not None or walk.root or _are_arrays(record.name for record in walk.records)
+        if walk.goes_on or not is_known:
+            raise error or Ambiguous(f"{source} is two zip archives, or none of torch's")
     is_exact = state is not None and all(_agrees(record) for record in state.records.values())
     if state is not None:
         archive, records, root = state, state.by_offset(), _root(state.records) or ""
@@ -316,8 +316,8 @@ class _Walk:
                 return end + (DESCRIPTOR64 if max(size, at) >= FULL else DESCRIPTOR).size
             _, record.crc, _, record.size = layout.unpack(self._peek(end, layout.size))
             end += layout.size
-        elif not record.stored and self._peek(end, 2) not in (b"PK", b""):
-            self.why[record] = HEADER  # nothing proves that there is nothing
+        elif (size != stored and not method) or (not stored and self._peek(end, 2) not in (b"PK", b"")):
+            self.why[record] = HEADER  # of no data, nothing proves that there is none
         if not self.root and _is_pickle(name):
             self._learn(record)
         return end
@@ -377,31 +377,17 @@ class _Walk:
     def _prove_names(self) -> None:
         """Believes the names of storages that come in an order in which torch writes them.
 
-        The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts; without a pickle
-        that of the numbers alone. Where another record comes, neither it nor what follows is proven, nor is the storage
-        before it: bytes that are missing from the middle put the data of one record behind the header of another.
+        The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts. Where another
+        record comes, neither it nor what follows is proven, nor is the storage before it: bytes that are missing from
+        the middle put the data of one record behind the header of another.
         """
         sizes = [*self.sizes]
         orders = [sizes, sorted(sizes, key=lambda name: (len(name), name)), sorted(sizes)]
-        if not self.root:
-            root = next(
-                (
-                    name.partition("data/")[0]
-                    for name in (record.name for record in self.records)
-                    if _NUMBERED.fullmatch(name)
-                ),
-                "",
-            )
-            orders = [[f"{root}data/{number}" for number in range(len(self.records))]]
         seen, last = 0, None
         for number, record in enumerate(self.records):
             if fitting := [order for order in orders if order[seen : seen + 1] == [record.name]]:
                 orders, seen, last = fitting, seen + 1, record
-            elif (
-                record.name in self.sizes
-                or 0 < seen < len(sizes)
-                or (not self.root and _NUMBERED.fullmatch(record.name))
-            ):
+            elif record.name in self.sizes or 0 < seen < len(sizes):
                 doubted = [*self.records[number:], *([last] if last is not None else ())]
                 self.why |= {each: NO_NAME for each in doubted if each not in self.why}
                 return

@@ -16,16 +16,15 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
-from ckptool.formats.npy import MAGIC, read_array, spelled
+from ckptool.formats.npy import read_array, spelled
 from ckptool.formats.zip import directory, writer
-from ckptool.formats.zip.record import END, LOCAL
+from ckptool.formats.zip.directory import END, LOCAL
 from ckptool.formats.zip.writer import ZipLayout
 from ckptool.pickles.plain import summary
 
 NAME = "npz"
 ENDING = ".npy"
 ALIGNMENT = 64
-MAX_OTHERS = 1 << 20  # bytes of records that are no arrays, which numpy gives as bytes
 MAX_NAME = 0xFFFF - len(ENDING)
 
 
@@ -46,8 +45,7 @@ def read(source: Source) -> Checkpoint:
     """The arrays in an `.npz` by their names. Reads the directory and the headers of the arrays, no numbers.
 
     Arrays of texts and dates are inert objects, as in a pickle; those of Python objects, which are pickles, are left
-    out and noted; records that are no arrays are bytes, as `numpy.load` has them. Raises what `read_archive` and
-    `read_array` raise.
+    out and noted. Raises what `read_archive` and `read_array` raise; `Corrupt` for a record that is no array.
     """
     return of_archive(directory.read_archive(source, case_matters=True))
 
@@ -59,7 +57,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         what = f"{source} holds numpy arrays beside {pickles[0]}"
         raise Ambiguous(what, "numpy would read the one, torch the other.")
     tree: dict[str, Any] = {}
-    pickled, left = list[str](), MAX_OTHERS
+    pickled = list[str]()
     mark = archive.records.get(marks.RECOVERED_RECORD)
     metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
@@ -69,15 +67,10 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         if key in tree or (key != name and key in archive.records):
             what = f"{source} has the records {key} and {name}"
             raise Ambiguous(what, "numpy gives both the same name.")
-        if key == name and record.data.read(0, min(len(MAGIC), record.size)) != MAGIC:
-            tree[key] = record.contents(left)
-            left -= record.size
-        else:
-            crc = record.crc if archive.has_checksums else None
-            tree[key] = read_array(record.data, f"{source}: {record}", crc)
-            if tree[key] is None:
-                pickled.append(key)
-                del tree[key]
+        tree[key] = read_array(record.data, f"{source}: {record}", record.crc if archive.has_checksums else None)
+        if tree[key] is None:
+            pickled.append(key)
+            del tree[key]
     notes = [*archive.notes]
     if others := [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]:
         what = counted(len(others), "entry is not a tensor", "entries are not tensors")

@@ -301,14 +301,10 @@ class Tar:
         except (TarError, ValueError, RecursionError) as error:
             raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
         at = archive.offset
-        if at + _BLOCK > source.size:
-            raise Truncated(f"{source} ends at byte {source.size:,}, before the end of the archive", _CUT)
-        if source.read(at, _BLOCK).strip(b"\0"):
-            raise Truncated(f"{source}: the header at byte {at:,} does not match its checksum", _CUT)
-        if at + 2 * _BLOCK > source.size or source.size % _BLOCK:
-            raise Truncated(f"{source}: its last block is not whole (the file has {source.size:,} bytes)", _CUT)
-        if source.read(at + _BLOCK, _BLOCK).strip(b"\0"):
-            raise Corrupt(f"{source} goes on at byte {at + _BLOCK:,} after the end of the archive began", _CUT)
+        tail = source.read(at, min(2 * _BLOCK, source.size - at)) if at < source.size else b""
+        if len(tail) < 2 * _BLOCK or source.size % _BLOCK or tail.strip(b"\0"):
+            what = f"{source}: at byte {at:,} is neither a header that matches its checksum nor the end of the archive"
+            raise Truncated(what, _CUT)
         at += 2 * _BLOCK
         padding = source.read(at, min(source.size - at, 20 * _BLOCK))
         self.end = at + len(padding) - len(padding.lstrip(b"\0"))

@@ -23,8 +23,7 @@ from ckptool.facts import dataclass, field
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import ZIP64_VERSION, Archive, guard
-from ckptool.formats.zip.record import DESCRIPTOR, DESCRIPTOR64, FULL, Record
+from ckptool.formats.zip.directory import DESCRIPTOR, DESCRIPTOR64, FULL, ZIP64_VERSION, Archive, Record, guard
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import Decoded, decode, protocol_notes
 from ckptool.pickles.torch_objects import Builder, storage_class

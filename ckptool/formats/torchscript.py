@@ -31,8 +31,7 @@ from ckptool.formats.torch_zip import (
     read_pickled,
     record_notes,
 )
-from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import Record
+from ckptool.formats.zip.directory import Archive, Record
 from ckptool.pickles.arguments import CLASSES, PACKED
 
 NAME = "torchscript"
@@ -272,29 +271,26 @@ _TYPES |= {f"{PACKED}.{name}" for name in CLASSES}
 
 
 def _only_packs(text: str) -> bool:
+    """True for a class of which `__setstate__`, and the method that torch's layers call there, do nothing else."""
     if len(text) > _MOST or any(odd in text for odd in ("#", "\t", "\\\n", "\r", "\f")):
         return False  # which torch's parser may see otherwise, and its printer does not write
     try:
-        return _is_packing(ast.parse(text).body)
+        first, *functions = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-
-
-def _is_packing(body: list[ast.stmt]) -> bool:
-    first, *functions = body
     if not isinstance(first, ast.ClassDef) or not all(isinstance(each, ast.FunctionDef) for each in functions):
         return False
-    methods = [each for each in first.body if isinstance(each, ast.FunctionDef)]
-    called = {each.name: each for each in methods if each.name in (_SETSTATE, _OWN)}
-    fields = [each.annotation for each in first.body if isinstance(each, ast.AnnAssign)]
-    rest = [each for each in first.body if not isinstance(each, (ast.FunctionDef, ast.AnnAssign))]
-    return (
-        len({each.name for each in methods}) == len(methods)
-        and all(isinstance(each, ast.Assign) for each in rest)
-        and _SETSTATE in called
-        and all(map(_is_type, fields))
-        and all(_is_harmless(method, calls_own=name == _SETSTATE) for name, method in called.items())
-    )
+    methods = set[str]()
+    for each in first.body:
+        if isinstance(each, ast.FunctionDef):
+            is_called = each.name in (_SETSTATE, _OWN)
+            fits = each.name not in methods and (not is_called or _is_harmless(each, each.name == _SETSTATE))
+            methods.add(each.name)
+        else:
+            fits = _is_type(each.annotation) if isinstance(each, ast.AnnAssign) else isinstance(each, ast.Assign)
+        if not fits:
+            return False
+    return _SETSTATE in methods
 
 
 def _is_type(node: ast.expr | None) -> bool:

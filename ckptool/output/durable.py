@@ -1,4 +1,5 @@
-"""Durable replacement: write beside the target, sync, rename, sync the folder. There is no other way to make a file.
+"""Durable replacement: write beside the target, sync, rename, sync the folder; and edits in place, which are appended
+and commit by truncation. There is no other way to make or change a file.
 
 At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is
 a temporary file in the same folder; it was locked by its writer, so the next run that writes into the folder can tell

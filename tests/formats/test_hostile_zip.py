@@ -20,7 +20,7 @@ import torch
 
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
-from ckptool.formats.zip.record import END, LOCAL, LOCATOR
+from ckptool.formats.zip.directory import END, LOCAL, LOCATOR
 from ckptool.output.sink import Sink
 from ckptool.verbs.convert import convert
 from tests.support.budget import meets_budget

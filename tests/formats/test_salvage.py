@@ -24,7 +24,7 @@ from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Truncated, form
 from ckptool.formats import damaged, read
 from ckptool.formats.damaged import Salvaged
-from ckptool.formats.zip.record import CENTRAL, LOCAL
+from ckptool.formats.zip.directory import CENTRAL, LOCAL
 from ckptool.formats.zip.writer import local_header
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit

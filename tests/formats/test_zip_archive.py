@@ -22,8 +22,7 @@ from ckptool.formats import checksums as module
 from ckptool.formats import read, torch_zip
 from ckptool.formats.checksums import checksums, crc_combine
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import Archive
-from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR, Record
+from ckptool.formats.zip.directory import CENTRAL, END, END64, LOCAL, LOCATOR, Archive, Record
 from ckptool.formats.zip.writer import moved_entry
 from ckptool.output.sink import Sink
 from fixtures.make import make_all

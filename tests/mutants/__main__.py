@@ -114,7 +114,11 @@ def main() -> int:
     if subprocess.run(changed, cwd=clones.ROOT, check=False).returncode:
         parser.error("commit first: clones are made of the commit")
     before = read()
-    again = [(edit, how) for edit, how in before if how not in (SURVIVED, UNTESTED)]
+    killed = [(edit, how) for edit, how in before if how not in (SURVIVED, UNTESTED)]
+    now_at = edits.placed([edit for edit, _ in killed], clones.ROOT)
+    again = [(edit, how) for edit, (_, how) in zip(now_at, killed, strict=True) if edit is not None]
+    if not options.write:
+        print(f"{len(killed) - len(again)} of {len(killed)} edits are of code that is no longer there")
     found = edits.drawn(clones.ROOT) if options.write else [edit for edit, _ in again]
     now = list(zip(found, all_tried(found, options.jobs), strict=True))
     worse = list(less(before if options.write else again, now, FALL if options.write else 0))

@@ -71,6 +71,22 @@ def drawn(root: Path) -> list[Edit]:
     ]
 
 
+def placed(listed: list[Edit], root: Path) -> list[Edit | None]:
+    """The edits as they are in a checkout whose code has moved since: in the function of that name, of the same file or
+    else of the same room, where the same text stands nearest. None for one whose code is no longer there."""
+    known: dict[tuple[str, str, str, str], list[Edit]] = {}
+    for path in sorted((root / "ckptool").rglob("*.py")):
+        for edit in edits_of(path.relative_to(root).as_posix(), path.read_bytes()):
+            known.setdefault((edit.room, edit.function, edit.old, edit.new), []).append(edit)
+
+    def place(edit: Edit) -> Edit | None:
+        same = known.get((edit.room, edit.function, edit.old, edit.new), [])
+        below = edit.line - edit.lines[0]
+        return min(same, key=lambda e: (e.path != edit.path, abs(e.line - e.lines[0] - below)), default=None)
+
+    return [place(edit) for edit in listed]
+
+
 def edits_of(name: str, data: bytes) -> Iterator[Edit]:
     """Every edit in a file's functions; not in annotations, defaults and decorators, which run at import."""
     starts = [0]

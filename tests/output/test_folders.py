@@ -191,6 +191,14 @@ def test_a_folder_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkey
     assert not os.path.exists(swept[0]) and contents(target) == NEW and names(tmp_path) == ["out"]
 
 
+def test_what_cannot_be_opened_does_not_keep_the_rest_from_being_swept(tmp_path: Path) -> None:
+    for number in range(8):
+        left = tmp_path / f".ckptool-{number:016x}-{number:016x}.tmp"
+        left.symlink_to("elsewhere") if number % 2 else left.write_bytes(b"left")
+    durable.sweep_folder(str(tmp_path))
+    assert len(names(tmp_path)) == 4 and all(path.is_symlink() for path in tmp_path.iterdir())
+
+
 def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "left"
     folder.mkdir()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptool.formats.zip.record import CENTRAL, END, END64, LOCAL, LOCATOR
+from ckptool.formats.zip.directory import CENTRAL, END, END64, LOCAL, LOCATOR
 from tests.support.zips import FILE
 
 Put = Callable[..., Path]  # the fixture `put`

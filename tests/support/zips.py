@@ -10,7 +10,7 @@ import torch
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.formats import read
-from ckptool.formats.zip.record import END, END64, LOCATOR
+from ckptool.formats.zip.directory import END, END64, LOCATOR
 from tests.support.files import load, torch_bytes
 
 

@@ -46,6 +46,25 @@ def test_random_files_and_weights(tmp_path_factory: pytest.TempPathFactory, data
     assert np.array_equal(load(folder / "mean.pt")["a.weight"].numpy(), total.astype(np.float32))
 
 
+def test_an_exponential_average_is_the_one_that_torch_keeps(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2).double()
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7))
+    steps = []
+    for _ in range(4):
+        torch.nn.init.normal_(model.weight)
+        averaged.update_parameters(model)
+        steps.append({name: value.clone() for name, value in model.state_dict().items()})
+    ckptool.average(numbered_files(tmp_path, steps), tmp_path / "mean.pt", ema=0.7)
+    torch.testing.assert_close(load(tmp_path / "mean.pt"), dict(averaged.module.state_dict()))
+
+
+def test_weights_that_do_not_add_up_to_1_are_said(tmp_path: Path) -> None:
+    files = numbered_files(tmp_path, [{"a.weight": torch.ones(2)}] * 2)
+    for weights, said in ([0.5, 0.25], ["weights-sum"]), ([0.75, 0.25], []):
+        done = ckptool.average(files, tmp_path / "mean.pt", weights=weights, overwrite=True)
+        assert [note.code for note in done.notes] == said
+
+
 def test_deflated_files_are_read_ahead_while_their_sums_are_checked(tmp_path: Path) -> None:
     values = {f"layer{n}.weight": torch.arange(64.0) + n for n in range(24)}
     deflated = rezipped(written(torch_bytes(values), tmp_path / "a.pt"), tmp_path / "b.pt", zipfile.ZIP_DEFLATED)

@@ -34,7 +34,7 @@ from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.placements import Box, Stored
-from ckptool.formats.zip.record import Record
+from ckptool.formats.zip.directory import Record
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"

@@ -15,8 +15,7 @@ from ckptool.checkpoint import Data, FileRange, InlineBytes
 from ckptool.checkpoint.blocks import Crc, Deferred, Segment
 from ckptool.facts import dataclass
 from ckptool.formats.checksums import checksummed, crc_combine
-from ckptool.formats.zip.directory import LINK
-from ckptool.formats.zip.record import (
+from ckptool.formats.zip.directory import (
     CENTRAL,
     DESCRIPTOR,
     DESCRIPTOR64,
@@ -24,6 +23,7 @@ from ckptool.formats.zip.record import (
     END64,
     FULL,
     FULL16,
+    LINK,
     LOCAL,
     LOCATOR,
     Record,
