@@ -362,7 +362,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
 
 
 def arg(name: str = "", /, **options: Value) -> Command:
-    """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, energy=0.99)`."""
+    """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, dtype="bf16")`."""
     if name:
         return Command((flag(name),), name)
     words = (word for each, value in options.items() for word in _typed(each, value))

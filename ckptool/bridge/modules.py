@@ -173,8 +173,7 @@ def load_into(
     are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
     one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
-    demands: dict[str, Any] = {"on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
-    options = match_options(rename, rules_file, only, exclude, missing, resize, **demands)
+    options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
     if not isinstance(model, nn.Module):
         what = f"load_into was given {type(model).__name__}, not a torch.nn.Module"
         why = "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)"

@@ -5,7 +5,7 @@ are three ways, which alone decide how much is in memory:
 
     fold(take, *arrays)                one reading pass: `take(place, *blocks)` for each stretch of all of them
     each(make, *arrays, dtype=…)       elementwise: an array whose values `make(place, *blocks)` gives when it is read
-    computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`; computed_tensor: by elements
+    computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`
 
 Blocks are bytes (uint8) in row-major order with conjugate and negative bits applied, of at most CHUNK elements, in
 memory that is used again; `numeric.numbers` reads them. `TensorValues` reads numbers from anywhere in an array.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -48,14 +49,9 @@ def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = 1) -> None:
 def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> TensorEntry:
     """An array of the shape of the first, whose elements `make(place, *blocks)` computes of the same ones of each.
 
-    They are rounded as in `computed_tensor`. `make` keeps nothing of what it is given.
+    They are rounded as in `computed_rows`. `make` keeps nothing of what it is given.
     """
-    sources = _Sources(arrays)
-
-    def values(start: int, stop: int) -> Array:
-        return make(start, *sources.blocks("each", start, stop))
-
-    return computed_tensor(dtype, arrays[0].shape, values, arrays, arrays[-1].location, _step(len(arrays)))
+    return _array(dtype, arrays[0].shape, arrays, arrays[-1].location, _Elements(arrays, make, dtype).read)
 
 
 def resolved(entry: TensorEntry) -> TensorEntry:
@@ -120,6 +116,28 @@ class _Sources:
         return blocks
 
 
+class _Elements(_Sources):
+    """Elements that are computed of those of other arrays, no others than are asked for. Not a closure: a checkpoint
+    may have one of these for each of its tensors."""
+
+    __slots__ = ("dtype", "make")
+
+    def __init__(self, arrays: Sequence[TensorEntry], make: Callable[..., Array], dtype: DType) -> None:
+        super().__init__(arrays)
+        self.make, self.dtype = make, dtype
+
+    def read(self, offset: int, length: int) -> bytes:
+        import numpy
+
+        size, step, parts = self.dtype.itemsize, _step(len(self.arrays)), []
+        skip, stop = offset % size, -(-min(offset + length, self.arrays[0].numel * size) // size)
+        with numpy.errstate(all="ignore"):
+            for start in range(offset // size, stop, step):
+                blocks = self.blocks("each", start, min(start + step, stop))
+                parts.append(in_type(self.make(start, *blocks), self.dtype))
+        return b"".join(parts)[skip : skip + length]
+
+
 class TensorValues:
     """The elements of a tensor as numbers: f32 for floats of up to 32 bits, f64 for f64, integers and bool as such."""
 
@@ -147,43 +165,20 @@ class TensorValues:
         return self.read(start * width, stop * width).reshape(stop - start, *self.entry.shape[1:])
 
 
-def computed_tensor(
-    dtype: DType,
-    shape: Sequence[int],
-    values: Numbers,
-    inputs: Sequence[TensorEntry],
-    location: str = "cpu",
-    step: int = CHUNK,
-) -> TensorEntry:
-    """A tensor whose elements `values(start, stop)` gives, at most `step` of them at a time, as floats of any width.
-
-    They are rounded once, as torch rounds, if they are of another type than `dtype`; a `dtype` of no numbers takes
-    them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
-    """
-    length = prod(shape) * dtype.itemsize
-    return _computed(dtype, shape, inputs, location, _Elements(dtype, values, step, length).read)
-
-
 def computed_rows(
     dtype: DType, shape: Sequence[int], rows: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
 ) -> TensorEntry:
-    """As `computed_tensor`, but of `rows(start, stop)`: whole rows of the first dimension, about 1 MB of f32 at a time.
+    """An array of whose first dimension `rows(start, stop)` gives rows, about 1 MB of f32 at a time.
 
-    For what is quicker a row at a time: products of matrices, scales of blocks of rows.
+    They are rounded once, as torch rounds, if they are floats of another type than `dtype`; a `dtype` of no numbers
+    takes them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
     """
-    import numpy
-
-    width = max(1, prod(shape[1:]) * dtype.itemsize)
-
-    def block(start: int, stop: int) -> memoryview:
-        with numpy.errstate(all="ignore"):
-            return memoryview(in_type(rows(start // width, stop // width), dtype))
-
-    made = MadeBlocks(prod(shape) * dtype.itemsize, max(1, ROWS * dtype.itemsize // width) * width, block)
-    return _computed(dtype, shape, inputs, location, made.read, made.view)
+    width, length = max(1, prod(shape[1:]) * dtype.itemsize), prod(shape) * dtype.itemsize
+    made = MadeBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
+    return _array(dtype, shape, inputs, location, made.read, made.view)
 
 
-def _computed(
+def _array(
     dtype: DType,
     shape: Sequence[int],
     inputs: Sequence[TensorEntry],
@@ -198,37 +193,12 @@ def _computed(
     return TensorEntry(Storage(data, location), dtype, tuple(shape), row_major_strides(tuple(shape)))
 
 
-class _Elements:
-    """Elements made so many at a time. Not a closure: a checkpoint may have one of these for each of its tensors."""
-
-    __slots__ = ("dtype", "length", "step", "values")
-
-    def __init__(self, dtype: DType, values: Numbers, step: int, length: int) -> None:
-        self.dtype, self.values, self.step, self.length = dtype, values, step, length
-
-    def read(self, offset: int, length: int) -> bytes:
-        import numpy
-
-        size, step = self.dtype.itemsize, self.step
-        stop = -(-min(offset + length, self.length) // size)
-        with numpy.errstate(all="ignore"):
-            parts = [
-                in_type(self.values(place, min(place + step, stop)), self.dtype)
-                for place in range(offset // size, stop, step)
-            ]
-        data, skip = parts[0] if len(parts) == 1 else b"".join(parts), offset % size
-        return data if len(data) == length and not skip else data[skip : skip + length]
-
-
-def in_pieces(start: int, stop: int, piece: Numbers) -> Array:
-    """The elements from `start` to `stop` of a function that may give only the first ones at once."""
+def _row_bytes(dtype: DType, rows: Numbers, width: int, start: int, stop: int) -> memoryview:
+    """Not a closure: a checkpoint may have one of these for each of its tensors."""
     import numpy
 
-    parts = []
-    while start < stop:
-        parts.append(piece(start, stop))
-        start += len(parts[-1])
-    return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
+    with numpy.errstate(all="ignore"):
+        return memoryview(in_type(rows(start // width, stop // width), dtype))
 
 
 def in_type(values: Array, dtype: DType) -> bytes:

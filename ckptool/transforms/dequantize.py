@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import Array, DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address, rebuild
@@ -35,10 +35,10 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     configuration does not settle.
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
+    rows: tuple[int, ...] = prod(shape[:-1]), shape[-1]
     if weight.codes == "bitsandbytes":
-        return computed_tensor(dtype, shape, _bitsandbytes(weight), inputs, location)
-    rows = prod(shape[:-1]), shape[-1]
-    if weight.codes == "gpt-oss":
+        rows = (prod(shape),)
+    elif weight.codes == "gpt-oss":
         rows = rows[0] // 32, 32 * rows[1]
     return computed_rows(dtype, rows, _rows_of(weight), inputs, location).reshape(shape)
 
@@ -46,7 +46,7 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
 def _rows_of(weight: QuantizedWeight) -> Numbers:
     """Rows of the weight; for gpt-oss, whose last two dimensions are exchanged, of [experts · groups, 32 · rows]."""
     if weight.codes != "gpt-oss":
-        return _scaled(weight)
+        return (_bitsandbytes if weight.codes == "bitsandbytes" else _scaled)(weight)
     count, scale = weight.shape[2], weight.parts["scale"]
     grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
     groups = _scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))

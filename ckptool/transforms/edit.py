@@ -16,7 +16,10 @@ from ckptool.transforms.flatten import lost_tensors, mappings
 
 
 def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """The tree without the entries of dictionaries that match, and their addresses."""
+    """The tree without the entries of dictionaries that match, and their addresses.
+
+    Raises `NoMatch` for a pattern that matches nothing.
+    """
     replaced: dict[int, Any] = {}
     gone, used = dict[Path, str](), set[str]()
     matchers = [(pattern, matcher(pattern)) for pattern in patterns]
@@ -42,6 +45,10 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
 
 
 def with_value(tree: Any, place: str, value: Any) -> Any:
+    """The tree with a value at an address, that of an entry or of a new one.
+
+    Raises `UsageError` for an address that leads nowhere or names no entry, and where tensors would be lost.
+    """
     key: Any  # an existing key as it is, else a text
     above, _, key = place.strip("/").rpartition("/")
     if not key:
@@ -74,6 +81,11 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
 
 
 def with_array(tree: Any, place: str, array: Any) -> Any:
+    """The tree with the values of an array in a tensor, and in those that are tied to it.
+
+    Raises `UsageError` for an address that leads to no plain tensor, `Conflict` for an array of another shape or type,
+    and where a part of another tensor's storage would change.
+    """
     _, entry = find(tree, place)
     if not isinstance(entry, TensorEntry):
         raise UsageError(f"{place} is not a tensor with plain values", f"It is {entry!r}.")

@@ -24,7 +24,10 @@ def remapped(
     checkpoint: Checkpoint, to: object, moves: Mapping[Any, Any] | None
 ) -> tuple[Checkpoint, Counter[str], list[tuple[str, str, int]]]:
     """The checkpoint on other devices, how many storages were on which, and each move with its count.
-    A tensor that has no storage, but a device in the call that makes it (XLA, HPU), counts as one."""
+    A tensor that has no storage, but a device in the call that makes it (XLA, HPU), counts as one.
+
+    Raises `NoMatch` where a device that `moves` names has no storage, `UsageError` for an impossible device.
+    """
     target = parse_device(to) if to is not None else None
     table = {parse_device(old): parse_device(new) for old, new in (moves or {}).items()}
     calls = {

@@ -125,7 +125,7 @@ def _why_not(group: Sequence[LostTensor], found: Sequence[Any]) -> str:
         if node.dtype is not item.node.dtype or node.shape != item.node.shape:
             here, there = (f"{each.dtype} {list(each.shape or ())}" for each in (item.node, node))
             return f"it is {there} there, not {here}"
-        if isinstance(node, Composite) and node.kind != item.node.kind:  # type: ignore[union-attr]
+        if isinstance(node, Composite) and isinstance(item.node, Composite) and node.kind != item.node.kind:
             return f"it is a {node.kind} tensor there"
     views: list[Any] = [item.node for item in group]
     if len(group) == 1 or all(isinstance(node, Composite) for node in found):

@@ -27,6 +27,7 @@ MIN_SHARED = 1024
 
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
+    """The tree without the state of optimizers, and where that was. Raises `UsageError` where that is all of it."""
     found = [path for path, _ in optimizers(tree)]
     if () in found:
         what = f"{address(base) or 'the whole file'} is the state of an optimizer"

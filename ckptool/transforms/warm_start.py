@@ -84,16 +84,17 @@ def match_options(
     exclude: str | Sequence[str] = (),
     missing: str | Sequence[str] | None = None,
     resize: str | Sequence[str] | Mapping[str, str] = (),
-    **more: Any,
+    on_mismatch: str = "error",
+    min_loaded: float | None = None,
+    strict: bool = False,
 ) -> MatchOptions:
     """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid one."""
     rules = renaming(several(rename, " => "), rules_file)
-    checked_share(more.get("min_loaded"))
+    checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize, "=")]
-    if ways and more.get("on_mismatch", "error") == "error":
-        more["on_mismatch"] = "resize"
-    return MatchOptions(rules, several(only), several(exclude), missing=allowed, resize=ways, **more)
+    on_mismatch = "resize" if ways and on_mismatch == "error" else on_mismatch
+    return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
 
 
 def _way(text: str) -> tuple[str, Resize]:

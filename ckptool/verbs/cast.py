@@ -108,7 +108,10 @@ def cast(
 
 
 def _losses(plan: Cast, computed: bool) -> Iterator[str]:
-    """What the cast lost, by its values when they were read: `doctor` writes later. computed: weights as well."""
+    """What the cast lost, if its values were read (`doctor` writes later).
+
+    computed: it also computed weights, and the others may be exact.
+    """
     lossy = sorted((each for each in plan.tallies if each[2].changed), key=lambda each: -each[2].max_abs_error)
     if lossy:
         yield f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"

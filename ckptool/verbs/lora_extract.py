@@ -25,9 +25,6 @@ def lora_extract(
     out: Out = None,
     *,
     rank: Rank,
-    energy: Annotated[
-        float, option("--energy X", "For each matrix the smallest rank that keeps this share of its energy: 0.99.")
-    ] = 1.0,
     dtype: Annotated[object, option("--dtype DTYPE", "The type of the factors.")] = "f32",
     only: Only = (),
     exclude: Exclude = (),
@@ -54,9 +51,8 @@ def lora_extract(
     nodes = [each if len(each) == len(node) else node for each, node in zip(bare, nodes, strict=True)]
     first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
-    chosen: Any = {"only": several(only), "exclude": several(exclude), "odd": second.odd, "ties": second.ties}
-    trees = first.tree, second.tree
-    made, facts, clamped = extract(*trees, names=names, rank=rank, dtype=target, energy=energy, **chosen)
+    chosen = several(only), several(exclude)
+    made, facts, clamped = extract(first.tree, second, names, rank, target, *chosen)
     ranks = list(facts["ranks"].values())
     span = f"{min(ranks):,}" if min(ranks) == max(ranks) else f"{min(ranks):,} to {max(ranks):,}"
     unchanged = counted(facts["unchanged"], "tensor")

@@ -81,8 +81,7 @@ def warm_start(
     rules = all_rules(several(rename, " => "), rules_file)
     changing = None if rules.only_renames else rules
     given = ((), None) if changing else (rename, rules_file)
-    how: Any = {"resize": resize, "on_mismatch": on_mismatch, "min_loaded": min_loaded, "strict": strict}
-    wanted = match_options(*given, only, exclude, **how)
+    wanted = match_options(*given, only, exclude, None, resize, on_mismatch, min_loaded, strict)
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
     if optimizer and changing is not None:

@@ -21,7 +21,7 @@ from numpy._core.multiarray import _reconstruct, scalar
 
 import ckptool
 from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, blocks, strided
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, computed_tensor
+from ckptool.checkpoint.arrays import TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name, dtype_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numpy_arrays import array, array_type
@@ -181,7 +181,7 @@ def transposed(array: numpy.ndarray) -> TensorEntry:
 def test_inputs_are_checked_and_nothing_is_read_of_an_empty_one() -> None:
     entry = transposed(numpy.ones(SHAPE, "f4"))
     entry.storage.crc = 1
-    doubled = computed_tensor(entry.dtype, SHAPE, TensorValues(entry).read, [entry])
+    doubled = computed_rows(entry.dtype, SHAPE, TensorValues(entry).rows, [entry])
     with pytest.raises(Exception, match="checksum"):
         doubled.bytes()
     assert computed_rows(entry.dtype, (0, 3), TensorValues(entry).rows, [entry]).bytes() == b""

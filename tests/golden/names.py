@@ -72,7 +72,7 @@ def adapters(folder: Path) -> Path:
 def adapter_lines(_: Facts) -> Iterator[Words]:
     yield from lines("""
         lora extract tuned.safetensors base-float32.safetensors --rank 3 -o extracted --json
-        lora extract tuned.safetensors base-float32.safetensors --rank 2 --energy 0.9 --dtype bf16 -o small --json
+        lora extract tuned.safetensors base-float32.safetensors --rank 2 --dtype bf16 -o small --json
         lora extract tuned.safetensors base-float32.safetensors --rank 2 --only lin.* -o only --json
         lora extract base-float32.safetensors base-float32.safetensors --rank 2 -o none --json
         lora merge net.pt extracted -o extracted.pt --json

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, computed_tensor, in_pieces
-from ckptool.checkpoint.dtypes import Array, by_name, through
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, each
+from ckptool.checkpoint.dtypes import Array, by_name, numbers, through
 from ckptool.conventions.adapter_keys import BIAS, LOHA, LOKR, LORA
 from ckptool.errors import Conflict
 from ckptool.transforms.lora.adapters import Delta
@@ -140,8 +139,7 @@ def as_type(entry: TensorEntry, like_this: TensorEntry) -> TensorEntry:
     """A tensor in the type of another, with its flags."""
     if entry.dtype is like_this.dtype:
         return like(like_this, entry)
-    values = TensorValues(entry)
-    return like(like_this, computed_tensor(like_this.dtype, entry.shape, values.read, (entry,)))
+    return like(like_this, each(lambda _, raw: numbers(raw, entry.dtype), entry, dtype=like_this.dtype))
 
 
 def like(weight: TensorEntry, entry: TensorEntry) -> TensorEntry:
@@ -162,16 +160,21 @@ def _flat(entry: TensorEntry) -> TensorEntry:
 
 def _stacked(height: int, part: Callable[[int], Numbers]) -> Numbers:
     """The rows of matrices of this height, one below the other: those of `part(number)`, asked for once at a time."""
+    import numpy
+
     kept: dict[int, Numbers] = {}
 
-    def piece(start: int, stop: int) -> Array:
-        number, first = divmod(start, height)
-        if number not in kept:
-            kept.clear()
-            kept[number] = part(number)
-        return kept[number](first, min(height, first + stop - start))
+    def rows(start: int, stop: int) -> Array:
+        parts = []
+        for number in range(start // height, -(-stop // height)):
+            if number not in kept:
+                kept.clear()
+                kept[number] = part(number)
+            above = number * height
+            parts.append(kept[number](max(start - above, 0), min(stop - above, height)))
+        return parts[0] if len(parts) == 1 else numpy.concatenate(parts)
 
-    return partial(in_pieces, piece=piece)
+    return rows
 
 
 def _product(left: TensorEntry, right: TensorEntry) -> Numbers:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
@@ -45,6 +44,7 @@ from ckptool.transforms.lora.adapters import (
     refuse_others,
     stored,
 )
+from ckptool.transforms.memory_names import MemoryTree
 from ckptool.transforms.views import once
 
 EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
@@ -59,60 +59,43 @@ class TensorDifference:
     name: of the tensor, for errors and the random start.
     """
 
-    def __init__(self, name: str, tuned: TensorEntry, base: TensorEntry) -> None:
-        self.name, self.inputs = name, (tuned, base)
+    def __init__(self, name: str, tuned: TensorEntry, base: TensorEntry, rank: int) -> None:
+        self.name, self.inputs, self.rank = name, (tuned, base), rank
         self.shape = tuned.shape[0], prod(tuned.shape[1:])
         self.sides = TensorValues(tuned), TensorValues(base)
 
-    def factors(self, rank: int, dtype: DType, kernel: tuple[int, ...]) -> dict[str, TensorEntry]:
+    def factors(self, dtype: DType, kernel: tuple[int, ...]) -> dict[str, TensorEntry]:
         """A [rank, in, kernel…] and B [out, rank, 1…], not computed yet."""
-        height, width = self.shape
-        ones = (1,) * len(kernel)
-        inner = (rank, width // max(1, prod(kernel)), *kernel)
-        a = computed_rows(dtype, inner, lambda start, stop: self._vectors(rank)[start:stop], self.inputs)
-        b = computed_rows(dtype, (height, rank, *ones), lambda *place: self._projected(rank, *place), self.inputs)
-        return {"A": a, "B": b}
+        (height, width), rank = self.shape, self.rank
+        inner, ones = (rank, width // max(1, prod(kernel)), *kernel), (1,) * len(kernel)
+        a = computed_rows(dtype, inner, lambda start, stop: self._vectors().T[start:stop], self.inputs)
+        return {"A": a, "B": computed_rows(dtype, (height, rank, *ones), self._projected, self.inputs)}
 
-    def rank_for(self, energy: float, most: int) -> int:
-        """The smallest rank that keeps this share of the squares of all elements, at most `most`, at least 1."""
+    def _vectors(self) -> Array:
+        """The first right singular vectors, as columns."""
+        made: Array = once(self, self._decomposed)
+        return made
+
+    def _projected(self, start: int, stop: int) -> Array:
         import numpy
 
-        _, squares, total = self._decomposed(most)
-        enough = int(numpy.searchsorted(numpy.cumsum(squares[:most]), energy * total)) + 1
-        return max(1, min(enough, most))
-
-    def _vectors(self, rank: int) -> Array:
-        vectors: Array = self._decomposed(rank)[0]
-        return vectors[:, :rank].T
-
-    def _projected(self, rank: int, start: int, stop: int) -> Array:
-        import numpy
-
-        vectors = self._vectors(rank).T
+        vectors = self._vectors()
         return numpy.concatenate([block @ vectors for block in self._blocks(start, stop, vectors.dtype.char)])
 
-    def _decomposed(self, rank: int) -> Any:
-        """Right singular vectors as columns, the squares of singular values, and the sum of all squares."""
-        return once(self, lambda: self._decompose(rank))
-
-    def _decompose(self, rank: int) -> tuple[Array, Array, float]:
+    def _decomposed(self) -> Array:
         import numpy
 
-        height, width = self.shape
+        (height, width), rank = self.shape, self.rank
         is_exact = width <= EXACT
         count = width if is_exact else min(height, width, rank + rank // 2 + 8)
         kind = "d" if is_exact or count * width <= _WIDE else "f"
         basis = None if is_exact else self._basis(count, kind)
-        gram, total = numpy.zeros((count, count)), 0.0
+        gram = numpy.zeros((count, count))
         for block in self._blocks(0, height, kind):
             part = block if basis is None else (block @ basis).astype("d")
             gram += part.T @ part
-            total += 0.0 if is_exact else float(numpy.vdot(block, block))
-        squares, turn = numpy.linalg.eigh(self._finite(gram))
-        turn, squares = turn[:, ::-1], squares[::-1].clip(0)  # the largest first
-        if basis is None:
-            return _with_sign(turn), squares, float(numpy.trace(gram))
-        return _with_sign(basis @ turn[:, :rank].astype(kind)), squares[:rank], total
+        turn = numpy.linalg.eigh(self._finite(gram))[1][:, ::-1][:, :rank]  # the largest first
+        return _with_sign(turn if basis is None else basis @ turn.astype(kind))
 
     def _basis(self, count: int, kind: str) -> Array:
         """Orthogonal columns that the right singular vectors are nearly made of."""
@@ -202,14 +185,18 @@ class Truncation:
 # An adapter in a lower rank -------------------------------------------------------------------------------------------
 
 
+def _check_rank(rank: int) -> None:
+    if not 1 <= rank <= MAX_RANK:
+        raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", f"For example: {arg(rank=16)}")
+
+
 def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
     """The adapter with every module in at most this rank, under its names and with the same scale; and what is cut off.
 
     Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none or that no module
     is above.
     """
-    if not 1 <= rank <= MAX_RANK:
-        raise UsageError(f"rank {rank:,} is not from 1 to {MAX_RANK:,}", "", f"For example: {arg(rank=16)}")
+    _check_rank(rank)
     refuse_others(adapter)
     largest = max(delta.rank for delta in adapter.products)
     if rank > largest:
@@ -253,7 +240,6 @@ class _Extraction:
     tuned: Mapping[Any, Any]
     base: Mapping[Any, Any]
     rank: int
-    energy: float
     dtype: DType
     aliases: dict[str, str]  # names of tensors that have another name before
     deltas: list[Delta] = field(default_factory=list)
@@ -296,15 +282,14 @@ class _Extraction:
     def _add_delta(self, key: str, module: str, turned: bool) -> None:
         self.any_turned |= turned
         tuned, base = (node[key].transpose() if turned else node[key] for node in (self.tuned, self.base))
-        difference = TensorDifference(key, tuned, base)
-        most = min(self.rank, *difference.shape)
-        self.clamped += [key] if most < self.rank else []
-        if most * sum(difference.shape) > MAX_FACTORS:
-            count = counted(most * sum(difference.shape), "element")
-            ranked = f"{key} in rank {most:,}"
-            raise LimitExceeded(f"{ranked} takes {count}", f"At most {MAX_FACTORS:,} are computed at once.")
-        rank = most if self.energy >= 1 else difference.rank_for(self.energy, most)
-        factors = difference.factors(rank, self.dtype, tuned.shape[2:])
+        shape = tuned.shape[0], prod(tuned.shape[1:])
+        rank = min(self.rank, *shape)
+        self.clamped += [key] if rank < self.rank else []
+        if rank * sum(shape) > MAX_FACTORS:
+            name = f"{key} in rank {rank:,}"
+            what = f"{name} takes {counted(rank * sum(shape), 'element')}"
+            raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+        factors = TensorDifference(key, tuned, base, rank).factors(self.dtype, tuned.shape[2:])
         self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
 
     def _add_whole(self, key: str, name: str) -> None:
@@ -359,28 +344,21 @@ class _Extraction:
 
 def extract(
     tuned: Mapping[Any, Any],
-    base: Mapping[Any, Any],
-    *,
+    model: MemoryTree,
     names: tuple[str, str],
     rank: int,
     dtype: DType,
-    energy: float = 1.0,
-    ties: Mapping[str, str] | None = MappingProxyType({}),
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    odd: tuple[str, ...] = (),
 ) -> tuple[AdapterFile, dict[str, Any], list[str]]:
-    """The adapter that makes `tuned` of `base`, of rank `rank` or, with an `energy`, the smallest that keeps so much;
-    facts for a report, and what is smaller than the rank.
+    """The adapter that makes `tuned` of a model, of rank `rank`; facts for a report, and what is smaller than the rank.
 
-    Reads the tensors until it finds that they differ, and with an energy all that do. names: of the two.
-    ties: see `MemoryTree.ties`.  odd: the ends of names of modules that are no layers of matrices, as PEFT wraps them.
+    Reads the tensors until it finds that they differ. names: of the two.
     Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
     rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
     """
-    if not 1 <= rank <= MAX_RANK or not 0 < energy <= 1:
-        what = f"rank {rank:,} is not from 1 to {MAX_RANK:,}, or energy {energy:g} not above 0 and at most 1"
-        raise UsageError(what, "", f"For example: {arg(rank=32, energy=0.99)}")
+    _check_rank(rank)
+    base, ties = model.tree, model.ties
     keys = {key for node in (tuned, base) for key in node if type(key) is str}
     chosen, problems = selected(sorted(keys), only, exclude), []
     for key in sorted(chosen):
@@ -405,14 +383,14 @@ def extract(
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
     known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
-    found = _Extraction(tuned, base, rank, energy, dtype, aliases, odd=odd, ties=known)
+    found = _Extraction(tuned, base, rank, dtype, aliases, odd=model.odd, ties=known)
     found.add(changed)
     found.add_alike()
     if not found.deltas:
         what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
         why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
-    if len(found.clamped) == len(found.deltas) and energy >= 1:
+    if len(found.clamped) == len(found.deltas):
         largest = max(each.rank for each in found.deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
         raise UsageError(
@@ -425,7 +403,7 @@ def extract(
         "unchanged": len(chosen) - len(changed) - len(aliases),
         "tied": list(aliases),
     }
-    return found.stored(), facts, found.clamped if energy >= 1 else []
+    return found.stored(), facts, found.clamped
 
 
 def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:

@@ -12,8 +12,9 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_tensor, resolved
+from ckptool.checkpoint.arrays import each, resolved
 from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.dtypes import numbers
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import dataclass, field, replace
@@ -419,10 +420,10 @@ class _Use:
         """A whole number added to every value, computed in f32: norms that store w - 1."""
         if not tensor.dtype.is_float:
             raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
-        by, values = self._number(0), TensorValues(tensor)
+        by = self._number(0)
         if not by:
             return tensor
-        return computed_tensor(tensor.dtype, tensor.shape, lambda start, stop: values.read(start, stop) + by, [tensor])
+        return each(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
 
     def cast(self, tensor: TensorEntry) -> TensorEntry:
         dtype = parse_dtype(self.op.words)
