@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.values import ValueDifference, change_of, compare_values
@@ -26,7 +25,7 @@ from ckptool.checkpoint.tree import Path, address, check_names, children, segmen
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
-from ckptool.facts import LIVE, Bytes, Unit
+from ckptool.facts import LIVE, Bytes, Unit, dataclass
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain import summary
 

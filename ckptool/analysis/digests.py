@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, FileRange, StorageRef, Tensor, TensorEntry
@@ -32,6 +31,7 @@ from ckptool.checkpoint.progress import reading
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
+from ckptool.facts import dataclass
 from ckptool.formats import PathLike
 
 SCHEMA = "ckptool.digests/1"

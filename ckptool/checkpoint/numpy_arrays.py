@@ -10,7 +10,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
+from ckptool.facts import dataclass
 
 # The tensors' types by the names of numpy's, without a byte order.
 _CODES: dict[str, DType] = {
@@ -83,7 +83,7 @@ def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
 MAX_LONG_BYTES = 32 << 20
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LazyBytes:
     """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
 
@@ -146,7 +146,7 @@ class ArrayType:
         return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{name}{unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Array:
     """A numpy array of a pickle: its element type, shape, and bytes in row-major order (column-major where `fortran`).
 
@@ -193,13 +193,13 @@ def _element(node: Any) -> tuple[str, int, bool]:
     """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
     if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype":
         raise TypeError("no numpy type")
-    kind, digits = _CODE.fullmatch(node.args[0]).groups()  # type: ignore[union-attr]
+    kind, digits = re.fullmatch(_CODE, node.args[0]).groups()  # type: ignore[union-attr]
     size = 8 if kind == "O" else int(digits or 1 if kind != "?" else 1) * (4 if kind == "U" else 1)
     has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & 1))
     return kind, size, has_objects
 
 
-_CODE = re.compile(r"(\?|b(?=1$)|[iufc](?=\d)|[mM](?=8$)|[SUV](?=\d)|O(?=[48]?$))(\d{0,9})", re.ASCII)
+_CODE = r"(\?|b(?=1$)|[iufc](?=[0-9])|[mM](?=8$)|[SUV](?=[0-9])|O(?=[48]?$))([0-9]{0,9})"
 # counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
 _OF_OBJECTS = 27
 _NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
@@ -317,7 +317,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
         return seen[id(node)]
     text: Any = node.args[0] if isinstance(node, Object) and node.args else None
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
-    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
+    if not known or text[:1] == "O" or not re.fullmatch(_CODE, text):
         objects = known and text[:1] == "O"
         kind = "Python objects" if objects else f"the unknown type {str(text)[:40]!r}"
         why = "Only numbers, strings, dates, bytes and records of them are read."

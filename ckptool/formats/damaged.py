@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
@@ -27,7 +26,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
-from ckptool.facts import Bytes
+from ckptool.facts import Bytes, dataclass, field, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
@@ -20,6 +19,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
+from ckptool.facts import dataclass, field
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
@@ -38,7 +38,7 @@ MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Origin:
     """The file that a torch zip was read from: its directory, its root folder, the alignment of its data, its mark."""
 
@@ -160,7 +160,7 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
     return decoded
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 

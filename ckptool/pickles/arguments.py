@@ -73,7 +73,7 @@ def _is_kind(word: Word, arg: Any) -> bool:
         case "factory":  # of a `defaultdict`: a function or class, judged where it stands
             return isinstance(arg, (type(None), Global, Object))
         case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
-            text = _NUMBER.fullmatch(_as_text(arg)) if len(arg) <= 400 else None
+            text = re.fullmatch(_NUMBER, _as_text(arg), re.IGNORECASE | re.ASCII) if len(arg) <= 400 else None
             return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
         case "number":
             return type(arg) in (bool, int, float, complex)
@@ -105,7 +105,7 @@ def _is_kind(word: Word, arg: Any) -> bool:
             return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
 
 
-_NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
+_NUMBER = r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*"
 
 
 def _as_text(value: str | bytes) -> str:

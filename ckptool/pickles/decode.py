@@ -10,7 +10,6 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from ckptool.checkpoint.numpy_arrays import LazyBytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, form, listed
+from ckptool.facts import dataclass, field
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader
@@ -35,7 +35,7 @@ MAX_REPEATED = 100  # keys given twice whose values are compared
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoded:
     """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
 
@@ -158,7 +158,7 @@ MAX_SKELETON = 1 << 30
 _FIRST_WINDOW, _WINDOW = 1 << 16, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Skeleton:
     """A pickle without its long values.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from codecs import utf_8_decode
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.nodes import ByteString
 from ckptool.errors import Corrupt, LimitExceeded
+from ckptool.facts import dataclass
 
 MAX_STRING = 64 << 20
 
@@ -103,7 +103,7 @@ def encoded(text: StubbedValue) -> StubbedValue | None:
 _PIECE = 1 << 16
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StubbedValue:
     """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
 

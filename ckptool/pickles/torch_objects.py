@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -20,6 +19,7 @@ from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
 from ckptool.errors import BadTensor, LimitExceeded, counted
+from ckptool.facts import dataclass, replace
 from ckptool.pickles.arguments import no_hooks
 from ckptool.pickles.strings import StubbedValue, encoded, key_text
 
@@ -56,7 +56,7 @@ Spend = Callable[[int], None]
 """Says that a call copies what takes at least so many bytes in a file; see `purse`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerPickle:
     """A builder whose calls copy what they are given: `build(spend, args)`, with a purse of its own for each pickle."""
 

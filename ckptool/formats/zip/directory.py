@@ -24,7 +24,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
@@ -41,6 +40,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
+from ckptool.facts import dataclass, field
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -72,7 +72,7 @@ _MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and how hard 
 _INFLATED = 1 << 18  # bytes at a time
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Archive:
     """A zip archive's directory. Not changed once `read_archive` has returned it.
 
@@ -106,7 +106,7 @@ class Archive:
         return window[at - begin : at - begin + length]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -30,6 +29,7 @@ from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, PEFT, WHOLE, is_linear, orientation
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.transforms.lora.adapters import (
     DIFFUSERS_CONFIG,
     MAX_RANK,
@@ -235,7 +235,7 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
 # The difference between two models ------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass()
 class _Extraction:
     tuned: Mapping[Any, Any]
     base: Mapping[Any, Any]
