@@ -188,7 +188,7 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous", why="Readers would disagree about which of them counts."):
+class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
     """Two readers of this file would see two different things."""
 
 

@@ -442,8 +442,9 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         if said.strip():
             metadata[key] = said.decode("utf-8", "replace").strip()
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
-    sizes = {**{record.name: record.size for record in whole.values()}, **{each.name: each.nbytes for each in lost}}
-    short = any(size == len("big") for name, size in sizes.items() if name.count("/") == 1 and name != f"{root}version")
+    sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
+    others = (f"{root}version", f"{root}data.pkl")
+    short = any(size == len("big") for name, size in sizes.items() if name.count("/") == 1 and name not in others)
     order = metadata.get("byteorder", "" if short else "little")
     if order not in ("little", "big"):
         why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."

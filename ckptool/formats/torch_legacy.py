@@ -162,8 +162,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or type(sizes) is not dict
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
-        what = f"{name}: its description of the machine that wrote it is invalid ({shown(info)})"
-        raise Corrupt(what, "torch writes the version, the byte order and the sizes of three types.")
+        raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({shown(info)})")
     return little_endian
 
 
@@ -199,8 +198,7 @@ class LegacyStorages:
         if len(parts) == 4 and parts[0] == "module":
             return class_of(parts[1:], self.sources)
         if len(parts) != 6 or parts[0] != "storage":
-            what = "a persistent id that names no storage"
-            raise Corrupt(what, "torch writes them for storages and for modules' classes.")
+            raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
@@ -227,7 +225,7 @@ class LegacyStorages:
         storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
         alike = dtype is first.dtype or is_bytes or not size
         if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.views else Corrupt)
         return first if dtype is first.dtype else StorageRef(storage, dtype)
 
     def _view(self, root: StorageRef, numel: int, view: Any) -> StorageView:
@@ -239,7 +237,7 @@ class LegacyStorages:
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
         found = StorageView(root.storage, root.dtype, offset, size * (root.dtype.itemsize if root.dtype else 1))
         if key in self.roots or self.views.setdefault(key, found) != found:
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.roots else Corrupt)
         return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
@@ -249,8 +247,7 @@ class LegacyStorages:
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         wrong = [key[:80] for key, count in Counter(keys).items() if count > 1 or key not in self.roots]
         if wrong := wrong or sorted(key[:80] for key in self.roots.keys() - set(keys)):
-            what = f"the list of storages does not have each that is used, once: {listed(wrong, 3)}"
-            raise Corrupt(what, _MENDED)
+            raise Corrupt(f"the list of storages does not have each that is used, once: {listed(wrong, 3)}")
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key][0].storage.nbytes for key in keys[number : number + _AHEAD])
@@ -259,8 +256,7 @@ class LegacyStorages:
             storage, numel = self.roots[key][0].storage, self.roots[key][1]
             size = storage.nbytes
             if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
-                what = f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}"
-                raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
+                raise Corrupt(f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}")
             if at + 8 + size > data.length:
                 begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
                 there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
@@ -270,8 +266,8 @@ class LegacyStorages:
         return at
 
 
-def _contradiction(key: str) -> Corrupt:
-    return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
+    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
 def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
