@@ -22,7 +22,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
 from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
@@ -39,8 +41,8 @@ from ckptool.errors import (
 )
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
-from ckptool.pickles.decode import Decoded, decode, decode_lazily, leaves, no_storage, protocol_notes, skeleton
-from ckptool.pickles.strings import StubbedValue, whole
+from ckptool.pickles.decode import Decoded, decode, decode_lazily, no_storage, protocol_notes, skeleton
+from ckptool.pickles.strings import whole
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-legacy"
@@ -98,7 +100,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     little_endian: bool = head.root
     made, tables = skeleton(data, head.end, name=name), LegacyStorages()
     decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
-    if leaves((decoded.root, decoded.discarded), StorageView):
+    if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
         what = f"{name}: a view of a storage stands by itself"
         raise Unsupported(what, "torch keeps such a view in tensors only.")
     keys = small_pickle(data, made.end, name)
@@ -302,13 +304,13 @@ def as_text(value: Any) -> Any:
 # Streams in bytes ----------------------------------------------------------------------------------------------------
 
 
-def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
+def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     """The value of `torch.storage._load_from_bytes(content)`; `NotImplemented` where the bytes are no stream.
 
     depth: how many levels of such bytes this one is on. Storages of a stub stay where they are, in its file.
     Raises what `read_stream` does, and `LimitExceeded` below the second level.
     """
-    data = content.data if isinstance(content, StubbedValue) else InMemory(content)
+    data = content.data if isinstance(content, LongValue) else InMemory(content)
     if not begins_stream(data.read(0, min(512, data.length))):
         return NotImplemented
     if depth > MAX_NESTING:

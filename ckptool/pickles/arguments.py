@@ -13,15 +13,12 @@ from typing import Any, Literal
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.pickles.strings import StubbedValue
+from ckptool.checkpoint.numpy_arrays import LongValue
 
 Arguments = tuple[Any, ...]
 Rule = Callable[[Arguments], bool]  # for all arguments of a call
 
-_SCALARS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, StubbedValue, LazyBytes}
-)
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, LongValue})
 _SEQUENCES = (list, tuple, Set)
 
 # How many arguments, and each of what kind ---------------------------------------------------------------------------
@@ -69,7 +66,7 @@ def _is_kind(word: Word, arg: Any) -> bool:
         case "pairs":  # a dictionary, too; one with attributes of its own may have a `keys` that is called
             return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
         case "content":  # of bytes: a number would be a size to allocate
-            return isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES))
+            return isinstance(arg, (str, bytes, LongValue, *_SEQUENCES))
         case "factory":  # of a `defaultdict`: a function or class, judged where it stands
             return isinstance(arg, (type(None), Global, Object))
         case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
