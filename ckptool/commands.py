@@ -386,14 +386,6 @@ def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
     return function, files, options
 
 
-def in_both(line: Command) -> Command:
-    """The same, which Python spells `ckptool.cast('a.pt', dtype='bf16', out='b.pt')`, where it is a command of ours."""
-    if line[0] != "ckptool" or not VERBS[with_verb(line[1:])[0]].in_python:
-        return line
-    function, files, options = called(line)
-    return Command(line, f"ckptool.{function.__name__}({', '.join([*map(_literal, files), *_keywords(options)])})")
-
-
 def flag(name: str) -> str:
     """The option of a parameter; empty for a word without one."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")

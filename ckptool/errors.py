@@ -80,7 +80,7 @@ class CkptoolError(Exception):
         if printable(place) in self.what:
             return self
         found = copy(self)
-        CkptoolError.__init__(found, f"{place}: " + self.what, self.why, self.fix)
+        CkptoolError.__init__(found, Text(f"{place}: ", self.what), self.why, self.fix)
         return found
 
 
@@ -188,11 +188,14 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous"):
+class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
     """Two readers of this file would see two different things."""
 
 
-class LimitExceeded(CkptoolError, MemoryError, code="limit-exceeded"):
+_TOO_MUCH = "No real checkpoint has so much of it; the file is probably malicious."
+
+
+class LimitExceeded(CkptoolError, MemoryError, code="limit-exceeded", why=_TOO_MUCH):
     """The file asks for more work or memory than its size justifies. A `MemoryError`, too."""
 
 
@@ -373,12 +376,6 @@ class Text(str):
         text.parts = tuple(shown) if python is None else ()
         text.python = "".join(map(in_python, shown)) if python is None else python
         return text
-
-    def __add__(self, more: str) -> Text:
-        return Text(self, more)
-
-    def __radd__(self, before: str) -> Text:
-        return Text(before, self)
 
     @property
     def commands(self) -> tuple[Command, ...]:

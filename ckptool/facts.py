@@ -11,12 +11,24 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field as field
+from dataclasses import replace as replace
 from functools import cached_property, partial
 from importlib import import_module
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Union
 
 from ckptool.errors import Command, escaped
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as dataclass
+else:
+
+    def dataclass(*, eq=True, frozen=False, **more):
+        """`dataclasses.dataclass`, but that nobody assigns to what is `frozen` is left to checkers of types: compiling
+        what refuses it takes longer, for each class of every process, than all else that is made of one."""
+        return dataclasses.dataclass(eq=eq, unsafe_hash=eq and frozen, **more)
+
 
 # Numbers for people ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +138,7 @@ class Table(NamedTuple):
         return [[unit.shown(getattr(row, name)) for name, unit in pairs] for row in rows], sorted(right), left
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something about a file that its user should know, escaped.
     code: explained by `ckptool explain CODE`.  fix: the command that fixes it, as argv."""
@@ -148,7 +160,7 @@ Told = Iterable[Part]
 # Units ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """How the values of a type are shown.  json: what JSON has in the place of a value, of the type that `schema` says.
     about: said of it in the schema."""
@@ -263,7 +275,7 @@ class Report:
         return True
 
 
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Page(Report):
     """A text that is printed as it is: a configuration, its schema."""
 

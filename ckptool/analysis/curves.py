@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import groupby
 from math import isfinite
 from operator import itemgetter
 from typing import Annotated
 
 from ckptool.errors import counted
-from ckptool.facts import LIVE, number
+from ckptool.facts import LIVE, dataclass, field, number
 
 BUCKETS = 512  # stretches of the steps that a long curve keeps points of
 MOST_POINTS = 4 * BUCKETS  # of a curve; one with more is thinned

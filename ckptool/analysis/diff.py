@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +19,7 @@ from ckptool.checkpoint.tree import module_attributes, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
-from ckptool.facts import WHOLE, Report, Table, Told, dim, green, number, red
+from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, red, replace
 from ckptool.formats import CheckpointLike, Opened, members, named, open_file
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")

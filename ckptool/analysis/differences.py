@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.values import ValueDifference, change_of, compare_values
@@ -19,14 +18,14 @@ from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
-from ckptool.checkpoint.numpy_arrays import LazyBytes, array_entry
+from ckptool.checkpoint.numpy_arrays import LongValue, array_entry
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
-from ckptool.facts import LIVE, Bytes, Unit
+from ckptool.facts import LIVE, Bytes, Unit, dataclass
 from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain import summary
 
@@ -406,9 +405,9 @@ def _comparable(key: Any, counts: Counter[str]) -> Any:
 
 def _same_plain(a: Any, b: Any) -> bool:
     """Equal values of one type; NaN equals NaN, and 0.0 is not -0.0."""
-    if isinstance(a, LazyBytes) or isinstance(b, LazyBytes):  # the bytes of an array, wherever they are
+    if isinstance(a, LongValue) or isinstance(b, LongValue):  # the bytes of an array, wherever they are
         data = [InlineBytes(bytes(side)) if isinstance(side, (bytes, bytearray)) else side for side in (a, b)]
-        one, other = (side.data if isinstance(side, LazyBytes) else side for side in data)
+        one, other = (side.data if isinstance(side, LongValue) else side for side in data)
         return isinstance(one, Data) and isinstance(other, Data) and same_bytes(one, other)
     if type(a) is not type(b):
         return False

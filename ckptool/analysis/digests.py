@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, FileRange, StorageRef, Tensor, TensorEntry
@@ -27,11 +26,12 @@ from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import MISSING, Global
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.progress import reading
 from ckptool.checkpoint.tree import Path, address, storages, tensors
 from ckptool.commands import ADDRESS, FILE, Slot, arg, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported
+from ckptool.facts import dataclass
 from ckptool.formats import PathLike
 
 SCHEMA = "ckptool.digests/1"
@@ -149,7 +149,7 @@ def tensor_digest(tensor: Tensor) -> str:
                 made: Any = ["tensor", node.dtype.name, node.shape, tensor_digest(node)]
             elif isinstance(node, StorageRef):
                 made = ["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()]
-            elif isinstance(node, LazyBytes):
+            elif isinstance(node, LongValue):
                 made = ["bytes", sha256_of(node.data).hexdigest()]
             else:
                 made = [type(node).__name__, len(below)] if below else _key(node)

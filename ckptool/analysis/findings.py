@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from glob import escape
@@ -22,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from ckptool.checkpoint.paths import absolute, is_url, parted
 from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, command
 from ckptool.errors import listed, printable
-from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dim, green, red, yellow
+from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
 from ckptool.formats import NOT_WRITTEN
 
 # File names in commands -----------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Fitting is what stock `load_state_dict(strict=True)` would say.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -22,6 +21,7 @@ from ckptool.commands import FILE, OUT, Command, command
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
+from ckptool.facts import dataclass, replace
 from ckptool.formats import named
 from ckptool.pickles.plain import expand
 

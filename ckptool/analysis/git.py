@@ -18,7 +18,7 @@ from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.numpy_arrays import Array, LazyBytes, array_entry
+from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, RunFailed, counted, printable
 from ckptool.facts import WHOLE
@@ -108,7 +108,7 @@ def _lines(source: Source) -> Iterator[str]:
 def _value(value: Any) -> str:
     """A value in a line; with a digest where the line cannot hold all of it."""
     content: Any = expand(value) if isinstance(value, Object) else value
-    while isinstance(content, (StorageRef, Storage, Array, LazyBytes)):
+    while isinstance(content, (StorageRef, Storage, Array, LongValue)):
         content = content.storage if isinstance(content, StorageRef) else content.data
     if isinstance(content, str) and (len(content) > WIDTH // 2 or "\\" in content):  # which escapes others, too
         content = content.encode("utf-8", "surrogatepass")

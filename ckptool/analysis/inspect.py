@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ckptool import facts
 from ckptool.analysis import words
 from ckptool.analysis.findings import runnable
 from ckptool.analysis.outline import LINES, Branch, MemoryNeeds, memory_needs, overview
@@ -50,7 +51,7 @@ _ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VA
 # four times as long.
 
 
-@dataclass(slots=True, eq=False)
+@facts.dataclass(slots=True, eq=False)
 class TensorRow:
     """A tensor at one place in the tree. `storage`: its number, from 0 in order; None for composites."""
 
@@ -64,7 +65,7 @@ class TensorRow:
         return address(self.path)
 
 
-@dataclass(slots=True, eq=False)
+@facts.dataclass(slots=True, eq=False)
 class EntryRow:
     """A value other than a tensor, at one place in the tree.
     same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one."""
@@ -111,7 +112,7 @@ def _entries_json(rows: Iterable[EntryRow]) -> list[Json]:
     ]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@facts.dataclass(frozen=True, eq=False, repr=False)
 class Listing(Report):
     """Every tensor and entry of a checkpoint with its path; sizes in bytes.
 
@@ -512,7 +513,7 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@facts.dataclass(frozen=True, slots=True, eq=False)
 class PartSummary:
     """A root and its tensors.
     sizes: bytes of each row's values, 0 for one that is tied to an earlier row of the part; `bytes` and `elements` are

@@ -10,7 +10,6 @@ import heapq
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
@@ -22,7 +21,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address, tensors
 from ckptool.conventions.state_dicts import AVERAGE, COUNTER, OPTIMIZER, PLAIN, WEIGHTS, without_wrappers
 from ckptool.errors import counted, listed
-from ckptool.facts import WHOLE, Bytes, short, size
+from ckptool.facts import WHOLE, Bytes, dataclass, field, short, size
 
 if TYPE_CHECKING:
     from ckptool.analysis.inspect import Listing, PartSummary

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from ckptool.checkpoint.workers import Jobs, in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
-from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dim, green, red, size, yellow
+from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, counting_whole, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing

@@ -13,7 +13,6 @@ order is the model's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import FILE, Slot, command
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
-from ckptool.facts import LIVE
+from ckptool.facts import LIVE, dataclass, field, replace
 from ckptool.formats.strict_json import parse_object
 
 PARAMETER, BUFFER = "parameter", "buffer"

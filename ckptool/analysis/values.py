@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, inf, isfinite, sqrt
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import Array, dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 from ckptool.errors import UsageError
+from ckptool.facts import dataclass, replace
 
 BINS = 24  # of a histogram
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

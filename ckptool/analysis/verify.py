@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Annotated, Any
@@ -27,7 +26,24 @@ from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, wa
 from ckptool.checkpoint.workers import Jobs, checked_jobs, in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
-from ckptool.facts import MORE, WHOLE, Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size, yellow
+from ckptool.facts import (
+    MORE,
+    WHOLE,
+    Bytes,
+    Report,
+    Table,
+    Told,
+    bold,
+    cyan,
+    dataclass,
+    dim,
+    green,
+    red,
+    replace,
+    short,
+    size,
+    yellow,
+)
 from ckptool.formats import counting_whole, marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptool.analysis.targets import BUFFER
@@ -13,7 +12,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import arg, several
 from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, listed
-from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dim, green, red, short, size
+from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dataclass, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
 AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from ckptool.checkpoint import Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, segment_text
 from ckptool.errors import printable
-from ckptool.facts import Unit
+from ckptool.facts import Unit, dataclass
 
 if TYPE_CHECKING:
     from ckptool.analysis.inspect import PartSummary

@@ -1,6 +1,6 @@
 """Between a tree of entries and live torch objects. Beside `training`, the only place that imports torch.
 
-`to_torch` makes one tensor, `build` a whole tree as `torch.load` would, `from_torch` turns live objects into entries.
+`to_live` makes one tensor, or a whole tree as `torch.load` would; `from_live` turns live objects into entries.
 What torch's rebuild functions do is looked up in tables of ours; no name of a file is ever imported or called.
 Source of what they do: torch/_utils.py, torch/_tensor.py and torch/serialization.py, torch 2.4 to 2.13.
 
@@ -18,7 +18,3 @@ except ImportError as error:
     what = "torch is not installed" if is_missing else f"torch cannot be imported: {error}"
     why = "Only torch's own tensors need it; everything else in ckptool works without it."
     raise MissingExtra(what, why, "pip install 'ckptool[torch]'") from error
-
-from ckptool.bridge.from_live import from_torch as from_torch
-from ckptool.bridge.to_live import build as build
-from ckptool.bridge.to_live import to_torch as to_torch

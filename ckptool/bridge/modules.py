@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from ckptool import bridge
 from ckptool.analysis.quantization import refuse_codes
 from ckptool.analysis.targets import BUFFER, COUNTER, MODULE, PARAMETER, Expected, Target, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import LoadReport, Refusal, not_loaded, refusal
+from ckptool.bridge.from_live import from_torch
+from ckptool.bridge.to_live import build, to_torch
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import verify
@@ -131,7 +132,7 @@ def target_of(made: Any, name: str) -> Target:
     values: Mapping[str, Any] | None = None
     if not any(tensor.device.type == "meta" for tensor in tensors.values()):
         bare = {key: tensors[key].detach() if key in tensors else value for key, value in state.items()}
-        values = bridge.from_torch(bare, keep_unknown=True)
+        values = from_torch(bare, keep_unknown=True)
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
     return Target(name, MODULE, _expected(tensors, is_module), is_module, values, metadata, wrapper=wrapper)
 
@@ -284,11 +285,11 @@ def _staged(
         entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no parameter of the checkpoint
         verify(entries[first])
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
-    mapped = bridge.build(Checkpoint(in_files, ""))
+    mapped = build(Checkpoint(in_files, ""))
     seen, tied = set[int](), tie_groups(target.tensors.values())
     for first, name in firsts.items():
         entry, slot = entries[first], slots[first]
-        read = partial(mapped.get, first) if first in mapped else partial(bridge.to_torch, entry)
+        read = partial(mapped.get, first) if first in mapped else partial(to_torch, entry)
         is_whole = chosen[name].part in (None, tuple(slot.tensor.shape))
         if is_whole and (slot.on_meta if assign is None else assign):
             every = [slots[each] for each in tied.get(first, (first,))]
@@ -319,7 +320,7 @@ def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bo
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, carried: Any, names: Sequence[str]) -> None:
     """Gives an optimizer the state by name, all or none; settings and other state stay its own."""
-    state = bridge.build(Checkpoint(carried, ""), mmap=False)
+    state = build(Checkpoint(carried, ""), mmap=False)
     mine = optimizer.state_dict()
     numbers = [number for group in mine["param_groups"] for number in group["params"]]
     new = {number: state[name] for number, name in zip(numbers, names, strict=True) if name in state}

@@ -29,7 +29,6 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, UnsafeObject, Unsupp
 from ckptool.pickles.calls import uses
 from ckptool.pickles.known import value_word
 from ckptool.pickles.plain import expand, python_value, summary
-from ckptool.pickles.reduce import places_in
 from ckptool.pickles.torch_objects import BUILDERS, dtype_of, storage_class
 
 
@@ -94,6 +93,8 @@ class Builder:
 
     def refusal(self) -> UnsafeObject:
         """The error for what was refused, with where it is, and advice to load a part that holds nothing unknown."""
+        from ckptool.pickles.reduce import places_in
+
         places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
         source, tree, advice = self.checkpoint.source, self.checkpoint.tree, ""

@@ -5,8 +5,9 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -18,7 +19,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
 from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
 from ckptool.errors import BadTensor, printable
-from ckptool.facts import LIVE
+from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ MAX_RANK = 64  # dimensions that torch allows a tensor
 # each for every tensor, and making a frozen object takes four times as long.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class InlineBytes:
     """Bytes in memory."""
 
@@ -44,7 +45,7 @@ class InlineBytes:
         return self.content[offset : offset + length]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class FileRange:
     """`length` bytes of a file, from `offset`.
 
@@ -69,7 +70,7 @@ class FileRange:
         return self.file.read(self.offset + offset, min(length, self.length - offset))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Computed:
     """`length` bytes that `read(offset, n)` makes on demand: a cast, an inflated record, a gathered view.
 
@@ -142,7 +143,7 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class TensorEntry(ArrayLike):
     """A strided tensor: a view of a storage. Sizes, strides and offset count elements, as torch's do."""
 
@@ -292,7 +293,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StorageRef:
     """A storage that stands in the tree by itself. `dtype` is None for an untyped one."""
 
@@ -303,7 +304,7 @@ class StorageRef:
         return StorageRef(storage, self.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Composite(ArrayLike):
     """A tensor that is made of others: quantized, sparse, nested, a subclass, one with attributes, one without data.
 
@@ -401,7 +402,7 @@ class PartOf:
         return self.kind is PartKind.MEMBERS and self.number == self.count
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
 class Checkpoint(TreeMapping):
     """An opened checkpoint: a mapping of what is at its top. Immutable, and so is what `checkpoint[key]` gives.
 

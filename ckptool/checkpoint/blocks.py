@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Note, Sto
 from ckptool.checkpoint.progress import passed
 from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
+from ckptool.facts import dataclass, field
 
 if TYPE_CHECKING:
     import hashlib
@@ -215,7 +215,7 @@ def check_files(entry: TensorEntry) -> None:
 # Plans: the files that a format wants written, as segments; `output/` carries them out --------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Checksummed:
     """Data whose CRC-32 is wanted: the sink adds it up in `crc` while the bytes pass."""
 
@@ -227,7 +227,7 @@ class Checksummed:
         return self.data.length
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Deferred:
     """`length` bytes that can only be made when everything before them has passed (a checksum, a directory)."""
 
@@ -238,7 +238,7 @@ class Deferred:
 Segment = InlineBytes | FileRange | Computed | Checksummed | Deferred
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
     """Files to write: names (`""` for a single file) to segments, in order, to be gone through more than once.
 

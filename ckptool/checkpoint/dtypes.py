@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptool.errors import Unsupported, UsageError
+from ckptool.facts import dataclass
 
 if TYPE_CHECKING:
     import numpy
@@ -26,7 +26,7 @@ else:
     Array = Any  # numpy is imported where it computes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DType:
     """An element type; there is one instance of each, in `DTYPES`. It equals what names it: `torch.float32`, `"f32"`.
 

@@ -109,20 +109,16 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         seen.add(id(node))
         objects += type(node) is Object
         if len(seen) + objects > most:
-            what = f"more than {counted(most, 'container')} in {nbytes:,} bytes"
-            raise LimitExceeded(what, "No program packs them this tightly; the file is probably malicious.")
+            raise LimitExceeded(f"more than {counted(most, 'container')} in {nbytes:,} bytes")
         if depth > MAX_DEPTH:
-            what = f"values nested more than {MAX_DEPTH:,} deep"
-            raise LimitExceeded(what, "Real checkpoints are not nested this deep; the file is probably malicious.")
+            raise LimitExceeded(f"values nested more than {MAX_DEPTH:,} deep")
         below, size, names = _contents(node, depth + 1, length + 8)
         nodes += size
         text += length * size + names
         below.reverse()
         stack += below
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
-        what = f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}"
-        why = "Real checkpoints are not nested this deep, or under names this long; the file is probably malicious."
-        raise LimitExceeded(what, why)
+        raise LimitExceeded(f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}")
 
 
 def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:

@@ -175,8 +175,7 @@ def check_collisions(keys: Iterable[Any]) -> None:
     """
     others = [key for key in keys if type(key) is not str]
     if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:
-        what = f"{counted(len(others), 'key')}, most of them with the same hash"
-        raise LimitExceeded(what, "They look chosen to make dictionaries slow; the file is probably malicious.")
+        raise LimitExceeded(f"{counted(len(others), 'key')}, most of them with the same hash")
 
 
 class _Missing:

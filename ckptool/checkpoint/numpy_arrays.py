@@ -10,7 +10,6 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, canonical
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
+from ckptool.facts import dataclass
 
 # The tensors' types by the names of numpy's, without a byte order.
 _CODES: dict[str, DType] = {
@@ -66,7 +66,7 @@ def array_entry(node: Any) -> TensorEntry | None:
 
 def array_tensor(found: Array) -> TensorEntry | None:
     """The same array as a tensor over its own bytes; None where its elements are no tensor's."""
-    data = found.data.data if isinstance(found.data, LazyBytes) else InlineBytes(found.data)
+    data = found.data.data if isinstance(found.data, LongValue) else InlineBytes(found.data)
     return over_bytes(found.type, found.shape, found.fortran, data)
 
 
@@ -83,16 +83,18 @@ def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
 MAX_LONG_BYTES = 32 << 20
 
 
-@dataclass(slots=True, eq=False)
-class LazyBytes:
-    """The data of a large numpy array, left in its file: in a tree it stands for the `bytes` that the pickle has there.
+@dataclass(slots=True, eq=False, repr=False)
+class LongValue:
+    """A long value of a pickle that was left in its file: in a tree the data of a numpy array; builders meet others.
 
-    mutable: it stands for a `bytearray`.  crc: their CRC-32, where the container has one; checked when all of it is
-    read.
+    kind: what the pickle makes of its bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (in UTF-8).
+    of: the value that it was made from, if another.  crc: of the bytes, where the container has it; checked when all of
+    it is read.
     """
 
     data: Data
-    mutable: bool = False
+    kind: str = "bytes"
+    of: LongValue | None = None
     crc: int | None = None
 
     def __len__(self) -> int:
@@ -116,7 +118,7 @@ class LazyBytes:
         return bytes(self)
 
     def __repr__(self) -> str:
-        return f"<{self.data.length:,} bytes in their file>"
+        return f"<{self.kind} of {self.data.length:,} bytes in the file>"
 
 
 _LETTERS = {
@@ -146,7 +148,7 @@ class ArrayType:
         return f"{'>' if self.order == '>' and self.itemsize > 1 else ''}{name}{unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Array:
     """A numpy array of a pickle: its element type, shape, and bytes in row-major order (column-major where `fortran`).
 
@@ -155,7 +157,7 @@ class Array:
 
     type: ArrayType
     shape: tuple[int, ...]
-    data: bytes | LazyBytes
+    data: bytes | LongValue
     fortran: bool = False
 
     @property
@@ -165,7 +167,7 @@ class Array:
     def values(self, limit: int | None = None) -> list[Any] | None:
         """The elements in the order of their bytes, the first `limit`; None for types without a value in Python."""
         width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
-        if isinstance(self.data, LazyBytes) and count < self.size:
+        if isinstance(self.data, LongValue) and count < self.size:
             data = self.data.data.read(0, count * width)
         else:
             data = bytes(self.data)
@@ -193,13 +195,13 @@ def _element(node: Any) -> tuple[str, int, bool]:
     """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
     if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype":
         raise TypeError("no numpy type")
-    kind, digits = _CODE.fullmatch(node.args[0]).groups()  # type: ignore[union-attr]
+    kind, digits = re.fullmatch(_CODE, node.args[0]).groups()  # type: ignore[union-attr]
     size = 8 if kind == "O" else int(digits or 1 if kind != "?" else 1) * (4 if kind == "U" else 1)
     has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & 1))
     return kind, size, has_objects
 
 
-_CODE = re.compile(r"(\?|b(?=1$)|[iufc](?=\d)|[mM](?=8$)|[SUV](?=\d)|O(?=[48]?$))(\d{0,9})", re.ASCII)
+_CODE = r"(\?|b(?=1$)|[iufc](?=[0-9])|[mM](?=8$)|[SUV](?=[0-9])|O(?=[48]?$))([0-9]{0,9})"
 # counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
 _OF_OBJECTS = 27
 _NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
@@ -287,8 +289,7 @@ def _fills(data: Any, kind: Any, shape: Any) -> bool:
     if has_objects:
         return type(data) is list and len(data) == count
     data = _python2_bytes(data)
-    length = len(data) if isinstance(data, (bytes, bytearray, LazyBytes)) else data.data.length
-    return bool(length == width * count)
+    return bool(len(data) == width * count)
 
 
 @_where_odd(bool)
@@ -317,7 +318,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
         return seen[id(node)]
     text: Any = node.args[0] if isinstance(node, Object) and node.args else None
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
-    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
+    if not known or text[:1] == "O" or not re.fullmatch(_CODE, text):
         objects = known and text[:1] == "O"
         kind = "Python objects" if objects else f"the unknown type {str(text)[:40]!r}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
@@ -368,13 +369,13 @@ def array(node: Object) -> Any:
         return NotImplemented
     found = array_type(kind)
     data = _python2_bytes(data)
-    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LazyBytes)):
+    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LongValue)):
         raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
     if not _is_shape(shape):
         raise Corrupt("a numpy array whose shape is not a list of numbers")
     if math.prod(shape) * found.itemsize != len(data):
         raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")
-    return Array(found, shape, data if isinstance(data, LazyBytes) else bytes(data), bool(fortran))
+    return Array(found, shape, data if isinstance(data, LongValue) else bytes(data), bool(fortran))
 
 
 def _python2_bytes(data: Any) -> Any:

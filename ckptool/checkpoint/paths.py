@@ -46,14 +46,11 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
 }
 MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:///*[^/]")
-
 
 def is_url(path: object) -> bool:
     """True for the path of what is elsewhere: `hf://org/repo/file`, `https://…`."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    return isinstance(name, str) and "://" in name and _URL.match(name) is not None
+    return isinstance(name, str) and "://" in name and re.match("[A-Za-z][A-Za-z0-9+.-]+:///*[^/]", name) is not None
 
 
 def may_exist(path: str | os.PathLike[str]) -> bool:
@@ -71,7 +68,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
         why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."
         fix = f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE"
         return FileProblem(what, why, fix)
-    found = _ADDRESS.match(name)
+    found = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
     if found is None:
         return None
     if is_url(name):
@@ -151,7 +148,7 @@ def parted(path: str) -> tuple[str, str]:
 
 # What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
 _USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
-_SECRETS = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?")
+_SECRETS = rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?"
 
 
 def named_urls(text: str) -> str:
@@ -166,7 +163,7 @@ def named_urls(text: str) -> str:
         names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
         return next(name for name in names if GIVEN.setdefault(name, found[0]) == found[0])
 
-    return _SECRETS.sub(name_of, text) if "://" in text else text
+    return re.sub(_SECRETS, name_of, text) if "://" in text else text
 
 
 def given_url(name: str) -> str:
@@ -183,7 +180,7 @@ def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str
 
 def foreign(text: str) -> str:
     """What another program says, without the secrets of any URL in it: a redirect brings its own."""
-    return _SECRETS.sub(r"\1\3", without_secrets(text))
+    return re.sub(_SECRETS, r"\1\3", without_secrets(text))
 
 
 # Patterns for keys: globs in which `*` crosses dots, and `re:` for regular expressions --------------------------------

@@ -102,8 +102,7 @@ def check_names(names: int, tensors: int) -> None:
     """Raises `LimitExceeded` where a few tensors stand under very many names each."""
     if names > MANY_NAMES and names > 4 * tensors:
         what = f"{counted(names, 'name')} or more for {counted(tensors, 'tensor')}"
-        why = "No model ties so many; the file is probably malicious."
-        raise LimitExceeded(what, why, f"Look at a part of it: {command('show', FILE / 'ADDRESS')}")
+        raise LimitExceeded(what, "", f"Look at a part of it: {command('show', FILE / 'ADDRESS')}")
 
 
 def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
@@ -398,7 +397,7 @@ def walk_modules(
             parts_of_it = (attributes[part] for part in _PARTS if isinstance(attributes.get(part), dict))
             spent += 64 + len(here) * (1 + len(attributes) + sum(map(len, parts_of_it)))
             if spent > MAX_NAMES:
-                raise LimitExceeded("modules whose names together are too long", "The file is probably malicious.")
+                raise LimitExceeded("modules whose names together are too long")
             yield here, attributes
             inside.add(id(node))
             stack.append((here, id(node), iter(below(attributes).items())))

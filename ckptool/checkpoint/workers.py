@@ -70,8 +70,8 @@ def in_turn(
 
     work: a function of a module (or a `partial` of one), given an item.  jobs: see `Jobs`; with one, work is done here,
     when its task is called.  size: what the progress goes by.  A task raises what its work raised. Where a process is
-    killed, its work is tried once more, in a process that does nothing else, and a cluster tries it elsewhere; then its
-    task raises `RunFailed`, and the others go on. Raises `UsageError` for jobs that cannot be meant, `MissingExtra`.
+    killed, its work is tried once more, in a process that does nothing else, as all that follows is; a cluster tries
+    it elsewhere; then its task raises `RunFailed`. Raises `UsageError` for jobs that cannot be meant, `MissingExtra`.
     """
     numbers = over(range(len(items)), lambda number: size(items[number]), are_files=True)
     jobs = checked_jobs(jobs)
@@ -137,36 +137,32 @@ class _Crew:
                     self.outcomes[number] = pool.submit(run, self.items[number])
 
     def result(self, number: int) -> Any:
-        """The result of the work. If its process was lost, perhaps through other work, a crew of one tries it again."""
+        """The result of the work. If its process was lost, perhaps through other work, one alone goes on."""
         from concurrent.futures import BrokenExecutor
 
         item = self.items[number]
         name = item[0] if isinstance(item, tuple) else item
-        try:
-            self._submit(number)
-            is_done, result = self.outcomes.pop(number).result()
-        except BrokenExecutor:
-            kept = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
-            self.end()
-            self.outcomes = kept
-            if len(self.items) == 1 and self.own:
-                what = f"{name}: the process that worked on it was killed, twice"
-                why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
-                raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}") from None
-            self._begin(self.jobs if isinstance(self.jobs, int) else os.cpu_count() or 1)
-            alone = _Crew(self.work, [item], 1)
+        for _ in range(2):
             try:
-                return alone.result(0)
-            finally:
-                alone.end()
-        except Exception as error:
-            if self.own:
-                raise
-            what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
-            raise RunFailed(what, "Its output is as it was before, or complete.") from error
-        if is_done:
-            return result
-        raise result
+                self._submit(number)
+                is_done, result = self.outcomes.pop(number).result()
+            except BrokenExecutor:
+                kept = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
+                self.end()
+                self.outcomes = kept
+                self._begin(1)
+            except Exception as error:
+                if self.own:
+                    raise
+                what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
+                raise RunFailed(what, "Its output is as it was before, or complete.") from error
+            else:
+                if is_done:
+                    return result
+                raise result
+        what = f"{name}: the process that worked on it was killed, twice"
+        why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
+        raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}")
 
     def end(self) -> None:
         """Ends all processes of its own, and takes back what others have not begun."""

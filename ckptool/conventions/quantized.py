@@ -17,13 +17,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.errors import CkptoolError, Unsupported, counted, listed
+from ckptool.facts import dataclass, field, replace
 
 MAX_WIDTH = 1 << 20  # elements of a row
 MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
@@ -20,6 +19,7 @@ from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.tree import Path, address, children, find, module_attributes, module_state_dict, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import Conflict, UsageError, counted, listed, printable, quoted
+from ckptool.facts import dataclass, replace
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
 

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -24,6 +23,7 @@ from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
 from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, listed, quoted
+from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
     from torch.nn import Module
@@ -37,7 +37,7 @@ CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoin
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Format:
     """A container: what is true of all of its kind, and the way to its code.
 
@@ -277,7 +277,7 @@ def refuse_name(
 # FILE#ADDRESS --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Opened:
     """A checkpoint, and the address of the part of it that was named (None for the whole).
 

@@ -12,11 +12,11 @@ its bytes in its own file, and they stay apart.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from ckptool.checkpoint.files import Folder
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text
+from ckptool.facts import dataclass
 from ckptool.formats.strict_json import parse_object
 
 NAME = "bundle.json"

@@ -17,7 +17,6 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
@@ -27,7 +26,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
-from ckptool.facts import Bytes
+from ckptool.facts import Bytes, dataclass, field, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
@@ -443,8 +442,9 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         if said.strip():
             metadata[key] = said.decode("utf-8", "replace").strip()
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
-    sizes = {**{record.name: record.size for record in whole.values()}, **{each.name: each.nbytes for each in lost}}
-    short = any(size == len("big") for name, size in sizes.items() if name.count("/") == 1 and name != f"{root}version")
+    sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
+    others = (f"{root}version", f"{root}data.pkl")
+    short = any(size == len("big") for name, size in sizes.items() if name.count("/") == 1 and name not in others)
     order = metadata.get("byteorder", "" if short else "little")
     if order not in ("little", "big"):
         why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."

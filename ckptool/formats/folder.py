@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import isfinite, prod
@@ -28,6 +27,7 @@ from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
+from ckptool.facts import dataclass, replace
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -225,7 +225,7 @@ def _beside(path: str) -> list[str]:
     return names_in(os.path.dirname(path) or ".") if path else []
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Facts:
     """Counts of a tree.
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
@@ -28,6 +27,7 @@ from ckptool.checkpoint.nodes import fields
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
+from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
     CONSOLIDATED,

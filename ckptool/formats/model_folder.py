@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorEntry
@@ -23,6 +22,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
+from ckptool.facts import dataclass, field
 from ckptool.formats.folder import names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"

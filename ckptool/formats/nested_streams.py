@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from ckptool.checkpoint.nodes import Global
-from ckptool.pickles.strings import StubbedValue
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.pickles.torch_objects import BUILDERS as TORCH_BUILDERS
 from ckptool.pickles.torch_objects import PerPickle, Spend
 
@@ -20,9 +20,9 @@ _SMALLEST = 512  # bytes that a stream in bytes counts at least, when it is coun
 
 def _load_from_bytes(depth: int, spend: Spend, args: tuple[Any, ...]) -> Any:
     content = args[0] if len(args) == 1 else None
-    if type(content) is not bytes and not (type(content) is StubbedValue and content.kind == "bytes"):
+    if type(content) is not bytes and not (type(content) is LongValue and content.kind == "bytes"):
         return NotImplemented
-    spend(max(_SMALLEST, content.data.length if isinstance(content, StubbedValue) else len(content)))
+    spend(max(_SMALLEST, len(content)))
     from ckptool.formats.torch_legacy import load_from_bytes  # which few pickles need
 
     return load_from_bytes(content, depth)

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Data, FileRange, Note, TensorEntry
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
-from ckptool.checkpoint.numpy_arrays import ArrayType, LazyBytes, array_type, code_of, over_bytes
+from ckptool.checkpoint.numpy_arrays import ArrayType, LongValue, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
@@ -96,7 +96,7 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
     if entry is not None:
         return entry
     node = Object(_RECONSTRUCT, (_NDARRAY, (0,), b"b"))  # as numpy would pickle it
-    node.state = (1, header.shape, _type_node(header.kind), header.fortran, LazyBytes(content, crc=own))
+    node.state = (1, header.shape, _type_node(header.kind), header.fortran, LongValue(content, crc=own))
     return node
 
 

@@ -54,8 +54,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
     """The arrays that the records of an archive are, as `read` gives them."""
     source = archive.source
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
-        what = f"{source} holds numpy arrays beside {pickles[0]}"
-        raise Ambiguous(what, "numpy would read the one, torch the other.")
+        raise Ambiguous(f"{source} holds numpy arrays beside {pickles[0]}")
     tree: dict[str, Any] = {}
     pickled = list[str]()
     mark = archive.records.get(marks.RECOVERED_RECORD)
@@ -65,8 +64,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             continue
         key = name.removesuffix(ENDING)
         if key in tree or (key != name and key in archive.records):
-            what = f"{source} has the records {key} and {name}"
-            raise Ambiguous(what, "numpy gives both the same name.")
+            raise Ambiguous(f"{source} has the records {key} and {name}")
         tree[key] = read_array(record.data, f"{source}: {record}", record.crc if archive.has_checksums else None)
         if tree[key] is None:
             pickled.append(key)

@@ -15,7 +15,7 @@ from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.files import Input, Source
 from ckptool.errors import Ambiguous, CkptoolError, Truncated, Unsupported
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import decode, decode_lazily, left_in_file, reaches_a_call, skeleton
+from ckptool.pickles.decode import decode, decode_lazily, reaches_a_call, skeleton
 
 NAME = "pickle"
 SMALLEST = 4  # bytes; an empty dictionary of protocol 2 has as many
@@ -55,9 +55,7 @@ def read(source: Source) -> Checkpoint:
     """
     try:
         made = skeleton(FileRange(source, 0, source.size), name=str(source))
-        decoded = decode_lazily(
-            made, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, finish=left_in_file
-        )
+        decoded = decode_lazily(made, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, arrays=True)
     except CkptoolError:
         if _JOBLIB in source.read(0, min(_FIRST, source.size)):
             what = f"{source} was written by joblib"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
@@ -31,6 +30,7 @@ from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.folder import mixed, refuse_renamed
 from ckptool.formats.placements import Box, Piece, overlap
 from ckptool.pickles.calls import UNKNOWN, uses

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.folder import another_run, damaged
 
 MAX_MESH = 1 << 20  # ranks

@@ -90,8 +90,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     try:
         separate = set(json.loads(header.metadata.pop(marks.DEDUPLICATED, "[]")))
     except (ValueError, TypeError, RecursionError):
-        what = f"{source}: its record of deduplicated storages is damaged"
-        raise Corrupt(what, "It is not what ckptool writes.") from None
+        raise Corrupt(f"{source}: its record of deduplicated storages is damaged") from None
     for dropped, kept in ties.items():
         entry = tree[kept]
         storage = entry.storage.alone() if dropped in separate else entry.storage
@@ -238,8 +237,7 @@ def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int)
             f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
         )
     if at < size:
-        what = f"{source} has {size - at:,} bytes after its last tensor"
-        raise Corrupt(what, "They belong to no tensor; another file may be hidden there.")
+        raise Corrupt(f"{source} has {size - at:,} bytes after its last tensor")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage, TensorEntry
@@ -34,6 +33,7 @@ from ckptool.errors import (
     form,
     listed,
 )
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
 from ckptool.formats.folder import INDEX, NUMBERED
 from ckptool.formats.layouts import hf_pieces

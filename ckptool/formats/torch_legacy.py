@@ -22,7 +22,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
 from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
@@ -39,8 +41,8 @@ from ckptool.errors import (
 )
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
-from ckptool.pickles.decode import Decoded, decode, decode_lazily, leaves, no_storage, protocol_notes, skeleton
-from ckptool.pickles.strings import StubbedValue, whole
+from ckptool.pickles.decode import Decoded, decode, decode_lazily, no_storage, protocol_notes, skeleton
+from ckptool.pickles.strings import whole
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-legacy"
@@ -98,7 +100,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     little_endian: bool = head.root
     made, tables = skeleton(data, head.end, name=name), LegacyStorages()
     decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
-    if leaves((decoded.root, decoded.discarded), StorageView):
+    if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
         what = f"{name}: a view of a storage stands by itself"
         raise Unsupported(what, "torch keeps such a view in tensors only.")
     keys = small_pickle(data, made.end, name)
@@ -160,8 +162,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or type(sizes) is not dict
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
-        what = f"{name}: its description of the machine that wrote it is invalid ({shown(info)})"
-        raise Corrupt(what, "torch writes the version, the byte order and the sizes of three types.")
+        raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({shown(info)})")
     return little_endian
 
 
@@ -197,8 +198,7 @@ class LegacyStorages:
         if len(parts) == 4 and parts[0] == "module":
             return class_of(parts[1:], self.sources)
         if len(parts) != 6 or parts[0] != "storage":
-            what = "a persistent id that names no storage"
-            raise Corrupt(what, "torch writes them for storages and for modules' classes.")
+            raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
@@ -225,7 +225,7 @@ class LegacyStorages:
         storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
         alike = dtype is first.dtype or is_bytes or not size
         if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.views else Corrupt)
         return first if dtype is first.dtype else StorageRef(storage, dtype)
 
     def _view(self, root: StorageRef, numel: int, view: Any) -> StorageView:
@@ -237,7 +237,7 @@ class LegacyStorages:
             raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
         found = StorageView(root.storage, root.dtype, offset, size * (root.dtype.itemsize if root.dtype else 1))
         if key in self.roots or self.views.setdefault(key, found) != found:
-            raise _contradiction(key)
+            raise _contradiction(key, BadTensor if key in self.roots else Corrupt)
         return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
@@ -247,8 +247,7 @@ class LegacyStorages:
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         wrong = [key[:80] for key, count in Counter(keys).items() if count > 1 or key not in self.roots]
         if wrong := wrong or sorted(key[:80] for key in self.roots.keys() - set(keys)):
-            what = f"the list of storages does not have each that is used, once: {listed(wrong, 3)}"
-            raise Corrupt(what, _MENDED)
+            raise Corrupt(f"the list of storages does not have each that is used, once: {listed(wrong, 3)}")
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key][0].storage.nbytes for key in keys[number : number + _AHEAD])
@@ -257,8 +256,7 @@ class LegacyStorages:
             storage, numel = self.roots[key][0].storage, self.roots[key][1]
             size = storage.nbytes
             if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
-                what = f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}"
-                raise Corrupt(what, "Two programs wrote to the file, or it was damaged.")
+                raise Corrupt(f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}")
             if at + 8 + size > data.length:
                 begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
                 there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
@@ -268,8 +266,8 @@ class LegacyStorages:
         return at
 
 
-def _contradiction(key: str) -> Corrupt:
-    return Corrupt(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
+    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
 def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
@@ -306,13 +304,13 @@ def as_text(value: Any) -> Any:
 # Streams in bytes ----------------------------------------------------------------------------------------------------
 
 
-def load_from_bytes(content: bytes | StubbedValue, depth: int = 1) -> Any:
+def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     """The value of `torch.storage._load_from_bytes(content)`; `NotImplemented` where the bytes are no stream.
 
     depth: how many levels of such bytes this one is on. Storages of a stub stay where they are, in its file.
     Raises what `read_stream` does, and `LimitExceeded` below the second level.
     """
-    data = content.data if isinstance(content, StubbedValue) else InMemory(content)
+    data = content.data if isinstance(content, LongValue) else InMemory(content)
     if not begins_stream(data.read(0, min(512, data.length))):
         return NotImplemented
     if depth > MAX_NESTING:

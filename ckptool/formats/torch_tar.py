@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from tarfile import TarError, TarFile, TarInfo
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
@@ -38,12 +38,13 @@ from ckptool.formats.torch_legacy import (
     small_pickle,
 )
 from ckptool.pickles.decode import decode_lazily, skeleton
-from ckptool.pickles.torch_objects import check_view, storage_class
+from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-tar"
 MEMBERS = ("sys_info", "pickle", "tensors", "storages")
 VERSION = 1000
 _DAMAGED = "The file was damaged, or made by another program."
+_REBUILD = Global("torch._utils", "_rebuild_tensor")
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -86,8 +87,7 @@ def read(source: Source) -> Checkpoint:
     name, data = f"{source}: pickle", members["pickle"]
     made = skeleton(data, name=name)
     if made.end != data.length:
-        what = f"{name} has {data.length - made.end:,} bytes after its end"
-        raise Corrupt(what, "Another pickle may be hidden there.")
+        raise Corrupt(f"{name} has {data.length - made.end:,} bytes after its end")
     decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
     notes = [*decoded.notes]
@@ -132,7 +132,7 @@ class _Member:
         """The next bytes."""
         if not 0 <= size <= self.left:
             why = "The file was cut off, or the number is wrong."
-            raise Truncated(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
+            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
         self.at += size
         return subrange(self.data, self.at - size, size)
 
@@ -140,20 +140,11 @@ class _Member:
         return struct.unpack(f"<{count}q", self.take(8 * count, what).read(0, 8 * count))
 
 
-class _Place(NamedTuple):
-    """A storage, or a view of one that has a key of its own, from the element `begin` of the storage `root`."""
-
-    ref: StorageRef
-    root: Storage
-    begin: int = 0
-
-
 class _Tables:
-    """The storages and tensors by their keys."""
+    """What persistent ids stand for, by key: storages, views of storages, and tensors."""
 
     def __init__(self) -> None:
-        self.places: dict[int | str, _Place] = {}
-        self.tensors: dict[int | str, TensorEntry] = {}
+        self.values: dict[int | str, StorageRef | StorageView | TensorEntry] = {}
         self.sources: Sources = {}
         self.discarded: list[Any] = []
         self.trailing = 0
@@ -165,10 +156,12 @@ class _Tables:
         key = as_text(pid)
         if isinstance(key, str) and re.fullmatch(r"-?\d{1,20}", key, re.ASCII):
             key = int(key)
-        found = self.tensors.get(key) or self.places.get(key) if type(key) is int else None
+        found = self.values.get(key) if type(key) is int else None
         if found is None:
             raise Corrupt(f"the value refers to the tensor {shown(key)}, which is not in the file", _DAMAGED)
-        return found.ref if isinstance(found, _Place) else found
+        if isinstance(found, StorageView):
+            raise Unsupported("a view of a storage stands by itself", "torch keeps such a view in tensors only.")
+        return found
 
     def read_storages(self, reader: _Member) -> None:
         with_views = True
@@ -184,21 +177,22 @@ class _Tables:
             if dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
             (count,) = reader.integers(1, what)
-            storage = Storage(reader.take(count * dtype.itemsize, what), as_text(location))
-            self.places[self._new(key)] = _Place(StorageRef(storage, dtype), storage)
+            data = reader.take(count * dtype.itemsize, what)
+            self._add(key, StorageRef(Storage(data, as_text(location)), dtype))
         views = reader.pickle("the views") if with_views or reader.left else []
         for view in views if type(views) is list else [views]:
             match view:
-                case (key, int() | str() as root, int(begin), int(size)) if root in self.places:
-                    ref, storage, _ = self.places[root]
+                case (key, int() | str() as root, int(begin), int(size)):
+                    ref = self.values.get(root)
                 case _:
                     raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
-            width = ref.dtype.itemsize if ref.dtype is not None else 1
-            if ref.storage is not storage or begin < 0 or size < 0 or (begin + size) * width > storage.nbytes:
-                there = f"of a view, or of a storage that has {storage.nbytes // width:,}"
-                raise BadTensor(f"a view of the elements {begin:,} to {begin + size:,} {there}", _DAMAGED)
-            part = Storage(subrange(storage.data, begin * width, size * width), storage.location)
-            self.places[self._new(key)] = _Place(StorageRef(part, ref.dtype), storage, begin)
+            if (
+                not isinstance(ref, StorageRef)
+                or ref.dtype is None
+                or not 0 <= begin <= begin + size <= ref.storage.nbytes // ref.dtype.itemsize
+            ):
+                raise BadTensor(f"the view {shown(view)} is of no storage in the file, or goes beyond it", _DAMAGED)
+            self._add(key, StorageView(ref.storage, ref.dtype, begin, size * ref.dtype.itemsize))
         self.trailing += reader.left
 
     def read_tensors(self, reader: _Member) -> None:
@@ -208,28 +202,24 @@ class _Tables:
             if dimensions > MAX_RANK:
                 raise Corrupt(f"{what} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
             *sizes, offset = reader.integers(2 * dimensions + 1, what)
-            shape, stride = tuple(sizes[:dimensions]), tuple(sizes[dimensions:])
+            shape, stride, made = tuple(sizes[:dimensions]), tuple(sizes[dimensions:]), None
             match fields:
                 case (key, None, Global() as kind) if kind in BUILDERS:  # empty, of its type
                     made = BUILDERS[kind](())
-                case (key, int() | str() as storage, _) if storage in self.places:
-                    ref, root, begin = self.places[storage]
-                    if not shape and not ref.storage.nbytes:  # what had no dimensions was empty then
-                        shape, stride = (0,), (1,)
-                    assert ref.dtype is not None
-                    check_view(ref.storage.nbytes, ref.dtype, shape, stride, offset)
-                    made = TensorEntry(root, ref.dtype, shape, stride, begin + offset)
-                case _:
-                    made = None
+                case (key, int() | str() as storage, _):
+                    ref = self.values.get(storage)
+                    if not shape and isinstance(ref, StorageRef) and not ref.storage.nbytes:
+                        shape, stride = (0,), (1,)  # what had no dimensions was empty then
+                    made = BUILDERS[_REBUILD]((ref, offset, shape, stride))
             if not isinstance(made, TensorEntry):
                 raise Corrupt(f"{what} is none, or a view of a storage that is not in the file", _DAMAGED)
-            self.tensors[self._new(key)] = made
+            self._add(key, made)
         self.trailing += reader.left
 
-    def _new(self, key: Any) -> int | str:
-        if not isinstance(key, (int, str)) or key in self.places or key in self.tensors:
+    def _add(self, key: Any, value: StorageRef | StorageView | TensorEntry) -> None:
+        if not isinstance(key, (int, str)) or key in self.values:
             raise Corrupt(f"the key {shown(key)} is none, or is given twice", "Readers would disagree about it.")
-        return key
+        self.values[key] = value
 
 
 # The archive ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
@@ -20,6 +19,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, Conflict, Corrupt, Unsupported, counted, form
+from ckptool.facts import dataclass, field
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
@@ -38,7 +38,7 @@ MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Origin:
     """The file that a torch zip was read from: its directory, its root folder, the alignment of its data, its mark."""
 
@@ -101,8 +101,7 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
     source, records = archive.source, archive.records
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
-        what = f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})"
-        raise Ambiguous(what, "Readers would disagree about which of them it is.")
+        raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
     if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
         raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch takes it for one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
@@ -111,12 +110,10 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
 
         raise other_zip(source, records)
     if outside := [name for name in records if not name.startswith(root)]:
-        what = f"{source} has records outside its folder {root}: {outside[0]}"
-        raise Ambiguous(what, "A checkpoint has one folder; torch refuses what has more, other readers do not.")
+        raise Ambiguous(f"{source} has records outside its folder {root}: {outside[0]}")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
-        what = f"{source} is a checkpoint that has records of a TorchScript program as well"
-        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
+        raise Ambiguous(f"{source} is a checkpoint that has records of a TorchScript program as well")
     for record in records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
@@ -126,8 +123,7 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
     if (second := records.get(root + ".data/version")) is not None:
         other = second.contents(MAX_SMALL).decode("utf-8", "replace").strip()
         if version not in (None, other):
-            what = f"{source} has two version records that disagree"
-            raise Ambiguous(what, "Some versions of torch read the one, some the other.")
+            raise Ambiguous(f"{source} has two version records that disagree")
         version = version or other
     if version is None:
         raise Corrupt(f"{source}: it has no record {root}version", "torch refuses such a file.")
@@ -160,12 +156,11 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
     data = record.contents(inflated_limit(record.stored))
     decoded = decode(data, storages.load, builders, name=f"{source}: {name}", file_bytes=source.size)
     if decoded.end != len(data):
-        what = f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end"
-        raise Ambiguous(what, "Another pickle may be hidden there.")
+        raise Ambiguous(f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end")
     return decoded
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RecordStorages:
     """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
 
@@ -185,8 +180,7 @@ class RecordStorages:
         The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
         """
         if type(pid) is not tuple or (*map(type, pid),) not in _PIDS or pid[0] != "storage":
-            what = "a persistent id that names no storage"
-            raise Corrupt(what, "torch writes one for each storage, for nothing else.")
+            raise Corrupt("a persistent id that names no storage")
         cls, key, location, numel = pid[1:5]
         known, dtype = storage_class(cls)
         if not known:
@@ -196,12 +190,10 @@ class RecordStorages:
             name = self.prefix + key
             record = self.find(name, size) if self.find is not None else self.archive.records.get(name)
             if record is None:
-                what = f"the storage {key[:200]} has no record {name[:200]} in the archive"
-                raise Corrupt(what, "Its data is not in the file.")
+                raise Corrupt(f"the storage {key[:200]} has no record {name[:200]} in the archive")
             if numel < 0 or size != record.size:
                 there = f"its record {record} has {record.size:,} bytes"
-                what = f"the storage {key} should have {numel} elements; {there}"
-                raise Corrupt(what, "The file was patched together, or its pickle belongs to another file.")
+                raise Corrupt(f"the storage {key} should have {numel} elements; {there}")
             storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
             if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
                 storage = Storage(data, location)
@@ -212,8 +204,7 @@ class RecordStorages:
         # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
         mixed = first_class is not cls and not all(each is None or each.name == "u8" for each in (ref.dtype, dtype))
         if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
-            what = f"the storage {key} is described in two ways"
-            raise Corrupt(what, "Readers would disagree about which is right.")
+            raise Corrupt(f"the storage {key} is described in two ways")
         return ref if first_class is cls else self.others.setdefault((key, cls), StorageRef(ref.storage, dtype))
 
 

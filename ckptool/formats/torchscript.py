@@ -47,8 +47,7 @@ def read(archive: Archive) -> Checkpoint:
     source = archive.source
     root, small, storages, decoded = read_pickled(archive, _BUILDERS, script=True)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
-        what = f"{source} is a checkpoint that has the records of a TorchScript program as well"
-        raise Ambiguous(what, "torch.load and torch.jit.load would see two different things in it.")
+        raise Ambiguous(f"{source} is a checkpoint that has the records of a TorchScript program as well")
     program = _Program(archive, root, storages.big_endian)
     confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())

@@ -22,7 +22,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any, NamedTuple
@@ -31,7 +30,7 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.facts import LIVE, Report, Told, bold, dim
+from ckptool.facts import LIVE, Report, Told, bold, dataclass, dim, replace
 from ckptool.names.pattern import Name, Unbound, parse_arithmetic, parse_name
 from ckptool.names.rule_files import FUNCTIONS, dropping, items, rules_tree, scalar_text, translation_of
 from ckptool.names.rules import LOOK, Translation

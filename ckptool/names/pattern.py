@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from math import comb, prod
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint.paths import Matcher
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, UsageError, counted
+from ckptool.facts import dataclass
 
 # Arithmetic ----------------------------------------------------------------------------------------------------------
 

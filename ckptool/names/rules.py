@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ckptool.commands import FILE, arg, command
 from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.names.pattern import Arithmetic, Name, parse_arithmetic, parse_expressions, parse_name, split_names
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"

@@ -6,13 +6,13 @@ The numbers that names stand for are in a scope: those that were set, the rules'
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from math import isqrt, prod
 from typing import Any
 
 from ckptool.commands import arg
 from ckptool.errors import Conflict, UsageError, counted, listed
+from ckptool.facts import dataclass, field
 from ckptool.names.pattern import Arithmetic, Functions, Groups, Lookup, Unbound, parse_name, unbound
 from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
 

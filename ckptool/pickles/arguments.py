@@ -13,15 +13,12 @@ from typing import Any, Literal
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import LazyBytes
-from ckptool.pickles.strings import StubbedValue
+from ckptool.checkpoint.numpy_arrays import LongValue
 
 Arguments = tuple[Any, ...]
 Rule = Callable[[Arguments], bool]  # for all arguments of a call
 
-_SCALARS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, StubbedValue, LazyBytes}
-)
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, LongValue})
 _SEQUENCES = (list, tuple, Set)
 
 # How many arguments, and each of what kind ---------------------------------------------------------------------------
@@ -69,11 +66,11 @@ def _is_kind(word: Word, arg: Any) -> bool:
         case "pairs":  # a dictionary, too; one with attributes of its own may have a `keys` that is called
             return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
         case "content":  # of bytes: a number would be a size to allocate
-            return isinstance(arg, (str, bytes, StubbedValue, LazyBytes, *_SEQUENCES))
+            return isinstance(arg, (str, bytes, LongValue, *_SEQUENCES))
         case "factory":  # of a `defaultdict`: a function or class, judged where it stands
             return isinstance(arg, (type(None), Global, Object))
         case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
-            text = _NUMBER.fullmatch(_as_text(arg)) if len(arg) <= 400 else None
+            text = re.fullmatch(_NUMBER, _as_text(arg), re.IGNORECASE | re.ASCII) if len(arg) <= 400 else None
             return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
         case "number":
             return type(arg) in (bool, int, float, complex)
@@ -105,7 +102,7 @@ def _is_kind(word: Word, arg: Any) -> bool:
             return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
 
 
-_NUMBER = re.compile(r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*", re.IGNORECASE | re.ASCII)
+_NUMBER = r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*"
 
 
 def _as_text(value: str | bytes) -> str:

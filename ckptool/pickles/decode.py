@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptool.checkpoint import Data, Note
-from ckptool.checkpoint.graph import alike, check_depth, visit
+from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, form, listed
+from ckptool.facts import dataclass, field
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader
-from ckptool.pickles.strings import MAX_STRING, StubbedValue, check_size, whole
+from ckptool.pickles.strings import MAX_STRING, check_size, whole
 from ckptool.pickles.torch_objects import Builder, PerPickle, purse
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
@@ -35,7 +35,7 @@ MAX_REPEATED = 100  # keys given twice whose values are compared
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoded:
     """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
 
@@ -71,7 +71,7 @@ def decode(
     place: where in the file a byte of `data` is.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
-    left_out = sum(stub.data.length if type(stub) is StubbedValue else len(stub) for stub in stubs or ())
+    left_out = sum(map(len, stubs or ()))
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     builders = {
         fn: partial(made.build, purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()
@@ -152,13 +152,12 @@ def no_storage(pid: Any) -> Any:
 # over their lengths, which count the long values, whenever it is given a list of stubs, even an empty one.
 # Source of the opcodes: the comments of Lib/pickletools.py.
 
-Leaf = TypeVar("Leaf")
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
 MAX_SKELETON = 1 << 30
 _FIRST_WINDOW, _WINDOW = 1 << 16, 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Skeleton:
     """A pickle without its long values.
 
@@ -167,7 +166,7 @@ class Skeleton:
     """
 
     data: bytes
-    stubs: list[StubbedValue]
+    stubs: list[LongValue]
     end: int
     _spots: list[tuple[int, int]] = field(repr=False)
 
@@ -196,15 +195,14 @@ def decode_lazily(
     *,
     name: str = "data.pkl",
     file_bytes: int = 0,
-    finish: Callable[[Decoded], Decoded] = lambda decoded: decoded,
+    arrays: bool = False,
 ) -> Decoded:
     """The tree of a skeleton (see `decode`), with a plain value for each stub that no builder used.
 
-    It is decoded again with those values in place of the stubs, and then, if it must be, with those of all; `finish` is
-    called after each time. Raises `LimitExceeded` for such a value of more than 64 MiB, and what
-    `decode` raises.
+    arrays: but for the data of numpy arrays. It is decoded again with those values in place of the stubs, and then, if
+    it must be, with those of all. Raises `LimitExceeded` for one of more than 64 MiB, and what `decode` raises.
     """
-    plain: set[StubbedValue] = set()
+    plain: set[LongValue] = set()
     while True:
         total = len(made.data)
         for stub in made.stubs:
@@ -215,10 +213,11 @@ def decode_lazily(
             raise _too_long(total)
         stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
         options: Any = {"name": name, "file_bytes": file_bytes, "stubs": stubs, "place": made.place}
-        decoded = finish(decode(made.data, persistent, builders, **options))
+        decoded = decode(made.data, persistent, builders, **options)
         if len(plain) == len(stubs):
             return decoded
-        left = {stub.of or stub for stub in leaves((decoded.root, decoded.discarded), StubbedValue)}
+        seen = visit((decoded.root, decoded.discarded), _beside_arrays if arrays else structural_parts)
+        left = {stub.of or stub for stub in seen if isinstance(stub, LongValue)}
         if not left:
             return decoded
         plain = set(made.stubs) if plain else left
@@ -229,9 +228,16 @@ def _too_long(size: int) -> LimitExceeded:
     return LimitExceeded(what, f"At most {MAX_SKELETON:,} are read.")
 
 
-def leaves(root: Any, kind: type[Leaf]) -> set[Leaf]:
-    """Every value of a kind to which the values refer; also those in the calls of composites."""
-    return {node for node in visit(root) if isinstance(node, kind)}
+def _beside_arrays(node: Any) -> Iterable[Any]:
+    """The parts of a node (see `visit`), but for the data of an array that is left in the file."""
+    match node:
+        case Object(state=tuple((*rest, LongValue(kind=kind)))) if kind != "text":
+            if canonical(node.fn) == "numpy.core.multiarray._reconstruct":
+                return node.args, *rest
+        case Object(args=tuple((LongValue(kind=kind), *rest))) if kind != "text":
+            if canonical(node.fn) == "numpy.core.numeric._frombuffer":
+                return rest
+    return structural_parts(node)
 
 
 # The lexer -----------------------------------------------------------------------------------------------------------
@@ -285,7 +291,7 @@ class _Lexer:
         self.parts: list[bytes] = []  # the skeleton up to the window
         self.size = 0
         self.spots: list[tuple[int, int]] = []
-        self.stubs: list[StubbedValue] = []
+        self.stubs: list[LongValue] = []
         self.base, self.pos, self.buffer = offset, 0, b""
         self._move(offset, _FIRST_WINDOW)
 
@@ -342,7 +348,7 @@ class _Lexer:
         begin = place + 1 + width
         self._move(begin + size, _FIRST_WINDOW)
         self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), place)
-        self.stubs.append(StubbedValue(subrange(self.data, begin, size), kind))
+        self.stubs.append(LongValue(subrange(self.data, begin, size), kind))
 
     def _other(self, op: int) -> None:
         if op in _FIXED:
@@ -464,16 +470,3 @@ def reaches_a_call(data: Data) -> bool:
     except CkptoolError:
         pass
     return False
-
-
-def left_in_file(decoded: Decoded) -> Decoded:
-    """The decoded pickle with the data of large arrays as `LazyBytes` instead of a skeleton's stubs."""
-    for node in visit((decoded.root, decoded.discarded)):
-        if not isinstance(node, Object):
-            continue
-        match canonical(node.fn), node.state, node.args:
-            case "numpy.core.multiarray._reconstruct", tuple((*rest, StubbedValue() as stub)), _ if stub.kind != "text":
-                node.state = (*rest, LazyBytes(stub.data, stub.kind == "bytearray"))
-            case "numpy.core.numeric._frombuffer", _, tuple((StubbedValue() as stub, *rest)) if stub.kind != "text":
-                node.args = (LazyBytes(stub.data, stub.kind == "bytearray"), *rest)
-    return decoded

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import NO_FLAGS, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import Conflict, Unsupported
 from ckptool.pickles.torch_objects import (
     ORDERED_DICT,
@@ -166,14 +166,14 @@ class _Encoder:
             self._call(_COMPLEX, (value.real, value.imag), id(value))
         elif kind is bytearray:
             self._call(_BYTEARRAY, (bytes(value),) if value else (), id(value))
-        elif kind is LazyBytes:  # nobody else has the same, so its text is not remembered
-            if value.mutable:
+        elif kind is LongValue:  # nobody else has the same, so its text is not remembered
+            if value.kind == "bytearray":
                 self._leaf(_BYTEARRAY)
             raw = value.whole().decode("latin-1").encode()
             self._leaf(_ENCODE)
             out += b"X" + _pack_uint(len(raw)) + raw
             self._leaf("latin1")
-            out += b"\x86R\x85R" if value.mutable else b"\x86R"
+            out += b"\x86R\x85R" if value.kind == "bytearray" else b"\x86R"
             self._put(id(value))
         else:
             return False

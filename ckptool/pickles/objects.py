@@ -26,9 +26,7 @@ MAX_INTEGER_BITS = 4_096
 # error.
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _TRUTHS = {"00": False, "+0": False, "-0": False, "01": True, "+1": True}
-_FLOAT = re.compile(
-    r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE
-)
+_FLOAT = r"(?i)[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)"
 FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
 DAMAGED = "The pickle is damaged or malicious."
 
@@ -160,7 +158,7 @@ class PickleReader:
         if op == 0x4C:  # LONG
             return self.number(line.removesuffix("L"), pos)
         # FLOAT
-        if _FLOAT.fullmatch(line) is None or (isinf(float(line)) and "inf" not in line.lower()):
+        if re.fullmatch(_FLOAT, line) is None or (isinf(float(line)) and "inf" not in line.lower()):
             raise self.corrupt(pos, f"{line[:40]!r} where a number should be")
         return float(line)
 

@@ -34,7 +34,7 @@ from ckptool.checkpoint.graph import (
     visit,
 )
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Unsupported, listed
 from ckptool.pickles.known import kind_of
@@ -201,7 +201,7 @@ def _sort_key(item: Any) -> tuple[str, Any]:
 
 _HANDLERS: dict[type, Any] = {
     **dict.fromkeys(
-        (complex, bytes, bytearray, ByteString, Global, TensorEntry, StorageRef, Composite, LazyBytes), same
+        (complex, bytes, bytearray, ByteString, Global, TensorEntry, StorageRef, Composite, LongValue), same
     ),
     **dict.fromkeys((dict, OrderedDict, collections.OrderedDict, ReadOnlyDict, ReadOnlyOrderedDict), _dict),
     **dict.fromkeys((list, ReadOnlyList), copy_list),

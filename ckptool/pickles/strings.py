@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from codecs import utf_8_decode
-from dataclasses import dataclass
 from typing import Any
 
-from ckptool.checkpoint import Computed, Data
+from ckptool.checkpoint import Computed
 from ckptool.checkpoint.nodes import ByteString
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import Corrupt, LimitExceeded
 
 MAX_STRING = 64 << 20
 
 
-def check_size(stub: StubbedValue) -> None:
+def check_size(stub: LongValue) -> None:
     """Raises `LimitExceeded` for a stub that is too long to be a plain value."""
     size, kind = stub.data.length, "text of Python 2" if stub.kind == "string" else stub.kind
     if size > MAX_STRING:
@@ -25,7 +25,7 @@ def check_size(stub: StubbedValue) -> None:
 
 def whole(value: Any) -> Any:
     """The plain value of a stub, read into memory; anything else as it is. Raises `LimitExceeded` above 64 MiB."""
-    if not isinstance(value, StubbedValue):
+    if not isinstance(value, LongValue):
         return value
     check_size(value)
     content = value.data.read(0, value.data.length)
@@ -69,7 +69,7 @@ def key_text(key: Any) -> Any:
     return key.decode("latin-1") if type(key) is ByteString else key
 
 
-def encoded(text: StubbedValue) -> StubbedValue | None:
+def encoded(text: LongValue) -> LongValue | None:
     """The bytes of `_codecs.encode(text, "latin1")` for a long text; None where latin-1 lacks a character.
 
     The text is read through once, in pieces, to learn where each byte of it is.
@@ -97,25 +97,7 @@ def encoded(text: StubbedValue) -> StubbedValue | None:
         content = b"".join(piece(at)[0] for at in begins[first:last] if at < data.length)
         return content[offset - counts[first] :][:length]
 
-    return StubbedValue(Computed(counts[-1], read), "bytes", text)
+    return LongValue(Computed(counts[-1], read), "bytes", text)
 
 
 _PIECE = 1 << 16
-
-
-@dataclass(slots=True, eq=False)
-class StubbedValue:
-    """A long value of a pickle that was left where it is: `data` are its bytes as the pickle spells them.
-
-    Only builders meet it, while a pickle is decoded (see `skeleton`); there is none in an opened checkpoint.
-    kind: what the pickle makes of the bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (`data` is its
-    UTF-8).
-    of: the stub that it was made from, if another.
-    """
-
-    data: Data
-    kind: str
-    of: StubbedValue | None = None
-
-    def __repr__(self) -> str:
-        return f"<{self.kind} of {self.data.length:,} bytes>"

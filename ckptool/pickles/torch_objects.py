@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -19,9 +18,11 @@ from typing import Any
 from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import BadTensor, LimitExceeded, counted
+from ckptool.facts import dataclass, replace
 from ckptool.pickles.arguments import no_hooks
-from ckptool.pickles.strings import StubbedValue, encoded, key_text
+from ckptool.pickles.strings import encoded, key_text
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
 
@@ -56,7 +57,7 @@ Spend = Callable[[int], None]
 """Says that a call copies what takes at least so many bytes in a file; see `purse`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerPickle:
     """A builder whose calls copy what they are given: `build(spend, args)`, with a purse of its own for each pickle."""
 
@@ -104,7 +105,7 @@ def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
                 return text.encode("latin-1")
             except UnicodeEncodeError:
                 return NotImplemented
-        case ["encode", StubbedValue() as stub, "latin1" | "latin-1"]:
+        case ["encode", LongValue() as stub, "latin1" | "latin-1"]:
             spend(stub.data.length)
             return (encoded(stub) if stub.kind == "text" else None) or NotImplemented
         case ["bytes"]:
@@ -114,8 +115,8 @@ def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
         case ["bytearray", bytes(content)] if type(content) is bytes:
             spend(len(content))
             return bytearray(content)
-        case ["bytearray", StubbedValue(kind="bytes") as stub]:
-            return StubbedValue(stub.data, "bytearray", stub.of or stub)
+        case ["bytearray", LongValue(kind="bytes") as stub]:
+            return LongValue(stub.data, "bytearray", stub.of or stub)
         case ["bytearray", text, codec]:
             return _plain("bytearray", spend, (_plain("encode", spend, (text, codec)),))
     return NotImplemented

@@ -9,7 +9,6 @@ the order of keys stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, module_attributes, module_state_dict, walk
 from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
+from ckptool.facts import dataclass, replace
 from ckptool.pickles.calls import DISCARDED, uses
 from ckptool.pickles.known import is_torch_name, kind_of
 from ckptool.pickles.plain import expand

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
-from ckptool.facts import Report, Table, Told, Verbatim
+from ckptool.facts import Report, Table, Told, Verbatim, replace
 from ckptool.render.lines import PYTHON, lines
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows

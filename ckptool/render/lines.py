@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partialmethod
 from textwrap import wrap
 from typing import Any
 
 from ckptool.commands import VERBS
 from ckptool.errors import CkptoolError, Command, escaped, in_python, printable
-from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim
+from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))

@@ -137,9 +137,8 @@ def _rescue(trainer: Trainer, run: TrainerRun, error: Exception) -> None:
         with suppress(Exception):  # the first error is the news
             run.save_now()
             if isinstance(error, CkptoolError):
-                before = error.fix + " " if error.fix else ""
                 saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
-                error.fix = Text(before, saved)
+                error.fix = Text(error.fix, " " * bool(error.fix), saved)
     if trainer.world.is_first:
         words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
         with suppress(CkptoolError):

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ckptool import formats
-from ckptool.bridge import build, to_torch
+from ckptool.bridge.to_live import build, to_torch
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.commands import arg
 from ckptool.errors import RunFailed, UsageError, listed

@@ -80,7 +80,7 @@ def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts
 
     Raises `DiskFull`, `FileProblem`, or `Unsupported` for what could not be read back; what was there stays.
     """
-    from ckptool.bridge import from_torch
+    from ckptool.bridge.from_live import from_torch
 
     running = StreamingSha256()
     plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))

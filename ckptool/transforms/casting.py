@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
@@ -27,7 +26,7 @@ from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, wa
 from ckptool.commands import NAME, arg
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
-from ckptool.facts import size
+from ckptool.facts import dataclass, replace, size
 from ckptool.transforms.views import joined
 
 

@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import combinations, islice, permutations
@@ -26,7 +25,7 @@ from ckptool.checkpoint.dtypes import Array, has_numbers
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
-from ckptool.facts import Report, Told, bold, cyan, green, yellow
+from ckptool.facts import Report, Told, bold, cyan, dataclass, green, yellow
 from ckptool.names.rule_files import dropping
 from ckptool.names.rules import Translation, parse_operation, parse_rules
 from ckptool.names.steps import Overs, Step

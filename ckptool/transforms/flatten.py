@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from ckptool.conventions.state_dicts import (
     unnamed_tensors,
 )
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
-from ckptool.facts import size
+from ckptool.facts import replace, size
 from ckptool.formats import marks
 from ckptool.formats.whole_tree import holds
 

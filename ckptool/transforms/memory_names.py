@@ -13,7 +13,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, Unsupported, UsageError, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.model_folder import configuration
 from ckptool.names.pattern import Arithmetic
 from ckptool.names.rules import Operation, parse_operation
@@ -39,7 +39,7 @@ class _Group(NamedTuple):
     new: list[str]
 
 
-@dataclass
+@dataclass()
 class MemoryTree:
     """A state dict with the names and tensors that its library has in memory.
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from ckptool.analysis.warm_start import Suggestion
 from ckptool.errors import CkptoolError, counted, form, listed, printable
+from ckptool.facts import dataclass, field
 from ckptool.names.rules import parse_rules
 from ckptool.names.steps import Step, steps_of
 

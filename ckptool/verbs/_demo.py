@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import Command, argument, as_argument, command, verb
 from ckptool.errors import printable
-from ckptool.facts import Page
+from ckptool.facts import Page, replace
 from ckptool.formats import torch_zip
 from ckptool.output.folders import replace_folder
 from ckptool.pickles.reduce import array_entry, from_live

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from typing import Annotated
 from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import FILE, Command, argument, command, nearest, verb
 from ckptool.errors import NoMatch, UsageError
-from ckptool.facts import LIVE, Report, Told, bold, cyan
+from ckptool.facts import LIVE, Report, Told, bold, cyan, dataclass
 from ckptool.verbs._options import standard_input
 
 WIDTH = 25  # columns of a code in the list

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Annotated
 
 from ckptool.analysis.git import POINTER, SMALL, git
@@ -13,7 +12,7 @@ from ckptool.analysis.verify import Problem, Verification, problem_of, verified
 from ckptool.checkpoint.files import Source
 from ckptool.commands import argument, option, repeated, verb
 from ckptool.errors import CkptoolError, counted, listed, quoted
-from ckptool.facts import WHOLE, Report, Told, bold, green, red, yellow
+from ckptool.facts import WHOLE, Report, Told, bold, dataclass, green, red, yellow
 from ckptool.facts import size as size_text
 
 

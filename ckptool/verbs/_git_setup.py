@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sysconfig
-from dataclasses import dataclass
 from typing import Annotated
 
 from ckptool.analysis.git import CACHE, git, text_for_git
@@ -14,7 +13,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.commands import option, verb
 from ckptool.errors import Conflict, listed
 from ckptool.errors import quoted as shell_word
-from ckptool.facts import Note, Page, Report, Told, bold
+from ckptool.facts import Note, Page, Report, Told, bold, dataclass
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.verbs._options import DryRun
 

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
@@ -25,7 +24,7 @@ from ckptool.checkpoint.tree import address, holders, replaced_at, storages, sto
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
-from ckptool.facts import LIVE, Bytes, Report, Told, bold, size
+from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
@@ -437,7 +436,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
     if isinstance(tree, Checkpoint):
         return tree
     if "torch" in sys.modules:
-        from ckptool.bridge import from_torch as read
+        from ckptool.bridge.from_live import from_torch as read
     else:  # there can be no tensor of torch in the tree
         from ckptool.pickles.reduce import from_live as read
     return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)

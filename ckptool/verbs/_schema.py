@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -16,7 +16,7 @@ from ckptool.analysis.words import NUMBER
 from ckptool.checkpoint.dtypes import DType
 from ckptool.commands import VERBS, Command, argument, function_of, nearest, signature_of, verb
 from ckptool.errors import NoMatch
-from ckptool.facts import TEXT, Report, Told, Unit, bold, facts_of, schema_of
+from ckptool.facts import TEXT, Report, Told, Unit, bold, dataclass, facts_of, schema_of
 
 Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

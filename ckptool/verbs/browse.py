@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +27,7 @@ from ckptool.checkpoint.workers import ENDS, signals_held
 from ckptool.commands import FILE, command, verb
 from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
-from ckptool.facts import WHOLE, Marked, Page, bars, bold, dim, number, size
+from ckptool.facts import WHOLE, Marked, Page, bars, bold, dataclass, dim, number, size
 from ckptool.formats import Opened, open_file
 from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File

@@ -234,7 +234,7 @@ def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = ""
     advice = first.advice
     for step in (step for each in seen for finding in each.findings for step in finding.steps):
         advice = advice.replace(step.out, as_argument(path) or FILE)  # a file that was never written
-    way = "; then ".join(f"{commands.in_both(each)}" for each in first.commands) or advice
+    way = "; then ".join(f"{each}" for each in first.commands) or advice
     way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
     refused = Unsupported(what, f"{why}Nothing was written.", way)
     refused.code = first.code

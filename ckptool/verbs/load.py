@@ -53,10 +53,10 @@ def load(
         what = f"pickle_module={getattr(pickle_module, '__name__', repr(pickle_module))[:80]} is not used"
         raise UsageError(what, "ckptool reads pickles itself, and runs nothing of them.", "Leave it out.")
     text = _python_2_text(**pickle_load_args)
-    from ckptool import bridge
+    from ckptool.bridge.to_live import build
 
     with no_collection():
-        return bridge.build(open_whole(f, part=part).taken, map_location, mmap=mmap is not False, text=text)
+        return build(open_whole(f, part=part).taken, map_location, mmap=mmap is not False, text=text)
 
 
 def _python_2_text(

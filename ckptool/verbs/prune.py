@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from ckptool.commands import option, several, verb
 from ckptool.errors import counted
-from ckptool.facts import Bytes, Report, Table, Told, bold, size
+from ckptool.facts import Bytes, Report, Table, Told, bold, dataclass, size
 from ckptool.formats import refuse_address
 from ckptool.verbs._options import RunFolder, Set, check_harness
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ckptool import formats
@@ -14,7 +13,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
-from ckptool.facts import Address, Bytes, Report, Table, Told, bold, green, size, yellow
+from ckptool.facts import Address, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, open_file, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders

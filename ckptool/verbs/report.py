@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from heapq import nlargest
 from math import sqrt
 from statistics import median
@@ -25,7 +24,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
-from ckptool.facts import LIVE, Bytes, Report, Told, green, size, yellow
+from ckptool.facts import LIVE, Bytes, Report, Told, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, split
 from ckptool.output import check_target, replace_file
 from ckptool.training import is_run

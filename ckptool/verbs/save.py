@@ -72,7 +72,7 @@ def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: b
     `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
     """
 
-    from ckptool import bridge
+    from ckptool.bridge.from_live import from_torch
     from ckptool.bridge.modules import unwrapped
     from ckptool.transforms.rename import apply
 
@@ -81,6 +81,6 @@ def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: b
         return ".".join([*(part for part in modules if part not in INNER_WRAPPERS), name])
 
     state: Any = unwrapped(model, averages=True).state_dict()
-    tree = map_storages(bridge.from_torch(state), lambda storage: replace(storage, location="cpu"))
+    tree = map_storages(from_torch(state), lambda storage: replace(storage, location="cpu"))
     whole = Checkpoint(tree, formats.LIVE)
     save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from ckptool.analysis import words
@@ -20,7 +19,7 @@ from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import Path, address, children, find, segment_text, walk
 from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted, listed
-from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, size
+from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, dataclass, replace, size
 from ckptool.formats import open_file
 from ckptool.verbs._options import At, File
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.tree import rebuild, storages
 from ckptool.commands import arg, option, verb
 from ckptool.errors import UsageError, counted
-from ckptool.facts import size
+from ckptool.facts import replace, size
 from ckptool.transforms.slim import cut_down, plain_views, tied_storages, without_optimizers
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ckptool.analysis.targets import BUFFER, PARAMETER, SPEC_SCHEMA, SPEC_VERSION, Expected, Target, tie_groups
 from ckptool.commands import argument, verb
 from ckptool.errors import Unsupported, counted
-from ckptool.facts import LIVE, Report, Told, bold, dim, short
+from ckptool.facts import LIVE, Report, Told, bold, dataclass, dim, short
 from ckptool.formats import CheckpointLike
 from ckptool.output import check_target, replace_file
 from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite, find_target

@@ -16,7 +16,7 @@ from numpy.random._pickle import __bit_generator_ctor as bit_generator_ctor
 from numpy.random._pickle import __generator_ctor as generator_ctor
 
 import ckptool
-from ckptool import bridge
+from ckptool.bridge.to_live import build
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict
@@ -96,7 +96,7 @@ HOSTILE: list[tuple[Any, type[CkptoolError], str]] = [
 def test_what_does_not_fit_is_refused_before_torch_sees_it(number: int) -> None:
     tree, error, words = HOSTILE[number]
     with pytest.raises(error, match=words):
-        bridge.build(Checkpoint({"x": tree}, "test"))
+        build(Checkpoint({"x": tree}, "test"))
 
 
 class CanBeCalled:
@@ -133,7 +133,7 @@ def test_a_known_function_that_calls_an_unknown_one_is_unknown(call: Any, tmp_pa
     with pytest.raises(UnsafeObject):
         torch_zip.write(checkpoint)
     with pytest.raises(UnsafeObject):
-        bridge.build(checkpoint)
+        build(checkpoint)
 
 
 def test_of_a_whole_model_the_weights_are_offered(tmp_path: Path) -> None:

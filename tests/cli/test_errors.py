@@ -97,11 +97,10 @@ def test_every_error_has_three_parts_and_changes_nothing(name: str, folder: Path
     assert state_of(folder) == before
 
 
-def test_what_a_fix_refuses_has_a_call_for_those_who_write_python(folder: Path) -> None:
+def test_what_a_fix_refuses_says_what_mends_it(folder: Path) -> None:
     with pytest.raises(errors.Unsupported) as caught:
         ckptool.doctor("cut.pt", fix=True, out="x.pt")
     assert caught.value.fix == "ckptool recover cut.pt -o cut.fixed.pt"
-    assert str(caught.value).endswith("ckptool.recover('cut.pt', out='cut.fixed.pt')")
 
 
 def test_of_several_files_with_one_that_is_refused_none_is_written(files: Path, run: Run) -> None:

@@ -93,7 +93,7 @@ def test_arrays_without_numpy(dtype: str) -> None:
 
 
 def test_torchs_own_values() -> None:
-    from ckptool.bridge import from_torch
+    from ckptool.bridge.from_live import from_torch
 
     values = {
         "size": torch.Size([2, 3]), "device": torch.device("cuda:1"), "cpu": torch.device("cpu"),

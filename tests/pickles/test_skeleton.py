@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import decode as lexing
 from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
-from ckptool.pickles.strings import StubbedValue, encoded, whole
+from ckptool.pickles.strings import encoded, whole
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
@@ -268,8 +269,8 @@ def test_errors_name_the_byte_of_the_file() -> None:
 def test_whole_leaves_other_values_alone() -> None:
     assert whole(3) == 3 and whole("x") == "x"
     assert (
-        whole(StubbedValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
-        and whole(StubbedValue(InlineBytes(b"e"), "string")) == "e"
+        whole(LongValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
+        and whole(LongValue(InlineBytes(b"e"), "string")) == "e"
     )
     with pytest.raises(Corrupt):
-        whole(StubbedValue(InlineBytes(b"\xff"), "text"))
+        whole(LongValue(InlineBytes(b"\xff"), "text"))

@@ -11,7 +11,7 @@ import torch
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import LazyBytes
+from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.training.parallel import local
 
 # Trees ----------------------------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def _scalar(value: Any) -> Any:
         return struct.pack("<d", value)
     if type(value) is complex:
         return struct.pack("<2d", value.real, value.imag)
-    if isinstance(value, LazyBytes):
-        return bytes(value), value.mutable
+    if isinstance(value, LongValue):
+        return bytes(value), value.kind == "bytearray"
     return id(value) if isinstance(value, Global) else value
 
 

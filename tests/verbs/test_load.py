@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool import bridge
+from ckptool.bridge.to_live import build
 from ckptool.errors import Corrupt, FileChanged, Truncated, UnsafeObject, UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, make
@@ -90,7 +90,7 @@ def test_a_file_that_changed_since_it_was_opened_is_not_mapped(tmp_path: Path) -
     with path.open("ab") as file:
         file.write(b"x")
     with pytest.raises(FileChanged):
-        bridge.build(checkpoint)
+        build(checkpoint)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 import ckptool
-from ckptool import bridge
+from ckptool.bridge.from_live import from_torch
 from ckptool.checkpoint import Computed
 from ckptool.errors import Conflict, Unsupported
 from ckptool.formats import read
@@ -112,7 +112,7 @@ def test_saving_an_opened_tree_with_live_parts(tmp_path: Path) -> None:
 
 def test_saving_does_not_copy_the_tensors(tmp_path: Path) -> None:
     x = torch.zeros(1000)
-    made = bridge.from_torch({"x": x})["x"]
+    made = from_torch({"x": x})["x"]
     x += 1
     assert isinstance(made.storage.data, Computed)
     assert made.numpy()[0] == 1

@@ -19,7 +19,6 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from ckptool.checkpoint.files import Folder, Part, Source
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.layouts.hf_pieces import saved_offsets

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from struct import pack
 from typing import Any, cast
@@ -24,6 +23,7 @@ from ckptool.checkpoint.strided import in_storage_order, row_major, subrange
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
+from ckptool.facts import dataclass, field
 from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.placements import Box, sizes_of

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from glob import escape
 from typing import Any
 
@@ -28,6 +27,7 @@ from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions import optimizer_keys
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, counted
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats import marks
 from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages, as_bytes, decoded, key_of, pickle_of
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
 from ckptool.commands import other_program
 from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
 from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
 from ckptool.formats.placements import Piece, sizes_of

@@ -24,7 +24,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
@@ -41,6 +40,7 @@ from ckptool.errors import (
     listed,
     printable,
 )
+from ckptool.facts import dataclass, field
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -72,7 +72,7 @@ _MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and how hard 
 _INFLATED = 1 << 18  # bytes at a time
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Archive:
     """A zip archive's directory. Not changed once `read_archive` has returned it.
 
@@ -106,7 +106,7 @@ class Archive:
         return window[at - begin : at - begin + length]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`.
 
@@ -184,8 +184,7 @@ class Record:
             self.wrong(f"has no header at byte {self.header:,}")
         _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
         if head[LOCAL.size :] != name or name_size != len(name):
-            what = f"{source}: the record {self} has another name in its own header"
-            raise Ambiguous(what, "Some readers would take one name, some the other, and see two different files.")
+            raise Ambiguous(f"{source}: the record {self} has another name in its own header")
         if name_alone:
             return
         if method != self.method or flags & ~_MAY_DIFFER != self.flags & ~_MAY_DIFFER:
@@ -231,8 +230,7 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     if archive.end != source.size:
         left = f"{source.size - archive.end:,} bytes"
         if not _is_torn_edit(archive):
-            what = f"{source} has {left} behind its zip archive that no in-place edit left there"
-            raise Ambiguous(what, "Some readers would see another archive there.")
+            raise Ambiguous(f"{source} has {left} behind its zip archive that no in-place edit left there")
         message = f"an in-place edit was interrupted; {left} after the archive are not part of it"
         archive.notes.append(Note("interrupted-edit", message))
     # Harmless here, where nothing is unpacked; to be known before another program unpacks it.
@@ -293,8 +291,7 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
         what = f"{source} is a zip archive whose first bytes were damaged"
         raise Corrupt(what, f"It begins with {head[:4].hex(' ')}.")
     if is_zip:
-        what = f"{source} begins as another kind of file and ends as a zip archive"
-        raise Ambiguous(what, "Some readers see one, some the other: an accident, or an attempt to mislead.")
+        raise Ambiguous(f"{source} begins as another kind of file and ends as a zip archive")
 
 
 # The end records -----------------------------------------------------------------------------------------------------
@@ -317,13 +314,11 @@ def _find_end(source: Readable) -> int:
     while (at := tail.find(b"PK\x05\x06", at + 1, found)) >= 0:
         comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
         if comment and at + END.size + comment == len(tail):
-            what = f"{source} has the end of one zip archive in the comment of another"
-            raise Ambiguous(what, "Some readers see one, some the other.")
+            raise Ambiguous(f"{source} has the end of one zip archive in the comment of another")
     # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
     copy = after.lstrip(b"\0")
     if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy)):
-        what = f"{source} has {len(after):,} bytes after the end of its zip archive"
-        raise Ambiguous(what, "Some readers would see another archive there.")
+        raise Ambiguous(f"{source} has {len(after):,} bytes after the end of its zip archive")
     return tail_at + found
 
 
@@ -331,8 +326,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
     """The archive whose end record is at `end_at`, its records not placed yet."""
     _, disk, directory_disk, *counts, comment = END.unpack(source.read(end_at, END.size))
     if comment:
-        what = f"{source} is cut off inside the comment of its zip archive, or hides something there"
-        raise Ambiguous(what, "torch writes no comments.")
+        raise Ambiguous(f"{source} is cut off inside the comment of its zip archive, or hides something there")
     directory_end, records_end = end_at, end_at + END.size
     locator = source.read(end_at - LOCATOR.size, LOCATOR.size) if end_at >= LOCATOR.size else b""
     behind = counts[2] + counts[3]
@@ -352,8 +346,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         long = here, entries, size, offset
         for short, value, full in zip(counts, long, (FULL16, FULL16, FULL, FULL), strict=True):
             if short not in (full, value):
-                what = f"{source}: the two end records of the archive disagree ({short:,} and {value:,})"
-                raise Corrupt(what, "Readers would see two archives.")
+                raise Corrupt(f"{source}: the two end records of the archive disagree ({short:,} and {value:,})")
         counts, records_end = [*long], directory_end + END64.size + LOCATOR.size + END.size
     elif FULL in counts[2:]:
         raise Corrupt(f"{source}: the archive needs a zip64 end record and has none")
@@ -416,8 +409,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
                 what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
                 raise Corrupt(f"{archive.source}: the record {name} {what}")
             if name in records:
-                what = f"{archive.source} has two records named {name}"
-                raise Ambiguous(what, "torch reads the first, Python's zipfile the last.")
+                raise Ambiguous(f"{archive.source} has two records named {name}")
             descriptor = 0
             if flags & _HAS_DESCRIPTOR:  # as torch writes it
                 descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
@@ -440,8 +432,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
     if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
         for name, record in records.items():
             if "\0" in name:
-                what = f"{archive.source}: the record name {name} holds a NUL"
-                raise Ambiguous(what, "torch reads it up to there, others as a whole.")
+                raise Ambiguous(f"{archive.source}: the record name {name} holds a NUL")
             if name.endswith("/"):
                 _check_folder(record)
     archive.has_checksums = any(record.crc for record in records.values())
@@ -449,8 +440,7 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
 
 def _check_folder(record: Record) -> None:
     if record.size:
-        what = f"{record.archive.source}: the record {record} is marked as a folder and has contents"
-        raise Ambiguous(what, "torch would return uninitialized memory for it; other readers read it.")
+        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder and has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
@@ -476,8 +466,7 @@ def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:
     fields, record = extra_fields(extra), f"{archive.source}: the record {name}"
     names = {content[5:] for kind, content in fields if kind == _UNICODE_PATH}
     if not flags & _UTF8 and not name.isascii() and name.encode() not in names:
-        what = f"{archive.source}: the record name {name} does not say that it is UTF-8"
-        raise Ambiguous(what, "torch and others would read two different names.")
+        raise Ambiguous(f"{archive.source}: the record name {name} does not say that it is UTF-8")
     if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
         raise Corrupt(f"{record} has an extra field that is longer than its entry")
     if names - {name.encode()}:
@@ -527,8 +516,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         begins = archive.superseded
     first = records[0].header if records else archive.directory
     if first > begins:
-        what = f"{archive.source} has {first - begins:,} bytes before its first record"
-        raise Ambiguous(what, "Some readers would see another file there.")
+        raise Ambiguous(f"{archive.source} has {first - begins:,} bytes before its first record")
     ends = [*(record.header for record in records[1:]), archive.directory][: len(records)]
     # Where the first descriptor is not as torch would have it, each record's local header is read. Writers of zip64 may
     # use 64 bits at any size: of theirs the directory does not tell the size at all.
@@ -559,8 +547,7 @@ def _place_as_before(archive: Archive, pickle: Record, records: list[Record], de
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
     _place_records(earlier, depth + 1)
     if not earlier.records.keys() <= archive.records.keys() or pickle.name not in earlier.records:
-        what = f"{source} holds two archives that are not two states of one"
-        raise Ambiguous(what, "Readers would disagree about which of them it is.")
+        raise Ambiguous(f"{source} holds two archives that are not two states of one")
     fresh = []
     for record in records:
         before = earlier.records.get(record.name)
@@ -602,11 +589,9 @@ def _check_copy(source: Readable, end_at: int, records_end: int, end_records: by
         with suppress(CkptoolError):
             seems_two = read_archive(source.file.part(source.start, copy_at)).superseded != records_end
     if seems_two:
-        what = f"{source} is two zip archives, one behind the other"
-        raise Ambiguous(what, "Some readers take the first, some the second.")
+        raise Ambiguous(f"{source} is two zip archives, one behind the other")
     if records_end > end_at or source.read(copy_at, len(tail)) != tail:
-        what = f"{source} has bytes between its zip directory and the end record"
-        raise Corrupt(what, "Bytes were put into the archive, or its tables were damaged.")
+        raise Corrupt(f"{source} has bytes between its zip directory and the end record")
 
 
 def _is_torn_edit(archive: Archive) -> bool:

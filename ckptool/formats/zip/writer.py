@@ -8,12 +8,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ckptool.checkpoint import Data, FileRange, InlineBytes
 from ckptool.checkpoint.blocks import Crc, Deferred, Segment
+from ckptool.facts import dataclass
 from ckptool.formats.checksums import checksummed, crc_combine
 from ckptool.formats.zip.directory import (
     CENTRAL,

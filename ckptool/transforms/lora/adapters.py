@@ -22,7 +22,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
@@ -53,6 +52,7 @@ from ckptool.conventions.adapter_keys import (
 from ckptool.conventions.quantized import parsed
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
+from ckptool.facts import dataclass, field, replace
 
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file

@@ -7,7 +7,6 @@ storages where strides can say it, else bytes made while they are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -18,6 +17,7 @@ from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
+from ckptool.facts import dataclass, field, replace
 from ckptool.formats.pieces import assembled
 from ckptool.formats.placements import Piece
 from ckptool.names.rules import END, TAKEN_BEFORE, WHOLE_KEY, Operation, Translation, refuse_idle
