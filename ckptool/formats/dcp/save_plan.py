@@ -10,10 +10,13 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInf
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from io import BytesIO
+from itertools import chain
 from struct import pack
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
@@ -23,11 +26,11 @@ from ckptool.checkpoint.strided import in_storage_order, row_major, subrange
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
-from ckptool.facts import dataclass, field, replace
+from ckptool.facts import dataclass, field
 from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
-from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place, Saved
+from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
 from ckptool.formats.dcp.tree_pickle import FlatNames, flat_names
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
@@ -56,21 +59,18 @@ class RankDivision:
         if self.dim < 0:
             raise UsageError(f"{self.dim} is not a dimension", "They count from 0.", f"For example: {arg(shard_dim=0)}")
 
-    def blocks(self, entry: TensorEntry) -> Iterator[tuple[int, TensorEntry]]:
-        """Where each rank's block begins in the dimension, and the block; the last one may be empty.
+    def of(self, entry: TensorEntry) -> tuple[int, int]:
+        """How many ranks have a block of the tensor, and how many of its indices in the dimension are in each; the last
+        block may be shorter, or empty.
 
         One block, all of it, of a tensor that has no such dimension, no elements, or repeats what is stored.
         """
         size = entry.shape[self.dim] if self.dim < len(entry.shape) else 0
-        if self.ranks == 1 or not entry.numel or entry.nbytes > entry.storage.nbytes:
-            yield 0, entry
-            return
+        if self.ranks == 1 or not size or not entry.numel or entry.nbytes > entry.storage.nbytes:
+            return 1, size
         step = -(-size // self.ranks)
-        begins = range(0, size, step) if size else (0,)
-        for begin in begins:
-            yield begin, entry.narrow(self.dim, begin, min(step, size - begin)) if size else entry
-        if size and len(begins) < self.ranks:  # all ranks past the end save the same, so it is there once
-            yield size, entry.narrow(self.dim, size, 0)
+        full = -(-size // step)
+        return full + (full < self.ranks), step  # all ranks past the end save the same, so it is there once
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
@@ -192,17 +192,65 @@ class _BlockZip(Place):
         yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
 
 
+class _Divided:
+    """The zips of a tensor of which each rank has a block; made in passing, as there may be 400,000 of them.
+
+    lengths, offsets: of the zip in each rank's file, in bytes.
+    """
+
+    __slots__ = ("dim", "entry", "lengths", "name", "offsets", "step")
+
+    def __init__(self, name: str, entry: TensorEntry, dim: int, ranks: int, step: int) -> None:
+        self.name, self.entry, self.dim, self.step = name, entry, dim, step
+        self.lengths, known = array("Q"), dict[tuple[int, ...], int]()
+        for rank, (_, sizes) in enumerate(self._places(ranks)):
+            if sizes not in known:
+                known[sizes] = self.item(rank).length
+            self.lengths.append(known[sizes])
+        self.offsets = array("Q", bytes(8 * ranks))
+
+    def _places(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Where each rank's block begins in the dimension, and its shape."""
+        shape, dim = self.entry.shape, self.dim
+        for begin in range(0, ranks * self.step, self.step):
+            begin = min(begin, shape[dim])
+            yield begin, (*shape[:dim], min(self.step, shape[dim] - begin), *shape[dim + 1 :])
+
+    def item(self, rank: int) -> _BlockZip:
+        begin = min(rank * self.step, size := self.entry.shape[self.dim])
+        block = self.entry.narrow(self.dim, begin, min(self.step, size - begin))
+        return _BlockZip(self.name, _plain(block), row_major(resolved(block)), rank=rank)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """As the table has them."""
+        zeros = (0,) * len(self.entry.shape)
+        for rank, (begin, sizes) in enumerate(self._places(len(self.lengths))):
+            place = Place(_file_of(rank), self.offsets[rank], self.lengths[rank])
+            yield Chunk((*zeros[: self.dim], begin, *zeros[self.dim + 1 :]), sizes, place)
+
+
+class _Described(NamedTuple):
+    """A value as the table describes it. dtype: None for an object.  path: in the nested dictionaries."""
+
+    shape: tuple[int, ...]
+    dtype: DType | None
+    requires_grad: bool
+    chunks: Iterable[Chunk]
+    path: tuple[str | int, ...]
+
+
 class _Saving:
     """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
-    id.  placed: what has its rank, objects first; free: what may go to any.
+    id.  objects: of the first rank; divided: of each; free: what may go to any.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
 
     def __init__(self, flat: FlatNames, division: RankDivision) -> None:
         self.flat, self.division = flat, division
-        self.values: dict[str, Saved] = {}
-        self.placed: list[_ObjectZip | _BlockZip] = []
+        self.values: dict[str, _Described] = {}
+        self.objects: list[_ObjectZip] = []
+        self.divided: list[_Divided] = []
         self.free: list[_BlockZip] = []
         self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
@@ -216,8 +264,8 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.placed.append(item := _ObjectZip(segments, plan.nbytes))
-        self.values[name] = Saved(chunks=[Chunk((), (), item)], path=self.flat.paths[name])
+        self.objects.append(item := _ObjectZip(segments, plan.nbytes))
+        self.values[name] = _Described((), None, False, [Chunk((), (), item)], self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
             self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
 
@@ -225,17 +273,12 @@ class _Saving:
         if (first := self.views.setdefault(entry.view, name)) != name:
             self._describe(name, entry, self.values[first].chunks)  # in one place, so that they are one tensor again
             return
-        blocks, dim = list(self.division.blocks(entry)), self.division.dim
-        if len(blocks) == 1:
+        ranks, step = self.division.of(entry)
+        if ranks == 1:
             self.add_whole(name, entry)
             return
-        chunks = []
-        for rank, (begin, block) in enumerate(blocks):
-            item = _BlockZip(name, _plain(block), row_major(resolved(block)), rank=rank)
-            self.placed.append(item)
-            offsets = tuple(begin * (axis == dim) for axis in range(len(entry.shape)))
-            chunks.append(Chunk(offsets, block.shape, item))
-        self._describe(name, entry, chunks)
+        self.divided.append(item := _Divided(name, entry, self.division.dim, ranks, step))
+        self._describe(name, entry, item)
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -264,9 +307,9 @@ class _Saving:
         self.free.append(item)
         self._describe(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
 
-    def _describe(self, name: str, entry: TensorEntry, chunks: list[Chunk]) -> None:
+    def _describe(self, name: str, entry: TensorEntry, chunks: Iterable[Chunk]) -> None:
         trained = entry.flags.requires_grad
-        self.values[name] = Saved(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
+        self.values[name] = _Described(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         if home.is_wider(self.homes.get(id(storage))):
@@ -274,48 +317,64 @@ class _Saving:
 
     def lay_out(self) -> dict[str, Any]:
         """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
-        loads = [0] * self.division.ranks
-        for placed in self.placed:
-            loads[placed.rank] += placed.length
-        heap = [(load, rank) for rank, load in enumerate(loads)]
+        files = [_RankFile(rank, self.divided) for rank in range(self.division.ranks)]
+        for item in self.objects:
+            files[0].place(item)
+        for number, divided in enumerate(self.divided):
+            for rank, length in enumerate(divided.lengths):
+                divided.offsets[rank] = files[rank].size
+                files[rank].numbers.append(number)
+                files[rank].size += length
+        heap = [(file.size, rank) for rank, file in enumerate(files)]
         heapq.heapify(heap)
         for free in self.free:
             load, free.rank = heap[0]
             heapq.heapreplace(heap, (load + free.length, free.rank))
-        files = [_RankFile() for _ in loads]
-        for item in (*self.placed, *self.free):
-            file = files[item.rank]
-            item.relative_path, item.offset = f"__{item.rank}_0.distcp", file.size
-            file.size += item.length
-            file.items.append(item)
-        return {f"__{rank}_0.distcp": file for rank, file in enumerate(files) if file.items}
+            files[free.rank].place(free)
+        return {_file_of(file.rank): file for file in files if file.size}
 
 
 @dataclass(slots=True, eq=False)
 class _RankFile:
-    """The segments of a file, made in passing."""
+    """The segments of a file: of objects, of blocks of what is divided (`numbers`), of whole tensors."""
 
+    rank: int
+    divided: list[_Divided]
+    numbers: array[int] = field(default_factory=partial(array, "I"))
     items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
     size: int = 0
 
+    def place(self, item: _ObjectZip | _BlockZip) -> None:
+        item.relative_path, item.offset = _file_of(self.rank), self.size
+        self.size += item.length
+        self.items.append(item)
+
     def __iter__(self) -> Iterator[Segment]:
-        for item in self.items:
+        objects = [item for item in self.items if isinstance(item, _ObjectZip)]
+        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
+        for item in chain(objects, blocks, self.items[len(objects) :]):
             yield from item
 
 
+@lru_cache(1024)
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
 def _plain(entry: TensorEntry) -> TensorEntry:
-    return replace(entry, stride=row_major_strides(entry.shape))
+    strides = row_major_strides(entry.shape)
+    return TensorEntry(entry.storage, entry.dtype, entry.shape, strides, entry.offset, entry.flags)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def table_pickle(values: Mapping[str, Saved]) -> bytes:
+def table_pickle(values: Mapping[str, _Described]) -> bytes:
     """The pickle of a `Metadata` of these values, by their flat names."""
     out = _Pickle()
     out.begin("Metadata")
     out.value("state_dict_metadata")
-    out.raw += b"}"
+    out.write(b"}")
     for name, value in values.items():
         out.value(name)
         if value.dtype is None:
@@ -327,21 +386,21 @@ def table_pickle(values: Mapping[str, Saved]) -> bytes:
             out.value("size")
             out.value(value.shape)
             out.value("chunks")
-            out.raw += b"]("
+            out.write(b"](")
             for chunk in value.chunks:
                 out.new("ChunkStorageMetadata", offsets=chunk.offsets, sizes=chunk.sizes)
-            out.raw += b"eub"
-        out.raw += b"s"
+            out.write(b"eub")
+        out.write(b"s")
     out.value("planner_data")
-    out.raw += b"}"
+    out.write(b"}")
     for name, value in values.items():
         out.value(name)
-        out.raw += b"("
+        out.write(b"(")
         for key in value.path:
             out.value(key)
-        out.raw += b"ts"
+        out.write(b"ts")
     out.value("storage_data")
-    out.raw += b"}"
+    out.write(b"}")
     for name, value in values.items():
         for number, chunk in enumerate(value.chunks):
             if value.dtype is None:
@@ -350,7 +409,7 @@ def table_pickle(values: Mapping[str, Saved]) -> bytes:
                 out.new("MetadataIndex", fqn=name, offset=chunk.offsets, index=number)
             at, module = chunk.place, "torch.distributed.checkpoint.filesystem"
             out.new("_StorageInfo", module, relative_path=at.relative_path, offset=at.offset, length=at.length)
-            out.raw += b"s"
+            out.write(b"s")
     out.value("storage_meta")
     # What says nothing of the values: torch's own has a random number of the writer, and the path of the folder.
     out.begin("StorageMeta")
@@ -358,65 +417,68 @@ def table_pickle(values: Mapping[str, Saved]) -> bytes:
         out.value(key)
         out.value(None)
     out.value("modules")
-    out.raw += b"]ub"
+    out.write(b"]ub")
     out.value("version")
     out.value(VERSION)
-    return bytes(out.raw) + b"ub."
+    out.write(b"ub.")
+    return out.raw.getvalue()
 
 
 class _Pickle:
     """A pickle of protocol 2 in the making; what is said again is recalled."""
 
     def __init__(self) -> None:
-        self.raw = bytearray(b"\x80\x02")
+        self.raw = BytesIO()  # which gives its bytes without a copy
+        self.write = self.raw.write
+        self.write(b"\x80\x02")
         self.recalls: dict[object, bytes] = {}
 
     def recall(self, key: object) -> bool:
         found = self.recalls.get(key)
         if found is not None:
-            self.raw += found
+            self.write(found)
         return found is not None
 
     def keep(self, key: object) -> None:
         """Memoizes what is on top of the stack under `key`."""
         number = pack("<I", len(self.recalls))
-        self.raw += b"r" + number
+        self.write(b"r" + number)
         self.recalls[key] = b"j" + number
 
     def name(self, module: str, name: str) -> None:
         if not self.recall((module, name)):
-            self.raw += f"c{module}\n{name}\n".encode()
+            self.write(f"c{module}\n{name}\n".encode())
             self.keep((module, name))
 
     def begin(self, name: str, module: str = _MODULE) -> None:
         """An object made without arguments, and the beginning of its fields, which `ub` ends."""
         self.name(module, name)
-        self.raw += b")\x81}("
+        self.write(b")\x81}(")
 
     def new(self, name: str, module: str = _MODULE, **fields: _Field) -> None:
         """An object made without arguments, with these fields; without any, it gets no state."""
         self.name(module, name)
-        self.raw += b")\x81"
+        self.write(b")\x81")
         if fields:
-            self.raw += b"}("
+            self.write(b"}(")
             for key, value in fields.items():
                 self.value(key)
                 self.value(value)
-            self.raw += b"ub"
+            self.write(b"ub")
 
     def value(self, value: _Field) -> None:
         """A text, a number, None, or a tuple as a `torch.Size`."""
         if value is None:
-            self.raw += b"N"
+            self.write(b"N")
         elif isinstance(value, int):
-            self.raw += integer(value)
+            self.write(integer(value))
         elif not self.recall(key := value if isinstance(value, str) else ("size", *value)):
             if isinstance(value, str):
                 encoded = value.encode("utf-8", "surrogatepass")
-                self.raw += b"X" + pack("<I", len(encoded)) + encoded
+                self.write(b"X" + pack("<I", len(encoded)) + encoded)
             else:
                 self.name("torch", "Size")
-                self.raw += b"(" + b"".join(map(integer, value)) + b"t\x85R"
+                self.write(b"(" + b"".join(map(integer, value)) + b"t\x85R")
             self.keep(key)
 
     def properties(self, dtype: DType, requires_grad: bool) -> None:
@@ -424,11 +486,11 @@ class _Pickle:
         if self.recall(key := ("properties", dtype.name, requires_grad)):
             return
         self.new("TensorProperties")
-        self.raw += b"("
+        self.write(b"(")
         self.name("torch", dtype.torch)
         self.name("torch.serialization", "_get_layout")
         self.value("torch.strided")
-        self.raw += b"\x85R" + (b"\x88" if requires_grad else b"\x89")
+        self.write(b"\x85R" + (b"\x88" if requires_grad else b"\x89"))
         self.name(_MODULE, "_MEM_FORMAT_ENCODING")
-        self.raw += b"K\x00\x85R\x89tb"
+        self.write(b"K\x00\x85R\x89tb")
         self.keep(key)
