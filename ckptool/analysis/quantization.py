@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Slot, arg, command, input_of
+from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Slot, command, input_of
 from ckptool.conventions.quantized import Quantized, find_quantized, may_be_quantized
 from ckptool.conventions.state_dicts import StateDict
-from ckptool.errors import Unsupported, UsageError, listed
+from ckptool.errors import Unsupported, listed
 from ckptool.formats.model_folder import quantization_config
 
 if TYPE_CHECKING:
     from ckptool.analysis.warm_start import LoadReport
 
 
-def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any], block_size: str = "") -> Quantized:
-    """The quantized weights of a state dict of a checkpoint. block_size: `128x128`, of those that share a scale."""
-    block = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", block_size.lower())
-    if block_size and block is None:
-        what = f"{arg('block_size')} {block_size!r} is not rows and columns"
-        raise UsageError(what, "", f"For example: {arg(block_size='128x128')}")
-    sizes = (int(block[1]), int(block[2])) if block else None
-    return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata, sizes)
+def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any]) -> Quantized:
+    """The quantized weights of a state dict of a checkpoint."""
+    return find_quantized(node, quantization_config(checkpoint), checkpoint.metadata)
 
 
 def refuse_quantized(

@@ -256,7 +256,7 @@ def _own_block(size: int, count: int, even: bool) -> int:
     """The size of so many blocks of a dimension, the last of which may be cut. even: a power of two that fits is it."""
     least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
     told = count in (1, size) or least == most or (even and size % count == 0 and not least & (least - 1))
-    require(told, f"{count} scales for {size}, blocks of {least} to {most}: name the block size")
+    require(told, f"{count} scales for {size}, blocks of {least} to {most}: config.json says which (weight_block_size)")
     return least
 
 
@@ -449,19 +449,12 @@ class Quantized:
         return [f"{words}, {counted(count, 'weight')}" for words, count in formats.items()]
 
 
-def find_quantized(
-    tree: Mapping[Any, Any],
-    config: Mapping[str, Any],
-    metadata: Mapping[str, Any],
-    block: tuple[int, int] | None = None,
-) -> Quantized:
+def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Quantized:
     """The quantized weights of a state dict. Reads `weight_shape` and bitsandbytes' states alone.
 
-    config: the `quantization_config` beside it.  metadata: of its container.  block: rows and columns that share a
-    scale, in place of what the configuration says.
+    config: the `quantization_config` beside it.  metadata: of its container.
     """
     scheme = scheme_of(config)
-    scheme = replace(scheme, blocks=frozenset({block})) if block else scheme
     found, taken = Quantized(), dict[str, str]()
     if scheme.unknown and any(map(_are_codes, tree.values())):
         found.problems.append(scheme.unknown)

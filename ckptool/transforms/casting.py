@@ -130,10 +130,6 @@ def _unseen(seen: list[int], start: int, stop: int) -> list[tuple[int, int]]:
 SAME, EXACT, LOSSY = "same", "exact", "lossy"
 
 _WHOLE = ("int", "uint", "bool")
-# Digits of the largest whole number up to which a floating type has every one, in bits.
-_DIGITS = {"f64": 53, "f32": 24}
-_SIGNED_F8 = {"f8_e5m2", "f8_e4m3fn", "f8_e4m3fnuz", "f8_e5m2fnuz"}
-_HOLDS = {"f16": _SIGNED_F8, "bf16": {*_SIGNED_F8, "f8_e8m0fnu"}}  # every value of these
 
 
 def conversion(old: DType | None, new: DType | None) -> str | None:
@@ -143,23 +139,17 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
     if old is None or new is None:
         return None
     if old.is_float and new.is_float:
-        wider = new.itemsize >= 4 and new.itemsize > old.itemsize
-        return EXACT if wider or old.name in _HOLDS.get(new.name, ()) else LOSSY
-    if old.kind in _WHOLE and (new.kind in _WHOLE or new.name in _DIGITS):
-        return EXACT if _fits(old, new) else LOSSY
-    if old.name in ("c64", "c128") and new.name in ("c64", "c128"):
-        return EXACT if new.itemsize > old.itemsize else LOSSY
-    return None
+        is_exact = new.itemsize > old.itemsize and (old.name, new.name) != ("f8_e8m0fnu", "f16")
+    elif old.kind in _WHOLE and (new.kind in _WHOLE or new.name in ("f32", "f64")):
+        import numpy
 
-
-def _fits(old: DType, new: DType) -> bool:
-    """True if a type of whole numbers has no value that the other lacks."""
-    bits = 1 if old.kind == "bool" else 8 * old.itemsize - (old.kind == "int")
-    if new.kind == "float":
-        return bits <= _DIGITS[new.name]
-    if new.kind == "bool" or (old.kind == "int" and new.kind == "uint"):
-        return False
-    return bits <= 8 * new.itemsize - (new.kind == "int")
+        # To numpy f64 holds i64, too.
+        is_exact = numpy.can_cast(old.to_numpy(), new.to_numpy()) and (old.itemsize, new.name) != (8, "f64")
+    elif {old.name, new.name} == {"c64", "c128"}:
+        is_exact = new.name == "c128"
+    else:
+        return None
+    return EXACT if is_exact else LOSSY
 
 
 def compact(entry: TensorEntry) -> TensorEntry:

@@ -18,7 +18,6 @@ from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import Array, DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address, rebuild
-from ckptool.commands import arg
 from ckptool.conventions.quantized import Quantized, QuantizedWeight, parsed
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
@@ -233,21 +232,17 @@ class DequantizedCheckpoint(NamedTuple):
     left_out: tuple[str, ...]
 
 
-def dequantize(
-    checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType, block_size: str = ""
-) -> DequantizedCheckpoint:
+def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType) -> DequantizedCheckpoint:
     """Puts the weights themselves, in this type, in the places of their codes; scales and the like are left out.
 
-    block_size: as in `quantized_in`. Raises `Unsupported` naming everything whose layout is not known, and `NoMatch`
-    where nothing is quantized. Reads nothing.
+    Raises `Unsupported` naming everything whose layout is not known, and `NoMatch` where nothing is quantized. Reads
+    nothing.
     """
-    found = [(root, quantized_in(checkpoint, root.node, block_size)) for root in roots]
+    found = [(root, quantized_in(checkpoint, root.node)) for root in roots]
     where = checkpoint.source or "the checkpoint"
     if problems := [problem for _, each in found for problem in each.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        is_open = any(problem.endswith("name the block size") for problem in problems)
-        fix = f"For blocks of 128 by 128: {arg(block_size='128x128')}" if is_open else ""
-        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.", fix)
+        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.")
     weights = [
         (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
     ]

@@ -24,7 +24,7 @@ from ckptool.transforms.views import joined, once, refuse_wide, zeros
 MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 
 GRID, OF_ROWS, CHANNELS = "grid", "rows", "channels"
-_FILLS = ("mean", "zero", "copy")
+_FILLS = ("mean", "zero")
 # Name of a way: its kind, and the modes that may stand in its brackets; the first is the one that it has without.
 _WAYS = {
     "bicubic": (GRID, ("bicubic",)),
@@ -33,9 +33,9 @@ _WAYS = {
     "rows": (OF_ROWS, _FILLS),
     "classes": (OF_ROWS, _FILLS),
     "heads": (OF_ROWS, _FILLS),
-    "channels": (CHANNELS, ("timm", "mean", "sum", "repeat")),
+    "channels": (CHANNELS, ("timm",)),
 }
-_EXAMPLE = "For example: bicubic(cls=1), bilinear(from=14x20, to=28x40), rows(mean), channels(sum)"
+_EXAMPLE = "For example: bicubic(cls=1), bilinear(from=14x20, to=28x40), rows(mean), channels"
 
 
 class Resize(NamedTuple):
@@ -43,11 +43,9 @@ class Resize(NamedTuple):
 
     grid: tokens [.., N, D] as an image, or each axis of [.., H, W, ..] that differs; mode: `bicubic` or `bilinear`.
       cls, extra: rows before and after the image, which are kept.  old, new: height and width, where they are given.
-    rows: the first dimension; mode: the rows that are added are the `mean` of the others, `zero`, or a `copy` of the
-      first ones again (of the one numbered `row`).
-    channels: the second dimension; mode: `mean` (the first ones are kept, others are their mean), `sum` (each is the
-      sum, divided by their new number), `repeat` (each is one of the old, scaled by old / new), `timm` (as timm: `sum`
-      where it is one, else `repeat`).
+    rows: the first dimension; mode: the rows that are added are the `mean` of the others, or `zero`.
+    channels: the second dimension, as timm: one is the sum of the old ones, of several each is one of the old, scaled
+      by old / new.
     """
 
     text: str
@@ -58,40 +56,33 @@ class Resize(NamedTuple):
     extra: int = 0
     old: tuple[int, int] | None = None
     new: tuple[int, int] | None = None
-    row: int | None = None
 
     def __str__(self) -> str:
         return self.text
 
 
 def parse_resize(text: str) -> Resize:
-    """The way that a text like `bicubic(cls=1)`, `rows(mean)` or `channels(sum)` means. Raises `UsageError`."""
+    """The way that a text like `bicubic(cls=1)`, `rows(mean)` or `channels` means. Raises `UsageError`."""
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if found is None or found[1] not in _WAYS:
         raise UsageError(f"unknown way to resize: {text!r}", f"Available: {', '.join(_WAYS)}.", _EXAMPLE)
     kind, modes = _WAYS[found[1]]
     given: dict[str, Any] = {}
-    for word in filter(None, map(str.strip, (found[2] or "").split(","))):
-        key, _, value = (part.strip() for part in word.partition("="))
-        number = int(value) if re.fullmatch(r"\d{1,9}", value, re.ASCII) else None
-        sides = re.fullmatch(r"(\d{1,9})[x×](\d{1,9})", value)
+    for word in filter(None, (re.sub(r"\s", "", word) for word in (found[2] or "").split(","))):
+        part = re.fullmatch(r"(?:(cls|extra)=|(from|to)=([0-9]{1,9})[x×])([0-9]{1,9})|antialias", word)
+        value: Any
         if word in modes:
-            new: dict[str, Any] = {"mode": word}
-        elif kind == GRID and word == "antialias":
-            new = {"antialias": True}
-        elif kind == GRID and key in ("cls", "extra") and number is not None:
-            new = {key: number}
-        elif kind == GRID and key in ("from", "to") and sides:
-            new = {"old" if key == "from" else "new": (int(sides[1]), int(sides[2]))}
-        elif kind == OF_ROWS and key == "copy" and number is not None:
-            new = {"mode": "copy", "row": number}
-        else:
-            more = ["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else []
-            known = [*modes, *more, *(["copy=ROW"] if kind == OF_ROWS else [])]
+            name, value = "mode", word
+        elif kind != GRID or part is None:
+            known = [*modes, *(["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [])]
             raise UsageError(f"{found[1]} does not take {word!r}", f"It takes {', '.join(known)}.", _EXAMPLE)
-        if new.keys() & given:
-            raise UsageError(f"{text!r} gives the {'mode' if 'mode' in new else key} twice", "", _EXAMPLE)
-        given |= new
+        elif part[2]:
+            name, value = {"from": "old", "to": "new"}[part[2]], (int(part[3]), int(part[4]))
+        else:
+            name, value = part[1] or word, part[4] is None or int(part[4])
+        if name in given:
+            raise UsageError(f"{text!r} gives the {name} twice", "", _EXAMPLE)
+        given[name] = value
     return Resize(text.strip(), kind, **{"mode": modes[0], **given})
 
 
@@ -175,23 +166,12 @@ def _rows(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntr
     count, more = entry.shape[0], shape[0] - entry.shape[0]
     if more <= 0:
         return entry.narrow(0, 0, shape[0])
-    if how.mode != "zero" and not 0 <= (how.row or 0) < count:
-        raise _Unfit(f"There {'is' if count == 1 else 'are'} {counted(count, 'row')}.")
     if how.mode == "zero":
-        added = zeros(entry, (more, *shape[1:]))
-    elif how.mode == "mean":
-        added = _again(_mean_row(entry), more)
-    elif how.row is not None:
-        added = _again(entry.narrow(0, how.row, 1), more)
-    else:
-        _limit(how, shape[0] // count)
-        return joined([*[entry] * (shape[0] // count), entry.narrow(0, 0, shape[0] % count)], 0)
-    return joined([entry, added], 0)
-
-
-def _again(row: TensorEntry, count: int) -> TensorEntry:
-    """The view of a tensor [1, ..] as one of so many rows."""
-    return replace(row, shape=(count, *row.shape[1:]), stride=(0, *row.stride[1:]))
+        return joined([entry, zeros(entry, (more, *shape[1:]))], 0)
+    if not count:
+        raise _Unfit("There are no rows.")
+    mean = _mean_row(entry)
+    return joined([entry, replace(mean, shape=(more, *mean.shape[1:]), stride=(0, *mean.stride[1:]))], 0)
 
 
 def _mean_row(entry: TensorEntry) -> TensorEntry:
@@ -267,16 +247,9 @@ def _channel_taps(how: Resize, size: int, new: int) -> Taps:
     import numpy
 
     _limit(how, size * new)
-    mode = how.mode if how.mode != "timm" else "sum" if new == 1 else "repeat"
-    numbers = numpy.arange(new)[:, None]
-    if mode == "repeat":
-        return numbers % size, numpy.full((new, 1), size / new)
-    indices, weights = numpy.tile(numpy.arange(size), (new, 1)), numpy.full((new, size), 1 / new)
-    if mode == "mean":
-        kept = (numbers < size) & (new > size)
-        indices = numpy.where(kept, numbers, indices)
-        weights = numpy.where(kept, numpy.arange(size) == 0, 1 / size)
-    return indices, weights
+    if new == 1:
+        return numpy.arange(size)[None], numpy.ones((1, size))
+    return numpy.arange(new)[:, None] % size, numpy.full((new, 1), size / new)
 
 
 def _limit(how: Resize, size: int) -> None:

@@ -37,7 +37,6 @@ def cast(
     dequantize: Annotated[
         bool, option("--dequantize", "Compute the weights of fp8, GPTQ, AWQ, bitsandbytes, … from their scales.")
     ] = False,
-    block_size: Annotated[str, option("--block-size RxC", "With --dequantize: the block that shares a scale.")] = "",
     **options: Unpack[SavePart],
 ) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
@@ -50,13 +49,11 @@ def cast(
     if dtype is None:
         raise UsageError("cast needs a dtype", "", f"For example: {arg(dtype='bf16')}")
     target = parse_dtype(dtype)
-    if block_size and not dequantize:
-        raise UsageError(f"{arg('block_size')} is of quantized weights", "", f"Compute them: {arg(dequantize=True)}")
     change = begin_change("cast", file, out, at, options)
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
     weights: DequantizedCheckpoint | None = None
     if dequantize:
-        weights = dequantized(part, roots, target, block_size)
+        weights = dequantized(part, roots, target)
         part, roots = weights.checkpoint, model_state_dicts(weights.checkpoint, named=change.named)
     else:
         refuse_quantized(part, [root.node for root in roots], "Cast")

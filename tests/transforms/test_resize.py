@@ -74,21 +74,18 @@ def test_grids_are_torchs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("how", ["rows", "rows(mean)", "rows(zero)", "rows(copy)", "rows(copy=2)", "classes(mean)"])
+@pytest.mark.parametrize("how", ["rows", "rows(mean)", "rows(zero)", "classes(mean)"])
 def test_rows(how: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     old = (torch.randn(7, 5) * 100).to(dtype)
     found = resized_values(old, (17, 5), how)
     assert torch.equal(found[:7], old)
-    wanted = {
-        "rows(zero)": torch.zeros(10, 5, dtype=dtype),
-        "rows(copy)": torch.cat([old, old])[:10],
-        "rows(copy=2)": old[2].expand(10, 5),
-    }.get(how, old.double().mean(0).float().to(dtype).expand(10, 5) if dtype != torch.float64 else None)
-    if wanted is None:
+    if how == "rows(zero)":
+        assert not found[7:].any()
+    elif dtype == torch.float64:
         assert torch.allclose(found[7:], old.mean(0).expand(10, 5), rtol=1e-15, atol=0)
     else:
-        assert torch.equal(found[7:], wanted)
+        assert torch.equal(found[7:], old.double().mean(0).float().to(dtype).expand(10, 5))
     assert torch.equal(resized_values(old, (3, 5), how), old[:3])
     assert torch.equal(resized_values(old[:, 0], (9,), how)[:7], old[:, 0])  # the bias of a head
     assert torch.equal(resized_values(old.t(), (5, 7), how), old.t())
@@ -98,15 +95,8 @@ def test_channels_are_timms() -> None:
     old = torch.randn(4, 3, 2, 2)
     gray = old.double().sum(1, keepdim=True).float()
     assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels"), gray)
-    assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels(sum)"), gray)
-    assert torch.equal(resized_values(old, (4, 1, 2, 2), "channels(mean)"), old.double().mean(1, keepdim=True).float())
     five = (old.repeat(1, 2, 1, 1)[:, :5].double() * (3 / 5)).float()
     assert torch.equal(resized_values(old, (4, 5, 2, 2), "channels"), five)
-    assert torch.equal(resized_values(old, (4, 5, 2, 2), "channels(repeat)"), five)
-    four = resized_values(old, (4, 4, 2, 2), "channels(mean)")
-    assert torch.equal(four[:, :3], old) and torch.allclose(four[:, 3], old.mean(1))
-    everywhere = resized_values(old, (4, 4, 2, 2), "channels(sum)")
-    assert torch.allclose(everywhere.sum(1), old.sum(1), atol=1e-6)
 
 
 def test_views_flags_and_lazy_bits() -> None:
@@ -130,8 +120,7 @@ def test_views_flags_and_lazy_bits() -> None:
         ((1, 8), (2, 8), "bicubic(cls=1)", "0 tokens are no square"),
         ((4, 8), (5, 8, 1), "rows", "Only the first dimension"),
         ((4, 8), (5, 9), "rows", "Only the first dimension"),
-        ((0, 8), (5, 8), "rows(mean)", "There are 0 rows"),
-        ((4, 8), (5, 8), "rows(copy=4)", "There are 4 rows"),
+        ((0, 8), (5, 8), "rows(mean)", "There are no rows"),
         ((4, 3, 2, 2), (5, 4, 2, 2), "channels", "Only the second dimension"),
         ((), (3,), "rows", "Only the first"),
         ((2, 3, 4, 5), (3, 4, 5, 5), "bicubic", "H, W or both differ"),
@@ -151,11 +140,11 @@ def test_shapes_that_do_not_fit_are_refused_by_name(old: Any, new: Any, how: str
         ("bicubic(mean)", "bicubic does not take 'mean'.*It takes bicubic, antialias, cls=N"),
         ("bicubic(cls=x)", "does not take 'cls=x'"),
         ("bicubic(from=14)", "does not take 'from=14'"),
-        ("rows(median)", "It takes mean, zero, copy, copy=ROW"),
-        ("channels(zero)", "channels does not take 'zero'"),
+        ("rows(median)", "It takes mean, zero"),
+        ("rows(copy)", "rows does not take 'copy'"),
+        ("channels(sum)", "channels does not take 'sum'"),
         ("rows(cls=1)", "does not take 'cls=1'"),
         ("rows(mean,zero)", "gives the mode twice"),
-        ("rows(copy=1,copy=2)", "gives the mode twice"),
         ("bicubic(cls=1, cls=2)", "gives the cls twice"),
     ],
 )
@@ -172,6 +161,6 @@ def test_other_than_floats_and_hostile_sizes_are_refused() -> None:
     with pytest.raises(LimitExceeded, match="70,000"):
         resized(entry, (many, 1), parse_resize("bicubic"), "x")
     with pytest.raises(LimitExceeded):
-        resized(entry_of(torch.zeros(1, 3)), (1, 10**9), parse_resize("channels(sum)"), "x")
+        resized(entry_of(torch.zeros(1, 3)), (1, 10**9), parse_resize("channels"), "x")
     huge = resized(entry, (10**15, 1), parse_resize("rows(mean)"), "x")  # planned, and not held
     assert huge.storage.data.read(4 * 10**14, 8) == bytes(8)

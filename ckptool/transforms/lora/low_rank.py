@@ -15,6 +15,7 @@ Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -29,7 +30,7 @@ from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, PEFT, WHOLE, is_linear, orientation
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
-from ckptool.facts import dataclass, field, replace
+from ckptool.facts import replace
 from ckptool.transforms.lora.adapters import (
     DIFFUSERS_CONFIG,
     MAX_RANK,
@@ -235,113 +236,6 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
 # The difference between two models ------------------------------------------------------------------------------------
 
 
-@dataclass()
-class _Extraction:
-    tuned: Mapping[Any, Any]
-    base: Mapping[Any, Any]
-    rank: int
-    dtype: DType
-    aliases: dict[str, str]  # names of tensors that have another name before
-    deltas: list[Delta] = field(default_factory=list)
-    whole: dict[str, Delta] = field(default_factory=dict)  # by their names in the adapter
-    clamped: list[str] = field(default_factory=list)
-    any_turned: bool = False
-    odd: tuple[str, ...] = ()
-    ties: frozenset[str] = frozenset()
-
-    def add(self, changed: set[str]) -> None:
-        is_turned = orientation(self.base)
-        pairs = self.aliases.items()
-        heads = {pair[1] for pair in pairs for key in pair if key in self.ties or EMBEDDING.fullmatch(key)}
-        shapes = {key: getattr(entry, "shape", None) for key, entry in self.base.items()}
-        low = {key.removesuffix(".weight") for key in changed - heads if self._is_matrix(key, shapes)}
-        whole = heads & changed
-        for key in self.base:
-            module, _, name = key.rpartition(".")
-            if key not in changed and self.aliases.get(key) not in whole:
-                continue
-            if module in low and name == "weight":
-                self._add_delta(key, module, bool(is_turned(key)))
-            elif module in low and name == "bias":
-                self._add_whole(key, f"{module}.base_layer.bias")
-            else:
-                self._add_module(key, module)
-
-    def _is_matrix(self, key: str, shapes: Mapping[Any, Any]) -> bool:
-        shape, dtypes = self.base[key].shape, (self.tuned[key].dtype, self.base[key].dtype)
-        if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
-            why = "The difference of codes is no difference of weights. Nothing was written."
-            fix = f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}"
-            raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
-        is_depthwise = len(shape) > 2 and shape[1] == 1
-        if not key.endswith(".weight") or not 2 <= len(shape) <= 5 or is_depthwise or EMBEDDING.fullmatch(key):
-            return False
-        module = key.removesuffix(".weight")
-        return is_linear(module, shapes) and not f".{module}".endswith(tuple(f".{end}" for end in self.odd))
-
-    def _add_delta(self, key: str, module: str, turned: bool) -> None:
-        self.any_turned |= turned
-        tuned, base = (node[key].transpose() if turned else node[key] for node in (self.tuned, self.base))
-        shape = tuned.shape[0], prod(tuned.shape[1:])
-        rank = min(self.rank, *shape)
-        self.clamped += [key] if rank < self.rank else []
-        if rank * sum(shape) > MAX_FACTORS:
-            name = f"{key} in rank {rank:,}"
-            what = f"{name} takes {counted(rank * sum(shape), 'element')}"
-            raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
-        factors = TensorDifference(key, tuned, base, rank).factors(self.dtype, tuned.shape[2:])
-        self.deltas.append(Delta(MODEL, module, factors, {}, rank, float(rank)))
-
-    def _add_whole(self, key: str, name: str) -> None:
-        entry = self.tuned[key]
-        if key in self.aliases:  # PEFT looks for every name in the file
-            entry = entry.with_storage(entry.storage.alone())
-        self.whole[name] = Delta(MODEL, name.replace(".base_layer.", "."), {"": entry}, {"": f"{MODEL}{name}"})
-
-    def _add_module(self, key: str, module: str) -> None:
-        below = [each for each in self.tuned if type(each) is str and each.startswith(f"{module}.")]
-        if not module or any("." in each[len(module) + 1 :] for each in below):
-            if key in self.ties:
-                return  # its other name is that of a module of its own
-            what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
-            why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
-            raise Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
-        for each in below:
-            self._add_whole(each, each)
-
-    def add_alike(self) -> None:
-        """Takes along what PEFT takes for modules to save as well: it compares the ends of names, also within words."""
-        saved = tuple(self._saved())
-        for key in self.base if saved else ():
-            module = key.rpartition(".")[0]
-            if module.endswith(saved) and key not in self.whole:
-                self._add_module(key, module)
-        self.deltas = [each for each in self.deltas if not each.module.endswith(saved or "\0")]
-
-    def _saved(self) -> set[str]:
-        return {name.rpartition(".")[0] for name in self.whole if not name.endswith(".base_layer.bias")}
-
-    def stored(self) -> AdapterFile:
-        """The adapter, with the fields of `LoraConfig` beside those that follow from the changes."""
-        saved, tied = self._saved(), {*self.aliases, *self.aliases.values()}
-        is_alone = "lm_head.weight" in tied and len(tied) == 2 and "lm_head.bias" not in self.base
-        config = {
-            "base_model_name_or_path": None,
-            "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in self.whole) else "none",
-            "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
-            "fan_in_fan_out": self.any_turned,
-            "inference_mode": True,
-            "lora_dropout": 0.0,
-            "modules_to_save": sorted(saved) or None,
-            "task_type": None,
-            "use_rslora": False,
-        }
-        low = {each.module for each in self.deltas}
-        names = (key[:-7] for key in self.base if type(key) is str and key.endswith(".weight"))
-        others = [name for name in names if name not in low]
-        return stored(Adapter(PEFT, (*self.deltas, *self.whole.values()), config), PEFT, others)
-
-
 def extract(
     tuned: Mapping[Any, Any],
     model: MemoryTree,
@@ -382,28 +276,110 @@ def extract(
     if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
-    known = frozenset({**(ties or {}), **{source: name for name, source in (ties or {}).items()}})
-    found = _Extraction(tuned, base, rank, dtype, aliases, odd=model.odd, ties=known)
-    found.add(changed)
-    found.add_alike()
-    if not found.deltas:
+    low, saved, alike = _modules(tuned, base, changed, aliases, model)
+    deltas, whole, clamped, is_turned = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
+    every = [key for key in {**base, **tuned} if type(key) is str]
+    for key in sorted(every, key=lambda key: key.rpartition(".")[0] in alike):
+        module, _, leaf = key.rpartition(".")
+        if module in low and key in changed and leaf == "weight":
+            turned = bool(is_turned(key))
+            pair = [node[key].transpose() if turned else node[key] for node in (tuned, base)]
+            deltas.append(_low(key, module, pair, rank, dtype))
+            clamped += [key] if deltas[-1].rank < rank else []
+        elif module in saved or (module in low and key in changed):
+            name = key if module in saved else f"{module}.base_layer.bias"
+            entry = tuned[key]
+            if key in aliases:  # PEFT looks for every name in the file
+                entry = entry.with_storage(entry.storage.alone())
+            whole[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
+    if not deltas:
         what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
         why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
-    if len(found.clamped) == len(found.deltas):
-        largest = max(each.rank for each in found.deltas)
+    if len(clamped) == len(deltas):
+        largest = max(each.rank for each in deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
-        raise UsageError(
-            what, f"The largest has rank {largest:,}, which keeps all of it.", f"For example: {arg(rank=largest)}"
-        )
+        why = f"The largest has rank {largest:,}, which keeps all of it."
+        raise UsageError(what, why, f"For example: {arg(rank=largest)}")
+    both = {*aliases, *aliases.values()}
+    is_alone = "lm_head.weight" in both and len(both) == 2 and "lm_head.bias" not in base
+    config = {
+        "base_model_name_or_path": None,
+        "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole) else "none",
+        "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
+        "fan_in_fan_out": any(is_turned(f"{delta.module}.weight") for delta in deltas),
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": sorted(saved) or None,
+        "task_type": None,
+        "use_rslora": False,
+    }
+    modules = (key[:-7] for key in base if type(key) is str and key.endswith(".weight"))
+    others = [name for name in modules if name not in {delta.module for delta in deltas}]
     facts = {
         "base": names[1],
-        "ranks": {each.module: each.rank for each in found.deltas},
-        "whole": [each.module for each in found.whole.values()],
+        "ranks": {each.module: each.rank for each in deltas},
+        "whole": [each.module for each in whole.values()],
         "unchanged": len(chosen) - len(changed) - len(aliases),
         "tied": list(aliases),
     }
-    return found.stored(), facts, found.clamped
+    return stored(Adapter(PEFT, (*deltas, *whole.values()), config), PEFT, others), facts, clamped
+
+
+def _modules(
+    tuned: Mapping[Any, Any], base: Mapping[Any, Any], changed: set[str], aliases: Mapping[str, str], model: MemoryTree
+) -> tuple[set[str], set[str], set[str]]:
+    """The modules whose weights change by a product of low rank; those that are taken whole; and of these those that
+    PEFT takes as well, as their names end alike, also within words."""
+    ties = {*(model.ties or {}), *(model.ties or {}).values()}
+    heads = {pair[1] for pair in aliases.items() for key in pair if key in ties or EMBEDDING.fullmatch(key)}
+    shapes = {key: getattr(entry, "shape", None) for key, entry in base.items()}
+    low = set()
+    for key in changed:
+        module, shape, dtypes = key.removesuffix(".weight"), base[key].shape, (tuned[key].dtype, base[key].dtype)
+        if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
+            why = "The difference of codes is no difference of weights. Nothing was written."
+            fix = f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}"
+            raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
+        is_depthwise = len(shape) > 2 and shape[1] == 1
+        is_matrix = module != key and 2 <= len(shape) <= 5 and not is_depthwise and not EMBEDDING.fullmatch(key)
+        if is_matrix and key not in heads and is_linear(module, shapes):
+            low |= {module} if not f".{module}".endswith(tuple(f".{end}" for end in model.odd)) else set()
+    every = {key.rpartition(".")[0]: key for key in {**base, **tuned} if type(key) is str}
+    parents = {module[: dot.start()] for module in every for dot in re.finditer(r"\.", module)} | {""}
+    saved: set[str] = set()
+    for key in base:
+        module, _, leaf = str(key).rpartition(".")
+        is_low = module in low and leaf in ("weight", "bias")
+        if (key not in changed and aliases.get(key) not in heads & changed) or is_low:
+            continue
+        if module not in parents:
+            saved.add(module)
+        elif key not in ties:  # else its other name is that of a module of its own
+            raise _unfit(key)
+    alike = {module for module in every if module.endswith(tuple(saved))}
+    if odd := sorted(alike & parents):
+        raise _unfit(every[odd[0]])
+    return low - alike, alike, alike - saved
+
+
+def _unfit(key: str) -> Unsupported:
+    what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
+    why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
+    return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
+
+
+def _low(key: str, module: str, pair: Sequence[TensorEntry], rank: int, dtype: DType) -> Delta:
+    """The change of a matrix, or of kernels, in at most this rank."""
+    tuned, base = pair
+    shape = tuned.shape[0], prod(tuned.shape[1:])
+    rank = min(rank, *shape)
+    if rank * sum(shape) > MAX_FACTORS:
+        name = f"{key} in rank {rank:,}"
+        what = f"{name} takes {counted(rank * sum(shape), 'element')}"
+        raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+    factors = TensorDifference(key, tuned, base, rank).factors(dtype, tuned.shape[2:])
+    return Delta(MODEL, module, factors, {}, rank, float(rank))
 
 
 def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
