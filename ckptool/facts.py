@@ -8,7 +8,6 @@ Every text of a line or table is escaped by them, so a name in a file is given a
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field as field
@@ -197,7 +196,7 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
     if kind in _FACTS:
         return _FACTS[kind]
-    hints = _hints(kind, kind.__module__)
+    hints = typing.get_type_hints(kind, include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
@@ -205,21 +204,9 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
         if isinstance(value, (property, cached_property)) and not name.startswith("_"):
             is_live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
             if not is_live:
-                facts[name] = _hints(made, kind.__module__)["return"]
+                facts[name] = typing.get_type_hints(made, include_extras=True)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
-
-
-def _hints(of: Any, module: str) -> dict[str, Any]:
-    """The types of a class or function by the names that its module has, else any of ours: modules import some for
-    checkers of types alone."""
-    try:
-        return typing.get_type_hints(of, include_extras=True)
-    except NameError:
-        ours = [vars(each) for name, each in list(sys.modules.items()) if name.startswith("ckptool.")]
-        known = {name: each for names in ours for name, each in names.items() if name[0].isupper()}
-        known |= vars(sys.modules[module])
-        return typing.get_type_hints(of, localns=known, include_extras=True)
 
 
 def _unit(hint: Any) -> Unit:

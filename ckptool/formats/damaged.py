@@ -26,7 +26,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
-from ckptool.facts import Bytes, dataclass, field, replace
+from ckptool.facts import Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
@@ -89,10 +89,9 @@ class LostTensor:
 class Salvaged:
     """The contents of a damaged file.
 
-    checkpoint: the tree, with lost storages in it.  lost: why, by the id of a storage's data.  records, whole: how many
-    there were, and are.  proven: by checksums.  raw: records by name, as the pickle is lost.  how: what was done.
-    prefix: so many bytes of the file are a whole archive as they are (None: they are not).  unlisted: nothing says
-    which records there were.
+    checkpoint: the tree, with lost storages in it.  records, whole: how many there were, and are.  proven: by
+    checksums.  raw: records by name, as the pickle is lost.  how: what was done.  prefix: so many bytes of the file are
+    a whole archive as they are (None: they are not).  unlisted: nothing says which records there were.
     """
 
     checkpoint: Checkpoint
@@ -104,21 +103,31 @@ class Salvaged:
     unlisted: bool = False
     how: str = ""
     prefix: int | None = None
-    lost: dict[int, LostRecord] = field(default_factory=dict)
-
-    def lost_of(self, storage: Storage) -> LostRecord | None:
-        """Why a storage's data is lost; None if it is there."""
-        return next((self.lost[id(part.data)] for part in storage.below() if id(part.data) in self.lost), None)
 
     def lost_tensors(self) -> list[LostTensor]:
         """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
         lost = []
         for path, node in walk(self.checkpoint.tree):
-            records = ((part.storage, self.lost_of(part.storage)) for part in stored_parts(node))
+            records = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
             gone = next(((storage, record) for storage, record in records if record is not None), None)
             if gone is not None:
                 lost.append(LostTensor(path, node, *gone))
         return lost
+
+
+@dataclass(frozen=True, slots=True)
+class NotThere:
+    """Stands where data is read that is lost."""
+
+    record: LostRecord
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        raise Corrupt("the data of this tensor is lost", "It was not in the damaged file, or not whole.")
+
+
+def lost_of(storage: Storage) -> LostRecord | None:
+    """Why a storage's data is lost; None if it is there."""
+    return next((read.record for part in storage.below() if isinstance(read := part.data.read, NotThere)), None)
 
 
 def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
@@ -163,13 +172,15 @@ def with_whole_count(error: Truncated) -> Truncated:
 
 def _salvaged_safetensors(source: Source) -> Salvaged:
     """The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones."""
-    checkpoint = safetensors.read(source, cut=True)
-    parts = [part.data for storage in reversed([*storages(checkpoint.tree)]) for part in storage.below()]
-    ranges = [data for data in parts if isinstance(data, FileRange)]
-    cut = [data for data in ranges if data.offset + data.length > source.size]
-    lost = {id(data): LostRecord("", data.offset, data.length, CUT) for data in cut}
-    every, gone = {data.offset for data in ranges}, {data.offset for data in cut}
-    return Salvaged(checkpoint, len(every), len(every - gone), tuple(lost.values()), False, lost=lost)
+    checkpoint, every, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
+    for storage in reversed([*storages(checkpoint.tree)]):
+        for part in storage.below():
+            if isinstance(data := part.data, FileRange):
+                every.add(data.offset)
+                if data.offset + data.length > source.size:
+                    lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
+                    part.data = Computed(data.length, NotThere(lost[data.offset]))
+    return Salvaged(checkpoint, len(every), len(every) - len(lost), tuple(lost.values()), False)
 
 
 # The records of a zip ------------------------------------------------------------------------------------------------
@@ -225,7 +236,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     names = {record.name for record in records} | {record.name for record in found.lost_records}
     # Where its headers and checksums all say the same, its bytes are good as they are.
     found.prefix = state.end if state is not None and is_exact and not found.lost_records else None
-    found.unlisted = state is None and not found.raw and found.checkpoint.container == "npz"
+    is_listed = walk is None or state is not None or walk.listed == [record.name for record in records]
+    found.unlisted = not is_listed and not found.raw and found.checkpoint.container == "npz"
     return replace(found, records=len(names), whole=whole, proven=proven, how=how)
 
 
@@ -256,8 +268,9 @@ class _Walk:
     """Goes through a file from header to header, as far as they lead.
 
     records, why: what it came by, in order, and what is wrong with some of it.  root, sizes: the folder of the pickle,
-    and the storages that it names.  state: the last complete archive that ends inside of the file.  goes_on: another
-    archive follows, or an edit of a state that cannot be read.  room: bytes that may be searched.  most: records.
+    and the storages that it names.  listed: the names in directories.  state: the last complete archive that ends
+    inside of the file.  goes_on: another archive follows, or an edit of a state that cannot be read.  room: bytes that
+    may be searched.  most: records.
     """
 
     def __init__(self, source: Source, room: int, most: int = directory.MAX_ENTRIES) -> None:
@@ -265,7 +278,7 @@ class _Walk:
         self.archive = Archive(source, 0, 0, b"", has_checksums=False)
         self.records: list[Record] = []
         self.why: dict[Record, str] = {}
-        self.root, self.sizes = "", dict[str, int]()
+        self.root, self.sizes, self.listed = "", dict[str, int](), list[str]()
         self.state: Archive | None = None
         self.goes_on = False
         self.states = 0  # that were tried
@@ -363,7 +376,9 @@ class _Walk:
         """Where the directory at `at` and the end records behind it end, as far as they are good."""
         begin = at
         while (line := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(line) == CENTRAL.size:
-            at += CENTRAL.size + sum(CENTRAL.unpack(line)[10:13])
+            sizes = CENTRAL.unpack(line)[10:13]
+            self.listed.append(self._peek(at + CENTRAL.size, sizes[0]).decode("utf-8", "replace"))
+            at += CENTRAL.size + sum(sizes)
         for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
             at += layout.size if self._peek(at, 4) == signature else 0
         if begin < at < self.source.size and self.states < directory.MAX_EDITS:
@@ -397,25 +412,21 @@ class _Walk:
 
 
 class _Lossy:
-    """The records of an archive, and stand-ins for those that are not whole. lost: by the id of their data."""
+    """The records of an archive, and stand-ins for those that are not whole. lost: the records of these."""
 
     def __init__(self, archive: Archive, lost: Collection[LostRecord]) -> None:
         self.archive = archive
         self.reasons = {record.name: record for record in lost}
-        self.lost: dict[int, LostRecord] = {}
+        self.lost: dict[str, LostRecord] = {}
 
     def find(self, name: str, size: int) -> Record | None:
         record = self.archive.records.get(name)
-        if size >= 0 and (record is None or (record.size != size and id(record.data) not in self.lost)):
+        if size >= 0 and (record is None or (record.size != size and name not in self.lost)):
             why = self.reasons.get(name) or LostRecord(name, None, size, MISSING if record is None else HEADER)
             record = self.archive.records[name] = Record(self.archive, name, b"", 0, 0, 0, size, size, 0)
-            record._data, record.is_used = Computed(size, _gone), True
-            self.lost[id(record.data)] = replace(why, nbytes=size)
+            self.lost[name] = replace(why, nbytes=size)
+            record._data, record.is_used = Computed(size, NotThere(self.lost[name])), True
         return record
-
-
-def _gone(offset: int, length: int) -> bytes:
-    raise Corrupt("the data of this tensor is lost", "It was not in the damaged file, or not whole.")
 
 
 def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
@@ -457,20 +468,19 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         tree, notes = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
     archive.records = whole
     checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, file, None, tuple(notes), decoded.discarded)
-    every = {each.name: each for each in (*lost, *lossy.lost.values())}
-    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True, lost=lossy.lost)
+    every = {each.name: each for each in lost} | lossy.lost
+    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True)
 
 
 def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
     """The arrays of an `.npz`; in place of a lost one stands its record, of which neither type nor shape is proven."""
     from ckptool.formats.npz import ENDING, of_archive
 
-    checkpoint, gone = of_archive(archive), dict[int, LostRecord]()
+    checkpoint = of_archive(archive)
     for each in lost:
         name = each.name.removesuffix(ENDING)
         name = each.name if name in checkpoint.tree else name
         if each.name != marks.RECOVERED_RECORD and name not in checkpoint.tree:  # its ending may be what is damaged
-            data = Computed(each.nbytes, _gone)
-            gone[id(data)] = each
-            checkpoint.tree[name] = TensorEntry(Storage(data), by_name("u8"), (each.nbytes,), (1,))
-    return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums, lost=gone)
+            storage = Storage(Computed(each.nbytes, NotThere(each)))
+            checkpoint.tree[name] = TensorEntry(storage, by_name("u8"), (each.nbytes,), (1,))
+    return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums)

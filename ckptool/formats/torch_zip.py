@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.arrays import swapped
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
@@ -171,8 +172,8 @@ class RecordStorages:
     prefix: str
     big_endian: bool
     find: Callable[[str, int], Record | None] | None = None
-    refs: dict[str, tuple[Global, StorageRef]] = field(default_factory=dict)  # by key, with the first class of each
-    others: dict[tuple[str, Global], StorageRef] = field(default_factory=dict)  # of its other classes
+    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
+    others: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
@@ -197,15 +198,12 @@ class RecordStorages:
             storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
             if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
                 storage = Storage(data, location)
-            ref = StorageRef(storage, dtype)
-            self.refs[key] = cls, ref
-            return ref
-        first_class, ref = first
-        # Under several classes are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        mixed = first_class is not cls and not all(each is None or each.name == "u8" for each in (ref.dtype, dtype))
-        if (location, size) != (ref.storage.location, ref.storage.nbytes) or (mixed and size):
+            return self.refs.setdefault(key, StorageRef(storage, dtype))
+        # Of several types are only storages of bytes, as uint8 and float8 views have them, and those without any.
+        mixed = dtype is not first.dtype and not all(each is None or each.name == "u8" for each in (first.dtype, dtype))
+        if (location, size) != (first.storage.location, first.storage.nbytes) or (mixed and size):
             raise Corrupt(f"the storage {key} is described in two ways")
-        return ref if first_class is cls else self.others.setdefault((key, cls), StorageRef(ref.storage, dtype))
+        return first if dtype is first.dtype else self.others.setdefault((key, dtype), StorageRef(first.storage, dtype))
 
 
 _PID = (str, Global, str, str, int)

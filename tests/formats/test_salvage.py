@@ -76,7 +76,7 @@ def came_back(found: Salvaged) -> Values:
     return {
         address(path): node.bytes()
         for path, node in walk(found.checkpoint.tree)
-        if isinstance(node, TensorEntry) and found.lost_of(node.storage) is None
+        if isinstance(node, TensorEntry) and damaged.lost_of(node.storage) is None
     }
 
 
