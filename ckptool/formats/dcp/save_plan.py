@@ -160,7 +160,6 @@ class _ObjectZip(Place):
     """The zip of an object in the file of the first rank."""
 
     __slots__ = ("segments",)
-    rank = 0
 
     def __init__(self, segments: list[Segment], length: int) -> None:
         super().__init__(None, 0, length)
@@ -176,12 +175,12 @@ class _BlockZip(Place):
     crc: the checksum of these, where it is known.
     """
 
-    __slots__ = ("crc", "data", "name", "rank", "shape")
+    __slots__ = ("crc", "data", "name", "shape")
 
-    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None, rank: int = 0) -> None:
+    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None) -> None:
         self.shape = (entry.dtype, entry.shape, entry.stride, entry.location, data.length)
         super().__init__(None, 0, _zip_of(*self.shape).size)
-        self.name, self.data, self.crc, self.rank = name, data, crc, rank
+        self.name, self.data, self.crc = name, data, crc
 
     def __iter__(self) -> Iterator[Segment]:
         zip_ = _zip_of(*self.shape)
@@ -192,9 +191,27 @@ class _BlockZip(Place):
         yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
 
 
+@dataclass(slots=True, eq=False)
+class _RankFile:
+    """A file of zips, whose segments are made in passing."""
+
+    name: str
+    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, item: _ObjectZip | _BlockZip) -> None:
+        item.relative_path, item.offset = self.name, self.size
+        self.size += item.length
+        self.items.append(item)
+
+    def __iter__(self) -> Iterator[Segment]:
+        for item in self.items:
+            yield from item
+
+
 class _Saving:
     """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
-    id.  placed: what has its rank, objects first; free: what may go to any.
+    id.  free: what may go to any rank.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
@@ -202,7 +219,7 @@ class _Saving:
     def __init__(self, flat: FlatNames, division: RankDivision) -> None:
         self.flat, self.division = flat, division
         self.values: dict[str, Saved] = {}
-        self.placed: list[_ObjectZip | _BlockZip] = []
+        self.files = [_RankFile(f"__{rank}_0.distcp") for rank in range(division.ranks)]
         self.free: list[_BlockZip] = []
         self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
@@ -216,10 +233,10 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.placed.append(item := _ObjectZip(segments, plan.nbytes))
+        self.files[0].add(item := _ObjectZip(segments, plan.nbytes))
         self.values[name] = Saved(chunks=[Chunk((), (), item)], path=self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
-            self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
+            self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
 
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
@@ -230,9 +247,8 @@ class _Saving:
             self.add_whole(name, entry)
             return
         chunks = []
-        for rank, (begin, block) in enumerate(blocks):
-            item = _BlockZip(name, _plain(block), row_major(resolved(block)), rank=rank)
-            self.placed.append(item)
+        for file, (begin, block) in zip(self.files, blocks, strict=False):
+            file.add(item := _BlockZip(name, _plain(block), row_major(resolved(block))))
             offsets = tuple(begin * (axis == dim) for axis in range(len(entry.shape)))
             chunks.append(Chunk(offsets, block.shape, item))
         self._describe(name, entry, chunks)
@@ -269,38 +285,19 @@ class _Saving:
         self.values[name] = Saved(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
-        if home.is_wider(self.homes.get(id(storage))):
+        known = self.homes.setdefault(id(storage), home)
+        if home.stop - home.start > known.stop - known.start:
             self.homes[id(storage)] = home
 
     def lay_out(self) -> dict[str, Any]:
-        """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
-        loads = [0] * self.division.ranks
-        for placed in self.placed:
-            loads[placed.rank] += placed.length
-        heap = [(load, rank) for rank, load in enumerate(loads)]
+        """The files of the ranks. What is not divided goes to the rank that has least by then."""
+        heap = [(file.size, rank) for rank, file in enumerate(self.files)]
         heapq.heapify(heap)
-        for free in self.free:
-            load, free.rank = heap[0]
-            heapq.heapreplace(heap, (load + free.length, free.rank))
-        files = [_RankFile() for _ in loads]
-        for item in (*self.placed, *self.free):
-            file = files[item.rank]
-            item.relative_path, item.offset = f"__{item.rank}_0.distcp", file.size
-            file.size += item.length
-            file.items.append(item)
-        return {f"__{rank}_0.distcp": file for rank, file in enumerate(files) if file.items}
-
-
-@dataclass(slots=True, eq=False)
-class _RankFile:
-    """The segments of a file, made in passing."""
-
-    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
-    size: int = 0
-
-    def __iter__(self) -> Iterator[Segment]:
-        for item in self.items:
-            yield from item
+        for item in self.free:
+            _, rank = heap[0]
+            self.files[rank].add(item)
+            heapq.heapreplace(heap, (self.files[rank].size, rank))
+        return {file.name: file for file in self.files if file.items}
 
 
 def _plain(entry: TensorEntry) -> TensorEntry:
