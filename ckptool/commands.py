@@ -176,10 +176,8 @@ class Option(NamedTuple):
     show_default: bool = True
 
 
-class Watched(NamedTuple):
-    """A parameter that the program gives: something to tell how far the work is.  how: `bar`, `status`, `training`."""
-
-    how: str
+class Watched(str):
+    """A parameter that the program gives, to tell how far the work is, and how it is shown: `bar`, `status`, …"""
 
 
 class Parameter(NamedTuple):
@@ -276,7 +274,7 @@ def watched(function: Any) -> dict[str, str]:
     """The parameters of a verb that the program gives, and how each shows what it is told."""
     annotations = ((name, each.annotation) for name, each in signature_of(function).parameters.items())
     metas = ((name, meta) for name, kind in annotations for meta in getattr(kind, "__metadata__", ()))
-    return {name: meta.how for name, meta in metas if isinstance(meta, Watched)}
+    return {name: meta for name, meta in metas if isinstance(meta, Watched)}
 
 
 class _Shown(str):

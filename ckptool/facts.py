@@ -8,7 +8,6 @@ Every text of a line or table is escaped by them, so a name in a file is given a
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field as field
@@ -107,15 +106,14 @@ MORE = f"  … {{}} more ({Command(('--json',), 'to_dict()')} lists them)"
 
 
 class Table(NamedTuple):
-    """Rows under a title: of cells, or of objects whose facts are the columns: `name nbytes why`.
+    """Rows of cells under a title.
     heads: names of the columns, above them; the title stands in the place of an empty first one.
-    right: the columns that are aligned to the right, beside those whose unit says so.  indent: columns before each row.
+    right: the columns that are aligned to the right.  indent: columns before each row.
     limit: that many rows are shown, or one more rather than a line that says so; `more` says how many are left out.
     hang: where it is given, the widest of the columns before the last, whose cells go on below themselves where a line
     is too long for the terminal."""
 
-    rows: Sequence[Any]
-    columns: str = ""
+    rows: Sequence[Sequence[str]]
     title: str = ""
     heads: Sequence[str] = ()
     right: Sequence[int] = ()
@@ -124,18 +122,11 @@ class Table(NamedTuple):
     more: str = MORE
     hang: int | None = None
 
-    def cells(self) -> tuple[list[Sequence[str]], Sequence[int], int]:
-        """The cells of the rows that are shown, the columns that go to the right, and how many rows are left out."""
+    def cells(self) -> tuple[list[Sequence[str]], int]:
+        """The rows that are shown, and how many are left out."""
         cut = self.limit is not None and len(self.rows) > self.limit + 1
-        rows = self.rows[: self.limit] if cut else self.rows
-        left = len(self.rows) - len(rows)
-        if not self.columns or not rows:
-            return list(rows), self.right, left
-        names = self.columns.split()
-        units = [facts_of(type(rows[0]))[name].unit for name in names]
-        right = {*self.right, *(number for number, unit in enumerate(units) if unit.right)}
-        pairs = list(zip(names, units, strict=True))
-        return [[unit.shown(getattr(row, name)) for name, unit in pairs] for row in rows], sorted(right), left
+        rows = list(self.rows[: self.limit] if cut else self.rows)
+        return rows, len(self.rows) - len(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,24 +153,18 @@ Told = Iterable[Part]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """How the values of a type are shown.  json: what JSON has in the place of a value, of the type that `schema` says.
+    """What JSON has of the values of a type.  json: in the place of a value, of the type that `schema` says.
     about: said of it in the schema."""
 
-    show: Callable[[Any], str] = str
-    right: bool = False
     about: str = ""
     json: Callable[[Any], Any] | None = None
     schema: Mapping[str, Any] | None = None
 
-    def shown(self, value: Any) -> str:
-        return "" if value is None else self.show(value)
-
 
 WHOLE = "(the whole file)"
 TEXT = Unit()
-Address = Annotated[str, Unit(lambda address: address or WHOLE)]
-Bytes = Annotated[int, Unit(size, right=True, about="in bytes")]
-Seconds = Annotated[float, Unit(age, right=True, about="in seconds")]
+Bytes = Annotated[int, Unit("in bytes")]
+Seconds = Annotated[float, Unit("in seconds")]
 LIVE = "only in Python"  # of a field: Annotated[T, LIVE] is not in JSON
 
 
@@ -197,7 +182,7 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     """The facts of a dataclass or named tuple: its fields, then its public properties, by name."""
     if kind in _FACTS:
         return _FACTS[kind]
-    hints = _hints(kind, kind.__module__)
+    hints = typing.get_type_hints(kind, include_extras=True)
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
@@ -205,21 +190,9 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
         if isinstance(value, (property, cached_property)) and not name.startswith("_"):
             is_live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
             if not is_live:
-                facts[name] = _hints(made, kind.__module__)["return"]
+                facts[name] = typing.get_type_hints(made, include_extras=True)["return"]
     told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
     return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
-
-
-def _hints(of: Any, module: str) -> dict[str, Any]:
-    """The types of a class or function by the names that its module has, else any of ours: modules import some for
-    checkers of types alone."""
-    try:
-        return typing.get_type_hints(of, include_extras=True)
-    except NameError:
-        ours = [vars(each) for name, each in list(sys.modules.items()) if name.startswith("ckptool.")]
-        known = {name: each for names in ours for name, each in names.items() if name[0].isupper()}
-        known |= vars(sys.modules[module])
-        return typing.get_type_hints(of, localns=known, include_extras=True)
 
 
 def _unit(hint: Any) -> Unit:

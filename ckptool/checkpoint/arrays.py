@@ -103,10 +103,11 @@ class _Sources:
         self.in_files = not any(isinstance(data, Computed) for data in self.data)
 
     def blocks(self, use: str, start: int, stop: int) -> list[Array]:
-        """The bytes of these elements of each. use: of the memory, which another reading may need meanwhile."""
+        """The bytes of these elements of each. use: of the memory, which another reading may need meanwhile; empty for
+        memory of its own."""
         sizes = [(stop - start) * array.dtype.itemsize for array in self.arrays]
         # What is computed may need the same memory for what it is computed from.
-        memory = scratch(use, "u1", sum(sizes)) if self.in_files else aligned(sum(sizes))
+        memory = scratch(use, "u1", sum(sizes)) if use and self.in_files else aligned(sum(sizes))
         blocks, at = [], 0
         for array, data, size in zip(self.arrays, self.data, sizes, strict=True):
             block = memory[at : at + size]
@@ -141,23 +142,17 @@ class _Elements(_Sources):
 class TensorValues:
     """The elements of a tensor as numbers: f32 for floats of up to 32 bits, f64 for f64, integers and bool as such."""
 
-    __slots__ = ("_data", "entry")
+    __slots__ = ("_source", "entry")
 
     def __init__(self, entry: TensorEntry) -> None:
-        self.entry = entry
-        self._data = entry.row_major()
+        self.entry, self._source = entry, _Sources((entry,))
 
     def read(self, start: int, stop: int) -> Array:
         """The elements `start` to `stop` in row-major order, conjugate and negative bits applied; an array of its own.
 
         Raises `Unsupported` for a type that numpy has no numbers for.
         """
-        import numpy
-
-        size = self.entry.dtype.itemsize
-        raw = numpy.empty((stop - start) * size, numpy.uint8)
-        fill(self._data, start * size, raw.data)
-        return numbers(resolve(raw, self.entry.dtype, self.entry.flags), self.entry.dtype)
+        return numbers(self._source.blocks("", start, stop)[0], self.entry.dtype)
 
     def rows(self, start: int, stop: int) -> Array:
         """The rows `start` to `stop` of the first dimension, in their shape."""

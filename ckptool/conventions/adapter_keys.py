@@ -262,30 +262,26 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
     A matrix tells it by its bias; a square one as those do whose names end alike, or else all, if they agree.
     """
 
-    def own(key: Any, weight: Any) -> bool | None:
-        bias = base.get(f"{key.removesuffix('weight')}bias")
-        if weight.shape[0] == weight.shape[1] or not isinstance(bias, TensorEntry):
+    def own(key: str) -> bool | None:
+        weight, bias = base[key], base.get(f"{key.removesuffix('weight')}bias")
+        if not isinstance(weight, TensorEntry) or len(weight.shape) != 2 or not isinstance(bias, TensorEntry):
             return None
-        return bool(bias.shape == weight.shape[1:])
+        return bool(bias.shape == weight.shape[1:]) if weight.shape[0] != weight.shape[1] else None
+
+    weights = [key for key in base if type(key) is str and key.endswith(".weight")]
 
     @cache
-    def votes() -> dict[str, set[bool]]:
-        """What the matrices that are not square tell, by the name of their module; under "" what all tell."""
-        found: dict[str, set[bool]] = {"": set()}
-        for key, weight in base.items():
-            is_weight = type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry)
-            if is_weight and len(weight.shape) == 2 and (told := own(key, weight)) is not None:
-                found[""].add(told)
-                found.setdefault(_module_name(key), set()).add(told)
-        return found
+    def votes(name: str) -> set[bool | None]:
+        """What the matrices of modules of this name tell, or all of them for no name."""
+        return {own(key) for key in weights if name in ("", _module_name(key))} - {None}
 
     def is_turned(key: str) -> bool | None:
-        weight = base[key]
-        if len(weight.shape) != 2:
+        shape = base[key].shape
+        if len(shape) != 2:
             return False
-        if weight.shape[0] != weight.shape[1]:
-            return bool(own(key, weight))
-        told = votes().get(_module_name(key)) or votes()[""]
+        if shape[0] != shape[1]:
+            return bool(own(key))
+        told = votes(_module_name(key)) or votes("")
         return next(iter(told)) if len(told) == 1 else None
 
     return is_turned

@@ -75,32 +75,29 @@ _KNOWN = {
     "awq": ["gemm"],
 }
 # The fields of configurations that are read here, or say nothing of the values: how they were found and are computed
-# with. Any other that is not empty, as a rotation, may be a step that is not known here.
-_FIELDS: dict[str, Sequence[str]] = {
-    "": """activation_scale_ub activation_scheme backend bits checkpoint_format config_groups dataset dequantize
-        desc_act dynamic expert_dtype exllama_config fmt format global_compression_ratio group_size ignore
-        ignored_layers kv_cache_scheme include_input_output_embeddings is_checkpoint_fp8_serialized lm_head meta
-        modules_in_block_to_quantize modules_to_convert modules_to_fuse modules_to_not_convert pack_dtype quant_method
-        quant_type quantization_status run_compressed scale_fmt static_groups sym tokenizer true_sequential
-        untie_embedding_weights use_optimized_inference version weight_block_size zero_point act_group_aware batch_size
-        block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent do_fuse disable_exllama
-        fuse_max_seq_len max_input_length model_file_base_name model_name_or_path model_seqlen
-        module_name_preceding_first_block mse pad_token_id quantizer use_cuda_fp16 use_exllama bnb_4bit_compute_dtype
-        bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload
-        llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit _load_in_4bit
-        _load_in_8bit""".split(),
-    "group": "format input_activations output_activations targets weights".split(),
-    "weights": """actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype strategy
-        symmetric type zp_dtype""".split(),
-}
-# The texts that fields may have whose other values would be of another computation.
-_VALUES = {
-    "actorder": "weight static group dynamic",
-    "bnb_4bit_quant_type": "nf4 fp4",
-    "fmt": "e4m3 e4m3fn e5m2",
-    "scale_fmt": "float ue8m0",
-    "strategy": "tensor channel group block tensor_group",
-    "type": "int float",
+# with. Any other that is not empty, as a rotation, may be a step that is not known here; so may other texts than those
+# behind a field.
+_FIELDS = {
+    name: texts.split("|") if texts else []
+    for name, _, texts in (
+        field.partition("=")
+        for field in """
+        _load_in_4bit _load_in_8bit act_group_aware activation_scale_ub activation_scheme
+        actorder=weight|static|group|dynamic backend batch_size bits block_name_to_quantize block_structure
+        bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type=nf4|fp4 bnb_4bit_use_double_quant
+        cache_block_outputs checkpoint_format config_groups damp_auto_increment damp_percent dataset dequantize desc_act
+        disable_exllama do_fuse dynamic exllama_config expert_dtype fmt=e4m3|e4m3fn|e5m2 format fuse_max_seq_len
+        global_compression_ratio group_size ignore ignored_layers include_input_output_embeddings input_activations
+        is_checkpoint_fp8_serialized kv_cache_scheme llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+        llm_int8_skip_modules llm_int8_threshold lm_head load_in_4bit load_in_8bit max_input_length meta
+        model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+        modules_in_block_to_quantize modules_to_convert modules_to_fuse modules_to_not_convert mse num_bits observer
+        observer_kwargs output_activations pack_dtype pad_token_id quant_method quant_type quantization_status quantizer
+        run_compressed scale_dtype scale_fmt=float|ue8m0 static_groups strategy=tensor|channel|group|block|tensor_group
+        sym symmetric targets tokenizer true_sequential type=int|float untie_embedding_weights use_cuda_fp16 use_exllama
+        use_optimized_inference version weight_block_size weights zero_point zp_dtype
+        """.split()
+    )
 }
 _TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}  # of the values, by format
 
@@ -154,13 +151,11 @@ def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any],
         if form not in _KNOWN.get(method, forms):
             yield f"the format {form!r} of {method} is not known"
     odd = "the field {!r} of its quantization configuration is not known"
-    for level, nodes in (("", [config]), ("group", divided), ("weights", weights)):
-        for key, value in (item for node in nodes for item in node.items()):
-            if key not in _FIELDS[level] and value and value != {"format": "dense"}:
-                yield odd.format(key[:60])
-    for name, value in (item for node in (config, *weights) for item in node.items()):
-        if name in _VALUES and isinstance(value, str) and value.lower() not in _VALUES[name].split():
-            yield odd.format(f"{name}={value[:60]}")
+    for key, value in (item for node in (config, *divided, *weights) for item in node.items()):
+        if key not in _FIELDS and value and value != {"format": "dense"}:
+            yield odd.format(key[:60])
+        elif isinstance(value, str) and _FIELDS.get(key) and value.lower() not in _FIELDS[key]:
+            yield odd.format(f"{key}={value[:60]}")
     for node in (each for each in divided if each.get("weights") in weights):
         form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
         if kind in ("int", "float") and _TYPES.get(form, kind) != kind:

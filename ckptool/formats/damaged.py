@@ -236,7 +236,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     names = {record.name for record in records} | {record.name for record in found.lost_records}
     # Where its headers and checksums all say the same, its bytes are good as they are.
     found.prefix = state.end if state is not None and is_exact and not found.lost_records else None
-    found.unlisted = state is None and not found.raw and found.checkpoint.container == "npz"
+    is_listed = walk is None or state is not None or walk.is_listed
+    found.unlisted = not is_listed and not found.raw and found.checkpoint.container == "npz"
     return replace(found, records=len(names), whole=whole, proven=proven, how=how)
 
 
@@ -267,8 +268,9 @@ class _Walk:
     """Goes through a file from header to header, as far as they lead.
 
     records, why: what it came by, in order, and what is wrong with some of it.  root, sizes: the folder of the pickle,
-    and the storages that it names.  state: the last complete archive that ends inside of the file.  goes_on: another
-    archive follows, or an edit of a state that cannot be read.  room: bytes that may be searched.  most: records.
+    and the storages that it names.  listed: the names in a directory.  is_listed: they are those of the records.
+    state: the last complete archive that ends inside of the file.  goes_on: another archive follows, or an edit of a
+    state that cannot be read.  room: bytes that may be searched.  most: records.
     """
 
     def __init__(self, source: Source, room: int, most: int = directory.MAX_ENTRIES) -> None:
@@ -276,7 +278,7 @@ class _Walk:
         self.archive = Archive(source, 0, 0, b"", has_checksums=False)
         self.records: list[Record] = []
         self.why: dict[Record, str] = {}
-        self.root, self.sizes = "", dict[str, int]()
+        self.root, self.sizes, self.listed = "", dict[str, int](), list[str]()
         self.state: Archive | None = None
         self.goes_on = False
         self.states = 0  # that were tried
@@ -374,7 +376,9 @@ class _Walk:
         """Where the directory at `at` and the end records behind it end, as far as they are good."""
         begin = at
         while (line := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(line) == CENTRAL.size:
-            at += CENTRAL.size + sum(CENTRAL.unpack(line)[10:13])
+            sizes = CENTRAL.unpack(line)[10:13]
+            self.listed.append(self._peek(at + CENTRAL.size, sizes[0]).decode("utf-8", "replace"))
+            at += CENTRAL.size + sum(sizes)
         for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
             at += layout.size if self._peek(at, 4) == signature else 0
         if begin < at < self.source.size and self.states < directory.MAX_EDITS:
@@ -386,12 +390,15 @@ class _Walk:
         return at
 
     def _prove_names(self) -> None:
-        """Believes the names of storages that come in an order in which torch writes them.
+        """Believes the names that directory and headers agree on, else of storages in an order in which torch writes.
 
         The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts. Where another
         record comes, neither it nor what follows is proven, nor is the storage before it: bytes that are missing from
         the middle put the data of one record behind the header of another.
         """
+        self.is_listed = self.listed == [record.name for record in self.records]
+        if self.is_listed:
+            return
         sizes = [*self.sizes]
         orders = [sizes, sorted(sizes, key=lambda name: (len(name), name)), sorted(sizes)]
         seen, last = 0, None

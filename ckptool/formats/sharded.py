@@ -221,41 +221,30 @@ def _check_agreement(index: str, weight_map: dict[str, str], trees: dict[str, di
 
     Names of a shard that are tied to others of it may be missing in the index.
     """
-    lacking = [name for name, file in weight_map.items() if name not in trees[file]]
-    strange = []
+    odd = [f"{name} is not in {file}" for name, file in weight_map.items() if name not in trees[file]]
     for file, tree in trees.items():
         entries = {name: entry for name, entry in tree.items() if isinstance(entry, TensorEntry)}
         own = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
         for name in tree:
-            where = weight_map.get(name)
-            tied = where is None and name in entries and id(entries[name].storage.data) in own
-            if where is not None and where != file and name in trees[where]:
-                what = f"{index}: {name!s} is in two shards, {where} and {file}"
-                why = "Readers take one or the other; which of the two values is right is recorded nowhere."
-                raise Conflict(what, why, _AGAIN)
-            if where != file and not tied:
-                strange.append(f"{name!s} in {file}")
-    parts = []
-    if lacking:
-        parts.append(f"{len(lacking):,} of its names are not in their shards ({listed(lacking, 3)})")
-    if strange:
-        tensors = f"{counted(len(strange), 'tensor')} of shards {form(len(strange), 'is', 'are')}"
-        parts.append(f"{tensors} not in it ({listed(strange, 3)})")
-    if parts:
-        what = f"{index} and its shards do not belong together: {', and '.join(parts)}"
+            tied = name not in weight_map and name in entries and id(entries[name].storage.data) in own
+            if weight_map.get(name) != file and not tied:
+                odd.append(f"{name!s} is in {file}, where the index does not have it")
+    if odd:
+        count = counted(len(odd), "name differs", "names differ")
+        what = f"{index} and its shards do not belong together: {count} ({listed(odd, 3)})"
         raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
 
 
 def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
     """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`)."""
     items = {name: value for tree in trees for name, value in tree.items()}
-    attributes: dict[str, Any] = {}
-    for tree in trees:
-        if not isinstance(tree, OrderedDict):
-            return items
-        for key, value in (tree.attributes or {}).items():
-            both = key == "_metadata" and isinstance(value, dict) and isinstance(attributes.get(key), dict)
-            attributes[key] = OrderedDict({**attributes[key], **value}) if both else value
+    ordered = [tree for tree in trees if isinstance(tree, OrderedDict)]
+    if len(ordered) < len(trees):
+        return items
+    attributes = {key: value for tree in ordered for key, value in (tree.attributes or {}).items()}
+    every = [tree.metadata for tree in ordered if isinstance(tree.metadata, dict)]
+    if len(every) > 1:
+        attributes["_metadata"] = OrderedDict({name: facts for each in every for name, facts in each.items()})
     return OrderedDict(items, attributes or None)
 
 

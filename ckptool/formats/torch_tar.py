@@ -2,10 +2,10 @@
 
 `sys_info`: a pickle of what the machine was like.
 `storages`: the number of storages; for each a pickle `(key, location, type)`, its number of elements as an int64, and
-the elements; then a pickle of the views among them, `[(key, root key, offset, elements)]`. The first versions had no
-locations and no views. `tensors`: the number of tensors; for each a pickle `(key, storage key, type)`, the number of
-dimensions (4 bytes, and 4 that count for nothing), sizes, strides and offset as int64. `pickle`: the value; a
-persistent id is the key of a tensor or storage, or `(class, file, source text)` of a module.
+the elements; then a pickle of the views among them, `[(key, root key, offset, elements)]`.
+`tensors`: the number of tensors; for each a pickle `(key, storage key, type)`, the number of dimensions (4 bytes, and 4
+that count for nothing), sizes, strides and offset as int64.
+`pickle`: the value; a persistent id is the key of a tensor or storage, or `(class, file, source text)` of a module.
 
 The files are read where they are: nothing is extracted, and the storages are ranges of the archive. torch refuses such
 files with `weights_only=True`. Source: torch/serialization.py (`legacy_load`; `save` of torch 0.1.9).
@@ -164,22 +164,18 @@ class _Tables:
         return found
 
     def read_storages(self, reader: _Member) -> None:
-        with_views = True
         for what, fields in reader.each("storage"):
             match fields:
                 case (key, str() | bytes() as location, Global() as kind):
-                    with_views = True
-                case (key, Global() as kind):  # before locations
-                    location, with_views = "cuda:0" if kind.module == "torch.cuda" else "cpu", False
+                    _, dtype = storage_class(kind)
                 case _:
                     raise Corrupt(f"{what} is none", _DAMAGED)
-            _, dtype = storage_class(kind)
             if dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
             (count,) = reader.integers(1, what)
             data = reader.take(count * dtype.itemsize, what)
             self._add(key, StorageRef(Storage(data, as_text(location)), dtype))
-        views = reader.pickle("the views") if with_views or reader.left else []
+        views = reader.pickle("the views")
         for view in views if type(views) is list else [views]:
             match view:
                 case (key, int() | str() as root, int(begin), int(size)):

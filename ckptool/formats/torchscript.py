@@ -135,24 +135,14 @@ def _add(names: dict[str, Any], name: str, value: Any) -> None:
     names[name] = value
 
 
-# torch/jit/_pickle.py: lists with the type of their elements, and values with their type
-def _typed_list(*kinds: type) -> Callable[[tuple[Any, ...]], Any]:
-    def build(args: tuple[Any, ...]) -> Any:
-        is_list = len(args) == 1 and type(args[0]) is list
-        return args[0] if is_list and all(type(item) in kinds or not kinds for item in args[0]) else NotImplemented
-
-    return build
+def _typed(count: int, args: tuple[Any, ...]) -> Any:
+    """A list with the type of its elements, or a value with its type (torch/jit/_pickle.py)."""
+    fits = len(args) == count and (type(args[0]) is list if count == 1 else type(args[1]) is str)
+    return args[0] if fits else NotImplemented
 
 
-_BUILDERS = BUILDERS | {
-    Global("torch.jit._pickle", "build_intlist"): _typed_list(int),
-    Global("torch.jit._pickle", "build_doublelist"): _typed_list(float, int),
-    Global("torch.jit._pickle", "build_boollist"): _typed_list(bool),
-    Global("torch.jit._pickle", "build_tensorlist"): _typed_list(),
-    Global("torch.jit._pickle", "restore_type_tag"): lambda args: (
-        args[0] if len(args) == 2 and type(args[1]) is str else NotImplemented
-    ),
-}
+_TYPED = {"build_intlist": 1, "build_doublelist": 1, "build_boollist": 1, "build_tensorlist": 1, "restore_type_tag": 2}
+_BUILDERS = BUILDERS | {Global("torch.jit._pickle", name): partial(_typed, count) for name, count in _TYPED.items()}
 
 
 # The program ---------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def _parts(told: Told) -> Iterator[Any]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    rows, _, left = table.cells()
+    rows, left = table.cells()
     title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]

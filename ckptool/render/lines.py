@@ -124,7 +124,7 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     """The rows as aligned lines, under the title. Where they are wider than the terminal, a long first cell has its own
     line, and a long last one goes on below itself; if that is not enough, every row is its first cell, and below it the
     others, which nothing cuts."""
-    rows, right, left = table.cells()
+    rows, left = table.cells()
     if not rows:
         return
     indent, title = " " * table.indent, printable(table.title)
@@ -141,7 +141,7 @@ def _table(table: Table, style: Style) -> Iterator[str]:
             both += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
         rows, shown = [row for row, _ in both], [texts for _, texts in both]
         every = [heads, *shown] if heads else shown
-    signs = [f"{'>' if number in right else '<'}{width}" for number, width in enumerate(widths)]
+    signs = [f"{'>' if number in table.right else '<'}{width}" for number, width in enumerate(widths)]
     cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=False)] for row in every]
 
     def joined(cells: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
-from ckptool.facts import Address, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
+from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, open_file, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders
@@ -29,7 +29,7 @@ _FILL = "Take lost tensors from this checkpoint: same key, type and shape. Every
 class LostTensorRow:
     """A tensor that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its values."""
 
-    address: Address
+    address: str
     record: str
     offset: int | None
     nbytes: Bytes
@@ -98,9 +98,10 @@ class Recovery(Report):
         yield "  nothing says how many there were" if self.tensors is None and not self.raw else None
         yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
         if self.raw or self.complete:
-            yield Table(self.lost_records, "name nbytes why", f"lost ({len(self.lost_records):,})", limit=SHOWN)
+            missing = [(each.name, size(each.nbytes), each.why) for each in self.lost_records]
         else:
-            yield Table(self.lost, "address nbytes why", f"lost ({len(self.lost):,})", limit=SHOWN)
+            missing = [(each.address or WHOLE, size(each.nbytes), each.why) for each in self.lost]
+        yield Table(missing, f"lost ({len(missing):,})", right=(1,), limit=SHOWN)
         if self.dropped:
             names = listed(self.dropped, SHOWN)
             yield f"  dropped with them, as half of an optimizer's state is worse than none: {names}"

@@ -203,15 +203,15 @@ def of_two_containers(folder: Path) -> None:
 
 
 CONFLICTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "one shard under two names": (twin, "is in two shards"),
+    "one shard under two names": (twin, "is in model-00001-of-00003.safetensors, where the index does not have it"),
     "a tensor that the index does not list": (
         lambda folder: changed(folder, lambda index: index["weight_map"].pop("norm") and None),
-        r"1 tensor of shards is not in it \(norm in model-00003"),
+        r"1 name differs \(norm is in model-00003\S+, where the index"),
     "a name that no shard has": (
         lambda folder: changed(folder, lambda index: index["weight_map"].update(gone=FIRST)),
-        r"1 of its names are not in their shards \(gone\)"),
+        r"\(gone is not in model-00001"),
     "a tensor in another shard": (lambda folder: changed(folder, pointed(FIRST)), "do not belong together"),
-    "one name in two shards": (in_two_shards, "norm is in two shards"),
+    "one name in two shards": (in_two_shards, "norm is in more.safetensors, where the index does not have it"),
     "a shard of another run": (of_another_run, "do not belong together"),
     "names of fewer": (lambda folder: renamed(folder, "-of-00003", "-of-00002"), "names 3 shards, .* they are of 2"),
     "names of more": (lambda folder: renamed(folder, "-of-00003", "-of-00004"), "names 3 shards, .* they are of 4"),

@@ -20,6 +20,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from math import prod
+from struct import Struct
 from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint, Computed, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
@@ -34,7 +35,6 @@ from ckptool.formats import safetensors, torch_zip
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.placements import Box, Stored
-from ckptool.formats.zip.directory import Record
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
@@ -45,107 +45,75 @@ ALL = 1 << 17  # bytes of a zip that is read at once
 TAIL = 1 << 16 | 1 << 7  # bytes at the end in which the reader of zips looks for other ends
 MOST_TEMPLATES = 4_096  # templates
 NEAREST = 16  # of one size, that a new zip is compared with: where all of them differ, none of the rest helps
-_END, _CENTRAL = b"PK\x05\x06", b"PK\x01\x02"
+_END = b"PK\x05\x06"
 _DIGITS = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """A zip that was read in full. entry: its tensor.  begin, end: the bytes of the values.
+    """A zip that was read in full. entry: its tensor.  begin, end: the bytes of the values.  head: what is before them.
 
-    after: what follows them, zeros in place of what differs.  sums, id_sums: where the checksum of the values and that
-    of the number stand in that.  id_at: where the number does.
+    after: the fields of what follows them: those that are the same everywhere (`same`), and between these the checksum
+    of the values, a number, the checksum of that, and both checksums again.
     """
 
     entry: TensorEntry
     begin: int
     end: int
     head: bytes
-    after: bytes
-    sums: tuple[int, int]
-    id_sums: tuple[int, int]
-    id_at: int
+    after: Struct
+    same: tuple[bytes, ...]
 
     def entry_of(self, part: Part) -> Stored | None:
-        """The tensor in another zip of the same size; None where that differs."""
+        """The tensor in another zip of the same size; None where more differs."""
         if part.size <= ALL:
             data = part.read(0, part.size)
             head, last = data[: self.begin], data[self.begin :]
         else:
             head, last = part.read(0, self.begin), part.read(at := max(self.begin, part.size - TAIL), part.size - at)
-        after = last[self.end - part.size :]
-        crc = self._sum_in(after)
+        crc = self.sum_in(last[self.end - part.size :])
         if head != self.head or crc is None or last.count(_END) != 1:
             return None
         return Stored(self.entry, part.file, part.start + self.begin, crc)
 
-    def _sum_in(self, after: bytes) -> int | None:
-        """The checksum of the values, where everything else is as in the template."""
-        one, other = (after[at : at + 4] for at in self.sums)
-        number = after[self.id_at : self.id_at + _DIGITS]
-        known = zlib.crc32(number).to_bytes(4, "little")
-        if one != other or not number.isdigit() or any(after[at : at + 4] != known for at in self.id_sums):
+    def sum_in(self, after: bytes) -> int | None:
+        """The checksum of the values, where what follows them fits."""
+        if len(after) != self.after.size:
             return None
-        return int.from_bytes(one, "little") if _blanked(after, self) == self.after else None
+        fields = self.after.unpack(after)
+        one, number, known, *again = fields[1::2]
+        fits = fields[::2] == self.same and again == [one, known] and number.isdigit()
+        return int.from_bytes(one, "little") if fits and int.from_bytes(known, "little") == zlib.crc32(number) else None
 
 
-class Templates:
-    """Those of one folder, by the size of the zip."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, list[Template]] = {}
-        self.count = 0
-
-    def entry_of(self, part: Part) -> Stored | None:
-        """The tensor in a zip that is like one of them; None where it has to be read in full."""
-        for template in self.known.get(part.size, ()):
-            if (entry := template.entry_of(part)) is not None:
-                return entry
+def template_of(part: Part, checkpoint: Checkpoint) -> Template | None:
+    """The template that a zip is which was read in full; None where there is anything to be said of it, or others will
+    not be like it."""
+    entry, origin = checkpoint.tree, checkpoint.origin
+    if not isinstance(entry, TensorEntry) or not isinstance(origin, torch_zip.Origin):
         return None
-
-    def learn(self, part: Part, checkpoint: Checkpoint) -> None:
-        """Remembers a zip that was read in full and of which there is nothing to be said, if others may be like it."""
-        entry, origin = checkpoint.tree, checkpoint.origin
-        if (
-            self.count >= MOST_TEMPLATES
-            or not isinstance(entry, TensorEntry)
-            or not isinstance(origin, torch_zip.Origin)
-        ):
-            return
-        records = origin.archive.records
-        values, number = records.get(f"{origin.root}data/0"), records.get(f"{origin.root}.data/serialization_id")
-        if values is None or number is None or checkpoint.notes or checkpoint.discarded or entry.storage.crc is None:
-            return
-        if not values.stored or values.method or values.header > number.header or number.size != _DIGITS:
-            return
-        begin, end = values.data_at, values.data_at + values.stored
-        after, head = part.read(end, part.size - end), part.read(0, begin)
-        sums, id_sums = _sums(values, after, end), _sums(number, after, end)
-        if sums is None or id_sums is None:
-            return
-        blank = Template(entry, begin, end, head, b"", sums, id_sums, number.data_at - end)
-        template = Template(entry, begin, end, head, _blanked(after, blank), sums, id_sums, blank.id_at)
-        if template._sum_in(after) == entry.storage.crc:
-            alike = self.known.setdefault(part.size, [])
-            alike.append(template)
-            del alike[:-NEAREST]
-            self.count += 1
-
-
-def _sums(record: Record, after: bytes, end: int) -> tuple[int, int] | None:
-    """Where a record's checksum stands behind the values: in its descriptor, and in the directory."""
-    central = after.find(record.central)
-    if central < 0 or not record.descriptor_size or record.central[:4] != _CENTRAL:
+    records = origin.archive.records
+    values, number = records.get(f"{origin.root}data/0"), records.get(f"{origin.root}.data/serialization_id")
+    if values is None or number is None or checkpoint.notes or checkpoint.discarded or entry.storage.crc is None:
         return None
-    return record.data_at + record.stored - end + 4, central + 16
-
-
-def _blanked(after: bytes, template: Template) -> bytes:
-    blank = bytearray(after)
-    for at in (*template.sums, *template.id_sums):
-        blank[at : at + 4] = bytes(4)
-    blank[template.id_at : template.id_at + _DIGITS] = bytes(_DIGITS)
-    return bytes(blank)
+    if not values.stored or values.method or values.header > number.header or number.size != _DIGITS:
+        return None
+    begin, end = values.data_at, values.data_at + values.stored
+    after = part.read(end, part.size - end)
+    centrals = [after.find(record.central) for record in (values, number)]
+    descriptors = [record.data_at + record.stored - end for record in (values, number)]
+    if min(centrals) < 0 or not (values.descriptor_size and number.descriptor_size):
+        return None
+    differing = (descriptors[0] + 4, number.data_at - end, descriptors[1] + 4, centrals[0] + 16, centrals[1] + 16)
+    layout, at = "<", 0
+    for place, length in zip(differing, (4, _DIGITS, 4, 4, 4), strict=True):
+        if place < at:
+            return None
+        layout += f"{place - at}s{length}s"
+        at = place + length
+    fields = Struct(f"{layout}{len(after) - at}s")
+    template = Template(entry, begin, end, part.read(0, begin), fields, fields.unpack(after)[::2])
+    return template if template.sum_in(after) == entry.storage.crc else None
 
 
 # The values ----------------------------------------------------------------------------------------------------------
@@ -163,7 +131,8 @@ class Payloads:
     discarded: list[Any] = field(default_factory=list)
     inflated: OrderedDict[Place, TensorEntry] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _templates: Templates = field(default_factory=Templates)
+    _templates: dict[int, list[Template]] = field(default_factory=dict)  # by the size of the zip
+    _learned: int = 0
     _safetensors: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     _objects: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     comparable: int = 0
@@ -232,13 +201,17 @@ class Payloads:
     def chunk(self, name: str, chunk: Chunk) -> Any:
         """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
         part = self.part(chunk.place)
-        known = self._templates.entry_of(part)
-        if known is not None:
-            return known
+        for template in self._templates.get(part.size, ()):
+            if (known := template.entry_of(part)) is not None:
+                return known
         if part.read(0, min(4, part.size))[:2] != b"PK" and (found := self._in_safetensors(name, chunk)):
             return found
         checkpoint = self._zip(name, part)
-        self._templates.learn(part, checkpoint)
+        if self._learned < MOST_TEMPLATES and (learned := template_of(part, checkpoint)) is not None:
+            self._learned += 1
+            alike = self._templates.setdefault(part.size, [])
+            alike.append(learned)
+            del alike[:-NEAREST]
         entry = checkpoint.tree
         if not isinstance(entry, TensorEntry) or not isinstance(data := entry.storage.data, FileRange):
             return entry

@@ -160,7 +160,6 @@ class _ObjectZip(Place):
     """The zip of an object in the file of the first rank."""
 
     __slots__ = ("segments",)
-    rank = 0
 
     def __init__(self, segments: list[Segment], length: int) -> None:
         super().__init__(None, 0, length)
@@ -176,12 +175,12 @@ class _BlockZip(Place):
     crc: the checksum of these, where it is known.
     """
 
-    __slots__ = ("crc", "data", "name", "rank", "shape")
+    __slots__ = ("crc", "data", "name", "shape")
 
-    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None, rank: int = 0) -> None:
+    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None) -> None:
         self.shape = (entry.dtype, entry.shape, entry.stride, entry.location, data.length)
         super().__init__(None, 0, _zip_of(*self.shape).size)
-        self.name, self.data, self.crc, self.rank = name, data, crc, rank
+        self.name, self.data, self.crc = name, data, crc
 
     def __iter__(self) -> Iterator[Segment]:
         zip_ = _zip_of(*self.shape)
@@ -219,7 +218,7 @@ class _Divided:
     def item(self, rank: int) -> _BlockZip:
         begin = min(rank * self.step, size := self.entry.shape[self.dim])
         block = self.entry.narrow(self.dim, begin, min(self.step, size - begin))
-        return _BlockZip(self.name, _plain(block), row_major(resolved(block)), rank=rank)
+        return _BlockZip(self.name, _plain(block), row_major(resolved(block)))
 
     def __iter__(self) -> Iterator[Chunk]:
         """As the table has them."""
@@ -227,6 +226,39 @@ class _Divided:
         for rank, (begin, sizes) in enumerate(self._places(len(self.lengths))):
             place = Place(_file_of(rank), self.offsets[rank], self.lengths[rank])
             yield Chunk((*zeros[: self.dim], begin, *zeros[self.dim + 1 :]), sizes, place)
+
+
+@dataclass(slots=True, eq=False)
+class _RankFile:
+    """The segments of a file, made in passing: of objects, of blocks of what is `divided` (`numbers`), of tensors."""
+
+    rank: int
+    divided: list[_Divided]
+    numbers: array[int] = field(default_factory=partial(array, "I"))
+    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, item: _ObjectZip | _BlockZip) -> None:
+        item.relative_path, item.offset = _file_of(self.rank), self.size
+        self.size += item.length
+        self.items.append(item)
+
+    def add_block(self, number: int) -> None:
+        divided = self.divided[number]
+        divided.offsets[self.rank] = self.size
+        self.size += divided.lengths[self.rank]
+        self.numbers.append(number)
+
+    def __iter__(self) -> Iterator[Segment]:
+        objects = sum(isinstance(item, _ObjectZip) for item in self.items)  # which come first
+        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
+        for item in chain(self.items[:objects], blocks, self.items[objects:]):
+            yield from item
+
+
+@lru_cache(1024)
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 class _Described(NamedTuple):
@@ -241,7 +273,7 @@ class _Described(NamedTuple):
 
 class _Saving:
     """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
-    id.  objects: of the first rank; divided: of each; free: what may go to any.
+    id.  free: what may go to any rank.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
@@ -249,8 +281,8 @@ class _Saving:
     def __init__(self, flat: FlatNames, division: RankDivision) -> None:
         self.flat, self.division = flat, division
         self.values: dict[str, _Described] = {}
-        self.objects: list[_ObjectZip] = []
         self.divided: list[_Divided] = []
+        self.files = [_RankFile(rank, self.divided) for rank in range(division.ranks)]
         self.free: list[_BlockZip] = []
         self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
@@ -264,10 +296,10 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.objects.append(item := _ObjectZip(segments, plan.nbytes))
+        self.files[0].add(item := _ObjectZip(segments, plan.nbytes))
         self.values[name] = _Described((), None, False, [Chunk((), (), item)], self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
-            self._settle(storage, tree_pickle.Home(f"{name}#{number}"))
+            self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
 
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
@@ -278,6 +310,8 @@ class _Saving:
             self.add_whole(name, entry)
             return
         self.divided.append(item := _Divided(name, entry, self.division.dim, ranks, step))
+        for file in self.files[:ranks]:
+            file.add_block(len(self.divided) - 1)
         self._describe(name, entry, item)
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
@@ -312,53 +346,19 @@ class _Saving:
         self.values[name] = _Described(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
-        if home.is_wider(self.homes.get(id(storage))):
+        known = self.homes.setdefault(id(storage), home)
+        if home.stop - home.start > known.stop - known.start:
             self.homes[id(storage)] = home
 
     def lay_out(self) -> dict[str, Any]:
-        """The files of the ranks. What is not divided goes to the rank that has least by then, objects to the first."""
-        files = [_RankFile(rank, self.divided) for rank in range(self.division.ranks)]
-        for item in self.objects:
-            files[0].place(item)
-        for number, divided in enumerate(self.divided):
-            for rank, length in enumerate(divided.lengths):
-                divided.offsets[rank] = files[rank].size
-                files[rank].numbers.append(number)
-                files[rank].size += length
-        heap = [(file.size, rank) for rank, file in enumerate(files)]
+        """The files of the ranks. What is not divided goes to the rank that has least by then."""
+        heap = [(file.size, rank) for rank, file in enumerate(self.files)]
         heapq.heapify(heap)
-        for free in self.free:
-            load, free.rank = heap[0]
-            heapq.heapreplace(heap, (load + free.length, free.rank))
-            files[free.rank].place(free)
-        return {_file_of(file.rank): file for file in files if file.size}
-
-
-@dataclass(slots=True, eq=False)
-class _RankFile:
-    """The segments of a file: of objects, of blocks of what is divided (`numbers`), of whole tensors."""
-
-    rank: int
-    divided: list[_Divided]
-    numbers: array[int] = field(default_factory=partial(array, "I"))
-    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
-    size: int = 0
-
-    def place(self, item: _ObjectZip | _BlockZip) -> None:
-        item.relative_path, item.offset = _file_of(self.rank), self.size
-        self.size += item.length
-        self.items.append(item)
-
-    def __iter__(self) -> Iterator[Segment]:
-        objects = [item for item in self.items if isinstance(item, _ObjectZip)]
-        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        for item in chain(objects, blocks, self.items[len(objects) :]):
-            yield from item
-
-
-@lru_cache(1024)
-def _file_of(rank: int) -> str:
-    return f"__{rank}_0.distcp"
+        for item in self.free:
+            _, rank = heap[0]
+            self.files[rank].add(item)
+            heapq.heapreplace(heap, (self.files[rank].size, rank))
+        return {_file_of(file.rank): file for file in self.files if file.size}
 
 
 def _plain(entry: TensorEntry) -> TensorEntry:

@@ -169,25 +169,19 @@ _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, Storag
 class Home:
     """Where the bytes of a storage are in the folder: in a tensor or object of that name, those from start to stop.
 
-    stop: None for all.  axes: those of a tensor that was divided in row-major order, as they lie in the storage.
+    axes: those of a tensor that was divided in row-major order, as they lie in the storage.
     """
 
     name: str
-    start: int = 0
-    stop: int | None = None
+    start: int
+    stop: int
     axes: list[int] | None = None
 
     def holds(self, part: TensorEntry | StorageRef) -> bool:
         """True if all bytes that a view touches are there."""
         start, stop = part.span() if isinstance(part, TensorEntry) else (0, part.storage.nbytes)
         size = part.dtype.itemsize if part.dtype is not None else 1
-        end = part.storage.nbytes if self.stop is None else self.stop
-        return self.start <= start and stop <= end and self.start % size == 0
-
-    def is_wider(self, other: Home | None) -> bool:
-        if other is None or self.stop is None or other.stop is None:
-            return other is None or self.stop is None
-        return self.stop - self.start > other.stop - other.start
+        return self.start <= start and stop <= self.stop and self.start % size == 0
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -196,43 +190,22 @@ class Home:
 def lost_in_table(flat: FlatNames) -> dict[str, str]:
     """What the table would not say of a tree, each with an address or name where it is so; empty if it says all."""
     found = dict(flat.lost)
-    entries: set[int] = set()
-    views: dict[int, Any] = {}  # id of a storage -> the view, or the object, that it is in
+    owners: dict[int, str] = dict.fromkeys(flat.holders, "")  # id of a part -> the name of what it is in
+    views: dict[int, Any] = {}  # id of a storage -> the view, or the name of the object, that it is in
     for name, value in flat.values.items():
-        if isinstance(value, TensorEntry):
-            if id(value) in entries:
-                found.setdefault(SHARED, name)
-            entries.add(id(value))
-            if value.flags.conj or value.flags.neg:
-                found.setdefault(LAZY, name)
-            if views.setdefault(id(value.storage), value.view) != value.view:
-                found.setdefault(VIEWS, name)
-            continue
-        for storage in trees.storages(value):
-            if views.setdefault(id(storage), name) != name:
-                found.setdefault(VIEWS, name)
-    if names := _entangled(flat):
-        found.setdefault(SHARED, next(name for name in flat.values if name in names))
-    return found
-
-
-def _entangled(flat: FlatNames) -> set[str]:
-    """The names of objects that have parts in common with something else."""
-    owners: dict[int, str] = dict.fromkeys(flat.holders, "")
-    found: set[str] = set()
-    beside: list[Any] = []  # the keys of dictionaries that are not text, and what is set on them
-    for node in flat.holders.values():
-        beside += [key for key in node if type(key) is not str] if isinstance(node, dict) else []
-        beside += [node.attributes] if isinstance(node, OrderedDict) else []
-    for name, value in [*(("", part) for part in beside), *flat.values.items()]:
-        for part in [value] if isinstance(value, TensorEntry) else visit(value):
+        plain = isinstance(value, TensorEntry)
+        for part in [value] if plain else visit(value):
             if not isinstance(part, _HAVE_IDENTITY) or part == ():
                 continue
-            keys = (id(part), id(part.storage)) if isinstance(part, (TensorEntry, StorageRef)) else (id(part),)
-            for key in keys:
-                if (other := owners.setdefault(key, name)) != name:
-                    found |= {other, name}
-    return {name for name in found if name and not isinstance(flat.values[name], TensorEntry)}
+            if owners.setdefault(id(part), name) != name:
+                found.setdefault(SHARED, name)
+            if isinstance(part, (TensorEntry, StorageRef)):
+                view = part.view if plain and isinstance(part, TensorEntry) else name
+                if views.setdefault(id(part.storage), view) != view:
+                    found.setdefault(VIEWS, name)
+        if isinstance(value, TensorEntry) and (value.flags.conj or value.flags.neg):
+            found.setdefault(LAZY, name)
+    return found
 
 
 def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list[Storage]]:
@@ -251,10 +224,9 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
         if id(storage) not in placed:
             home = homes.get(id(storage)) if id(storage) not in away else None
             if home is None:
-                home = Home(f"{NAME}.{len(raw)}")
+                home = Home(f"{NAME}.{len(raw)}", 0, storage.nbytes)
                 raw.append(storage)
-            length = (storage.nbytes if home.stop is None else home.stop) - home.start
-            own = Storage(Computed(length, storage.data.read), storage.location)
+            own = Storage(Computed(home.stop - home.start, storage.data.read), storage.location)
             placed[id(storage)], keys[id(own)] = (own, home.start), key_of(home.name, home.axes)
         own, begin = placed[id(storage)]
         if isinstance(part, StorageRef):

@@ -78,7 +78,7 @@ class Archive:
 
     directory, end: where the central directory begins, and the byte after the end records.
     records: by name, in the order of the directory.  superseded: bytes that earlier in-place edits left inside.
-    edits: how many there were.  links: records that are marked as symbolic links.  notes: what is unusual about it.
+    edits: how many there were.  notes: what is unusual about it.
     """
 
     source: Readable
@@ -89,7 +89,6 @@ class Archive:
     has_checksums: bool = True
     superseded: int = 0
     edits: int = 0
-    links: list[Record] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     _window: tuple[int, bytes] = (0, b"")  # what was read last, and where
 
@@ -239,7 +238,7 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     if unsafe:
         what = f"{counted(len(unsafe), 'record name')} could lead another program out of its folder"
         archive.notes.append(Note("unsafe-record-names", f"{what}: {listed(unsafe, 3)}"))
-    if links := archive.links:
+    if links := [record for record in archive.records.values() if record.central[41] >> 4 == LINK]:
         what = f"{counted(len(links), 'record is', 'records are')} marked as symbolic links, which is ignored"
         note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))
         archive.notes.append(note)
@@ -416,8 +415,6 @@ def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
             central = directory[at:name_at]
             record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
             records[name] = record
-            if attributes >> 28 == LINK:
-                archive.links.append(record)
             if attributes & _FOLDER:
                 _check_folder(record)
             at = name_at + n + m + k

@@ -279,13 +279,18 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any
     """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it."""
     patterns = config.get(field) or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        try:
-            compiled = re.compile(rf"(.*\.)?({pattern})")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise Conflict(f"{field}: {pattern[:100]} is not a regular expression: {error}", "") from None
-        if match_within_limit(compiled, module):
+        if matches(field, rf"(.*\.)?({pattern})", module):
             return value
     return default
+
+
+def matches(field: str, pattern: str, module: str) -> bool:
+    """True if an expression of a configuration matches all of a name. Raises `Conflict` for what is none."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Conflict(f"{field}: {pattern[:100]} is not a regular expression: {error}", "") from None
+    return match_within_limit(compiled, module)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

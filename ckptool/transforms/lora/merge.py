@@ -5,7 +5,6 @@ Where a change goes follows from the names and shapes of the base; `changes` com
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from itertools import permutations
 from math import prod
@@ -13,11 +12,10 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, PEFT, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
-from ckptool.transforms.lora.adapters import Adapter, Delta
+from ckptool.transforms.lora.adapters import Adapter, Delta, matches
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
 _MOST_PARAMETERS = 6  # of a module, whose orders are tried
@@ -208,11 +206,7 @@ class AdapterMerge:
         """True for a module that `target_modules` names, a list of ends or an expression for whole names."""
         if not isinstance(targets := self.adapter.config.get("target_modules"), str):
             return any(f".{module}".endswith(f".{each}") for each in self.adapter.names("target_modules"))
-        try:
-            pattern = re.compile(targets)
-        except (re.error, OverflowError, RecursionError):
-            return False
-        return match_within_limit(pattern, module)
+        return matches("target_modules", targets, module)
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where only one side of tied tensors is changed, or each in another way; `Unsupported` for a
