@@ -88,17 +88,6 @@ _HOMES = {
     "save_for_cpu": "verbs.save",
 }
 
-# What a type offers and a layer above it does: `Type.form` -> the module and the function in it.
-PROVIDERS = {
-    "ArrayLike.cast": "transforms.casting:cast_lazily",
-    "ArrayLike.torch": "bridge.to_live:to_torch",
-    "Checkpoint.entry": "checkpoint.tree:find_named",
-    "Checkpoint.html": "render.html:checkpoint_html",
-    "Checkpoint.names": "checkpoint.tree:names_of",
-    "Checkpoint.tensors": "checkpoint.tree:addressed",
-    "Memory.torch": "bridge.from_live:torch_memory",
-}
-
 
 def __getattr__(name: str) -> "Any":
     if name == "__all__":
@@ -142,4 +131,4 @@ def _verbs() -> dict[str, str]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_verbs()} - {"PROVIDERS"})
+    return sorted({*globals(), *_HOMES, *_verbs()})

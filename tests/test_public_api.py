@@ -18,7 +18,6 @@ import torch
 
 import ckptool
 from ckptool import errors
-from ckptool.checkpoint.protocols import provide
 from ckptool.errors import CkptoolError, FileProblem
 from ckptool.facts import Report, facts_of, schema_of
 from ckptool.verbs import _save, _schema
@@ -159,15 +158,10 @@ def test_every_report_is_told_in_every_form(kind: type) -> None:
     assert kind.told is not Report.told and facts_of(kind) and schema_of(kind)
 
 
-@pytest.mark.parametrize("name", ckptool.PROVIDERS)
-def test_the_functions_of_a_noun_are_where_the_package_says(name: str) -> None:
-    module, _, function = ckptool.PROVIDERS[name].partition(":")
-    assert callable(getattr(import_module(f"ckptool.{module}"), function))
-
-
-def test_a_type_without_a_renderer_is_named() -> None:
-    with pytest.raises(TypeError, match="nothing gives dict the form 'text'"):
-        provide("text", {})
+def test_what_is_imported_by_its_name_is_there() -> None:
+    sources = "".join(path.read_text() for path in Path(ckptool.__file__).parent.rglob("*.py"))
+    named = set(re.findall(r'import_module\("(ckptool\.[\w.]+)"\)\.(\w+)', sources))
+    assert len(named) > 6 and all(hasattr(import_module(module), name) for module, name in named)
 
 
 # Standard errors -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
-from ckptool.checkpoint.protocols import ArrayLike, TreeMapping, provide
+from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
 from ckptool.errors import BadTensor, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
@@ -439,5 +440,5 @@ class Checkpoint(TreeMapping):
         return f"<checkpoint{where} ({self.container})>"
 
     def _repr_html_(self) -> str:
-        html: str = provide("html", self)
+        html: str = import_module("ckptool.render.html").checkpoint_html(self)
         return html

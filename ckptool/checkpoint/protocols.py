@@ -1,7 +1,6 @@
 """The protocols of Python and numpy that the nouns speak: a checkpoint is a mapping, a tensor is array-like.
 
-What a higher layer defines for them (`.torch()`, `.to()`, what notebooks show), `provide` finds: the package itself,
-which is above all layers, knows which function gives a type which form (`ckptool/__init__.py`).
+What a higher layer makes of them (`.torch()`, `.to()`, what notebooks show) is imported by its name, when asked for.
 """
 
 from __future__ import annotations
@@ -16,16 +15,6 @@ from ckptool.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from ckptool.checkpoint import Tensor
-
-
-def provide(form: str, value: Any, *arguments: Any, **options: Any) -> Any:
-    """A value of ours in another form: `torch`, `cast`, `html`. Raises `TypeError` for a type that has none."""
-    functions: dict[str, str] = import_module("ckptool").PROVIDERS
-    for kind in type(value).__mro__:
-        if kind.__module__.startswith("ckptool.") and f"{kind.__name__}.{form}" in functions:
-            module, _, name = functions[f"{kind.__name__}.{form}"].partition(":")
-            return getattr(import_module(f"ckptool.{module}"), name)(value, *arguments, **options)
-    raise TypeError(f"nothing gives {type(value).__name__} the form {form!r}")
 
 
 class ArrayLike:
@@ -69,7 +58,7 @@ class ArrayLike:
 
     def torch(self) -> Any:
         """A new `torch.Tensor` on the CPU. Needs the `torch` extra."""
-        return provide("torch", self)
+        return import_module("ckptool.bridge.to_live").to_torch(self)
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
@@ -92,7 +81,7 @@ class ArrayLike:
             target = dtype_of(dtype)
         except UsageError as error:
             raise error if error.why else UsageError(error.what, "", "On a device: entry.torch().to(DEVICE)") from None
-        return provide("cast", self, target)
+        return import_module("ckptool.transforms.casting").cast_lazily(self, target)
 
     def tolist(self) -> Any:
         """The values as nested lists of Python's numbers; the number itself where there are no dimensions."""
@@ -125,6 +114,10 @@ class ArrayLike:
             raise AttributeError(what, name=name, obj=self)
 
 
+def _trees() -> Any:
+    return import_module("ckptool.checkpoint.tree")
+
+
 class TreeMapping:
     """A tree by the names at its top, and by addresses: `ckpt["epoch"]`, `ckpt["state_dict/fc.weight"]`."""
 
@@ -136,12 +129,12 @@ class TreeMapping:
         Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
         """
         top = self._top()
-        return provide("entry", self, top, key) if type(key) is str else top[key]
+        return _trees().find_named(self, top, key) if type(key) is str else top[key]
 
     def _top(self: Any) -> Any:
         """What has names at the top of the tree, read-only."""
         if "read-only" not in self.kept:
-            self.kept["read-only"] = read_only(provide("names", self))
+            self.kept["read-only"] = read_only(_trees().names_of(self))
         return self.kept["read-only"]
 
     def _names(self) -> dict[Any, Any]:
@@ -179,7 +172,7 @@ class TreeMapping:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
-        found: dict[str, Tensor] = provide("tensors", self, self._top())
+        found: dict[str, Tensor] = _trees().addressed(self, self._top())
         return found
 
     def close(self: Any) -> None:

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, alike, visit
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.protocols import provide
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Unsupported, UsageError
@@ -146,7 +146,7 @@ def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
     """
     memory = Memory()
     if sys.modules.get("torch") is not None:  # else there can be no tensor of torch
-        memory = provide("torch", memory)
+        memory = import_module("ckptool.bridge.from_live").torch_memory(memory)
     contents = {name: memory.contents(each) for name, each in given.items()} if members else memory.contents(given)
     tree = memory.read(contents)
     if not memory.of_torch:

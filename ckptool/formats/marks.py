@@ -64,18 +64,19 @@ _NAMED = 1_000  # tensors; the rest is counted
 _LONGEST = 200
 
 
-def recovered_mark(
-    lost: list[str], filled: list[str], before: str = "", unnamed: Mapping[str, int] = MappingProxyType({})
-) -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had.
+def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
+    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
+    facts = {"lost": lost, "filled": filled, "lost_count": len(lost), "filled_count": len(filled)}
+    return _mark(facts, before)
 
-    unnamed: how many more there are of each kind.
-    """
+
+def _mark(facts: dict[str, Any], before: str) -> str:
     known = recovered_facts(before)
     record: dict[str, Any] = {"schema": SCHEMA, "lost_count": 0, "filled_count": 0}
-    for key, new in (("lost", lost), ("filled", filled)):
-        names = list(dict.fromkeys([*known[key], *new]))
-        record[f"{key}_count"] = known[f"{key}_count"] + len(names) - len(known[key]) + unnamed.get(key, 0)
+    for key in ("lost", "filled"):
+        every = [*known[key], *facts[key]]
+        names = list(dict.fromkeys(every))
+        record[f"{key}_count"] = known[f"{key}_count"] + facts[f"{key}_count"] - (len(every) - len(names))
         record[key] = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
     return json.dumps(record, separators=(",", ":"))
 
@@ -88,19 +89,14 @@ def recovered(
     With the mark that is there before; empty where nothing of it was lost.
     """
     text, old = metadata.get(RECOVERED), before.get(RECOVERED, "")
-    if not isinstance(text, str):
-        return {}
-    if not (at or to or old):
-        return {RECOVERED: text}
+    if not isinstance(text, str) or not (at or to or old):
+        return {RECOVERED: text} if isinstance(text, str) else {}
     facts, above, below = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
-    lost, filled = (
-        [below + place.removeprefix(above) for place in facts[kind] if place.startswith(above)]
-        for kind in ("lost", "filled")
-    )
-    if at:  # of those that are not named nobody knows where they were
-        return {RECOVERED: recovered_mark(lost, filled, old)} if lost or filled else {}
-    unnamed = {kind: max(0, facts[f"{kind}_count"] - len(facts[kind])) for kind in ("lost", "filled")}
-    return {RECOVERED: recovered_mark(lost, filled, old, unnamed)}
+    for key in ("lost", "filled"):
+        names = [below + place.removeprefix(above) for place in facts[key] if place.startswith(above)]
+        # Of those that are counted and not named nobody knows where they were.
+        facts |= {key: names, f"{key}_count": len(names) if at else max(len(names), facts[f"{key}_count"])}
+    return {RECOVERED: _mark(facts, old)} if not at or facts["lost"] or facts["filled"] else {}
 
 
 def recovered_facts(text: str) -> dict[str, Any]:
