@@ -212,8 +212,9 @@ def decode_lazily(
         if total > MAX_SKELETON:
             raise _too_long(total)
         stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
-        options: Any = {"name": name, "file_bytes": file_bytes, "stubs": stubs, "place": made.place}
-        decoded = decode(made.data, persistent, builders, **options)
+        decoded = decode(
+            made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place
+        )
         if len(plain) == len(stubs):
             return decoded
         seen = visit((decoded.root, decoded.discarded), _beside_arrays if arrays else structural_parts)

@@ -128,6 +128,9 @@ class _Encoder:
                 raw = value.encode("utf-8", "surrogatepass")
                 out += b"X" + _pack_uint(len(raw)) + raw
                 self._put(value)
+        elif kind is TensorEntry:
+            if not self._recalled(id(value)):
+                self._tensor(value) if value.flags is not NO_FLAGS else self._plain_tensor(value)
         elif kind is int:
             out += integer(value)
         elif value is None:
@@ -160,8 +163,6 @@ class _Encoder:
                 self._call(_BYTES, (), key)
         elif self._recalled(id(value)):
             pass
-        elif kind is TensorEntry:
-            self._tensor(value) if value.flags is not NO_FLAGS else self._plain_tensor(value)
         elif kind is complex:
             self._call(_COMPLEX, (value.real, value.imag), id(value))
         elif kind is bytearray:

@@ -2,7 +2,7 @@
 
 The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of
 methods takes twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes
-more than a line to read is read by `reader`, what takes more to make is made by `objects`.
+more than a line to read is read by the `PickleReader`, what takes more to make is made by the `ObjectMaker`.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 

@@ -83,17 +83,23 @@ def purse(left: int) -> Spend:
 # Python's own types ---------------------------------------------------------------------------------------------------
 
 
-def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
-    """The value of a call of a type of Python's, or of `_codecs.encode`."""
-    match (name, *args):
-        case ["OrderedDict"]:
-            return OrderedDict()
-        case ["OrderedDict", list(pairs)]:  # Python 2 gave the items as a list of pairs
+def _ordered_dict(spend: Spend, args: tuple[Any, ...]) -> Any:
+    """An empty one, as the hooks of each tensor are, or of the list of pairs that Python 2 gave."""
+    if not args:
+        return OrderedDict()
+    match args:
+        case (list(pairs),):
             spend(8 * len(pairs))
             if all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
                 check_collisions(pair[0] for pair in pairs)
                 made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
                 return made if len(made) == len(pairs) else NotImplemented
+    return NotImplemented
+
+
+def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
+    """The value of a call of a type of Python's, or of `_codecs.encode`."""
+    match (name, *args):
         case ["set" | "frozenset", list() | tuple() as items]:
             spend(2 * len(items))
             return Set(list(items), name == "frozenset") if all(map(is_hashable, items)) else NotImplemented
@@ -123,7 +129,7 @@ def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
 
 
 _PLAIN_BUILDERS: dict[Global, Builder] = {
-    ORDERED_DICT: PerPickle(partial(_plain, "OrderedDict")),
+    ORDERED_DICT: PerPickle(_ordered_dict),
     Global("_codecs", "encode"): PerPickle(partial(_plain, "encode")),
     **{
         Global(module, name): PerPickle(partial(_plain, name))

@@ -147,8 +147,8 @@ class _Plain:
     def _became(self, node: Any, value: Any, word: str) -> Any:
         """The value that stands for a node, which is noted."""
         name = printable(_NAMES.get(type(node), lambda _: type(node).__name__)(node))
-        kept = value is not DROPPED
-        said = f"{name} → {word}" if kept else ": ".join(dict.fromkeys((name, printable(word))))
+        kept, what = value is not DROPPED, printable(word)
+        said = f"{name} → {word}" if kept else name if what == name else f"{name}: {what}"
         self.words.setdefault(id(node), (node, said, kept))
         return value
 

@@ -116,6 +116,17 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     assert is_near(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"], (b @ a).float().T * 2)
 
 
+def test_trained_tokens_of_a_tied_table_replace_no_other_change(tmp_path: Path) -> None:
+    base = base_weights()
+    base["lm_head.weight"] = base[f"{EMBED}.weight"]
+    file = stored(base, tmp_path / "base.pt")
+    head = {"lm_head.lora_A.weight": torch.randn(2, 6), "lm_head.lora_B.weight": torch.randn(7, 2)}
+    tokens = {f"{EMBED}.token_adapter.trainable_tokens_delta": torch.randn(2, 6)}
+    for tensors in (head | tokens, tokens | head):
+        with pytest.raises(Conflict, match="twice"):
+            ckptool.lora_merge(file, peft(tmp_path / "a", tensors, trainable_token_indices=[6, 0]), tmp_path / "out.pt")
+
+
 def test_trained_tokens_are_rows(tmp_path: Path) -> None:
     """Of PEFT's `trainable_token_indices`, by a list or by tables, and of its adapters of nothing else."""
     name = "trainable_tokens_delta"

@@ -122,7 +122,11 @@ class AdapterMerge:
             self.added.append(name)
             self.made[name] = delta.factors[""]
             return True
-        if delta.method != TOKENS and len(self.changed.get(key, ())) > (key in self.replaced):
+        before, tied, is_twice = self.changed.get(key, ()), [key], False
+        if delta.method == TOKENS:  # PEFT writes them to tied weights, too
+            tied = [each for each, value in self.tensors.items() if value.view == self.base[key].view]
+            is_twice = any(self.changed.get(each, before) != before for each in tied)
+        if is_twice or (delta.method != TOKENS and len(before) > (key in self.replaced)):
             what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
@@ -133,12 +137,10 @@ class AdapterMerge:
             raise Conflict(what, "The adapter is for another base. Nothing was written.") from None
         except Conflict as error:
             raise error.within(f"{self.name}: {delta.module}") from None
-        before = () if delta.method == WHOLE else self.changed.get(key, ())
+        before = () if delta.method == WHOLE else before
         self.replaced += [key] if delta.method == WHOLE else []
-        self.changed[key] = (*before, *(id(each.storage) for each in delta.factors.values()))
-        if delta.method == TOKENS:  # PEFT writes them to tied weights, too
-            for other in [each for each, value in self.tensors.items() if value.view == self.base[key].view]:
-                self.made[other], self.changed[other] = self.made[key], self.changed[key]
+        self.made |= dict.fromkeys(tied, self.made[key])
+        self.changed |= dict.fromkeys(tied, (*before, *(id(each.storage) for each in delta.factors.values())))
         return True
 
     def _changed(self, key: str, delta: Delta) -> TensorEntry:
