@@ -1,5 +1,6 @@
-"""CRC-32 of many stretches of data at once, by a few threads and in bounded memory, and of joined ones.
+"""CRC-32 of many stretches of data at once: read in pieces by a few threads, in bounded memory.
 
+A long stretch is cut into pieces whose sums are joined afterwards, so that one large record is read by all threads too.
 Source of the arithmetic: `crc32_combine` of zlib 1.2.12 (polynomials over two elements, modulo the CRC's own).
 """
 
@@ -9,54 +10,69 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, reduce
-from itertools import chain
+from functools import lru_cache
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, blocks, name_of
 from ckptool.checkpoint.progress import reading
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 
-BATCH, BATCHED = 8 << 20, 512  # bytes and stretches that are handed out together, where they are short
+PIECE = 32 << 20  # at most so much of one stretch at a time
+BATCH = 8 << 20  # short ones are handed out together, up to so many bytes
+BATCHED = 512
 ALONE = 1 << 20  # not worth a thread
 
 Sum = int | CkptoolError
+Piece = tuple[int, int, int]  # which stretch, from where, how many bytes
 
 
 def checksums(stretches: Sequence[Data]) -> list[Sum]:
     """The CRC-32 of each stretch, or the error where it cannot be read. Raises `FileChanged`."""
-    batches: list[list[Data]] = [[]]
+    batches: list[list[Piece]] = [[]]
     size = 0
-    for data in stretches:
-        if batches[-1] and (size + data.length > BATCH or len(batches[-1]) == BATCHED):
-            batches.append([])
-            size = 0
-        batches[-1].append(data)
-        size += data.length
+    for index, data in enumerate(stretches):
+        # What is computed may keep its place in a stream: one thread reads all of it.
+        step = max(data.length, 1) if isinstance(data, Computed) else PIECE
+        for at in range(0, max(data.length, 1), step):
+            length = min(step, data.length - at)
+            if batches[-1] and (size + length > BATCH or len(batches[-1]) == BATCHED):
+                batches.append([])
+                size = 0
+            batches[-1].append((index, at, length))
+            size += length
+
+    def sums_of(batch: list[Piece]) -> list[Sum]:
+        return [_sum(stretches[index], at, length) for index, at, length in batch]
+
+    sums: list[Sum] = [0] * len(stretches)
     # Most of the time goes into copying from the page cache.
     pool = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc")
     try:
         total = sum(data.length for data in stretches)
+        in_order = map if total < ALONE else pool.map
         with reading(total):
-            return [*chain.from_iterable((map if total < ALONE else pool.map)(_sums, batches))]
+            for batch, found in zip(batches, in_order(sums_of, batches), strict=True):
+                for (index, _, length), after in zip(batch, found, strict=True):
+                    before = sums[index]
+                    if not isinstance(before, CkptoolError):
+                        sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _sums(batch: list[Data]) -> list[Sum]:
-    sums: list[Sum] = []
-    for data in batch:
-        value: Sum
-        try:
-            value = reduce(lambda total, block: zlib.crc32(block, total), blocks(data), 0)
-        except FileChanged:
-            raise
-        except CkptoolError as error:
-            value = error
-        except ValueError:  # fewer bytes came than were expected
-            value = Corrupt(f"it ends before its {data.length:,} bytes", "What it is made from is damaged.")
-        sums.append(value)
     return sums
+
+
+def _sum(data: Data, at: int, length: int) -> Sum:
+    value = 0
+    try:
+        for block in blocks(data, at, at + length):
+            value = zlib.crc32(block, value)
+    except FileChanged:
+        raise
+    except CkptoolError as error:
+        return error
+    except ValueError:  # fewer bytes came than were expected
+        return Corrupt(f"it ends before its {data.length:,} bytes", "What it is made from is damaged.")
+    return value
 
 
 def checksummed(data: Data, total: Crc) -> Iterator[Segment]:
