@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, eq=True, repr=True, frozen=False, **more):  # noqa: A002 (as it is called there)
-        """`dataclasses.dataclass` in a third of its time, which goes into methods that are compiled anew for each class
-        of every process: of them only `__init__` is. That nobody assigns to what is `frozen` is left to checkers of
-        types."""
+        """`dataclasses.dataclass` in a third of its time, most of which goes into compiling methods, for each class
+        anew in every process: here only `__init__` is compiled. That nobody assigns to a field of a `frozen` class is
+        left to type checkers."""
         methods = {"__repr__": repr and _repr, "__eq__": eq and _eq, "__hash__": eq and frozen and _hash}
 
         def made(kind):

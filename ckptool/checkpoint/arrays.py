@@ -8,7 +8,7 @@ are three ways, which alone decide how much is in memory:
     computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`
 
 Blocks are bytes (uint8) in row-major order with conjugate and negative bits applied, of at most CHUNK elements, in
-memory that is used again; `numeric.numbers` reads them. `TensorValues` reads numbers from anywhere in an array.
+memory that is used again; `dtypes.numbers` reads them. `TensorValues` reads numbers from anywhere in an array.
 """
 
 from __future__ import annotations

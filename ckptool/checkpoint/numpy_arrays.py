@@ -1,7 +1,7 @@
 """Numpy arrays as tensors: what `.npz` files hold, and what people pickle instead of tensors.
 
 An array of numbers or booleans is a strided tensor over the bytes that it was stored as; nothing is read for it. Arrays
-of texts, dates, records and Python objects are no tensors and stay what they are.
+of texts, dates and records, and in pickles of Python objects, are no tensors and stay what they are.
 """
 
 from __future__ import annotations

@@ -70,8 +70,9 @@ def in_turn(
 
     work: a function of a module (or a `partial` of one), given an item.  jobs: see `Jobs`; with one, work is done here,
     when its task is called.  size: what the progress goes by.  A task raises what its work raised. Where a process is
-    killed, its work is tried once more, in a process that does nothing else, as all that follows is; a cluster tries
-    it elsewhere; then its task raises `RunFailed`. Raises `UsageError` for jobs that cannot be meant, `MissingExtra`.
+    killed, a new one tries its work once more, alone, and does the rest one by one; a cluster tries it elsewhere. If
+    that one is killed too, the task raises `RunFailed`. Raises `UsageError` for jobs that cannot be meant,
+    `MissingExtra`.
     """
     numbers = over(range(len(items)), lambda number: size(items[number]), are_files=True)
     jobs = checked_jobs(jobs)
@@ -137,7 +138,7 @@ class _Crew:
                     self.outcomes[number] = pool.submit(run, self.items[number])
 
     def result(self, number: int) -> Any:
-        """The result of the work. If its process was lost, perhaps through other work, one alone goes on."""
+        """The result of the work. If its process was lost, perhaps through other work, a single one goes on."""
         from concurrent.futures import BrokenExecutor
 
         item = self.items[number]

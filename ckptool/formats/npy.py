@@ -57,7 +57,7 @@ _DAMAGED = "The file was damaged, or numpy did not write it."
 
 
 class ArrayHeader(NamedTuple):
-    """The header of an array. type: None for Python objects.  fortran: the first axis runs fastest.  raw: all of it."""
+    """The header of an array. type: None for Python objects.  fortran: the first axis runs fastest.  raw: its bytes."""
 
     kind: numpy.dtype[Any]
     type: ArrayType | None

@@ -1,9 +1,9 @@
 """`safetensors`: a JSON header of names, types, shapes and byte ranges, then the bytes.
 
-Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does (duplicate
-names are refused, as two readers could take two different tensors); written so that it and every loader that expects
-`format: pt` can read it. The header lists tensors in the order of their keys; the data is sorted by item size, so that
-every tensor is aligned to it.
+Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does: duplicate
+names are refused, as two readers could take two different tensors, and fields that the format does not know; written so
+that it and every loader that expects `format: pt` can read it. The header lists tensors in the order of their keys; the
+data is sorted by item size, so that every tensor is aligned to it.
 """
 
 from __future__ import annotations
@@ -192,9 +192,8 @@ class _Header:
             raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
         if len(fields) > 3:
             names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
-            raise Unsupported(
-                f"{source}: {name} has fields that the format does not know ({names})", "Nobody reads them."
-            )
+            what = f"{source}: {name} has fields that the format does not know ({names})"
+            raise Unsupported(what, "They may change what its values mean.")
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)

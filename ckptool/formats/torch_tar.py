@@ -169,7 +169,7 @@ class _Tables:
                 case (key, str() | bytes() as location, Global() as kind):
                     _, dtype = storage_class(kind)
                 case _:
-                    raise Corrupt(f"{what} is none", _DAMAGED)
+                    raise Corrupt(f"{what} is no storage", _DAMAGED)
             if dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
             (count,) = reader.integers(1, what)
@@ -208,13 +208,13 @@ class _Tables:
                         shape, stride = (0,), (1,)  # what had no dimensions was empty then
                     made = BUILDERS[_REBUILD]((ref, offset, shape, stride))
             if not isinstance(made, TensorEntry):
-                raise Corrupt(f"{what} is none, or a view of a storage that is not in the file", _DAMAGED)
+                raise Corrupt(f"{what} is no tensor, or a view of a storage that is not in the file", _DAMAGED)
             self._add(key, made)
         self.trailing += reader.left
 
     def _add(self, key: Any, value: StorageRef | StorageView | TensorEntry) -> None:
         if not isinstance(key, (int, str)) or key in self.values:
-            raise Corrupt(f"the key {shown(key)} is none, or is given twice", "Readers would disagree about it.")
+            raise Corrupt(f"{shown(key)} is no key, or is given twice", "Readers would disagree about it.")
         self.values[key] = value
 
 

@@ -43,9 +43,12 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
 
 
 def _rows_of(weight: QuantizedWeight) -> Numbers:
-    """Rows of the weight; for gpt-oss, whose last two dimensions are exchanged, of [experts · groups, 32 · rows]."""
+    """Rows of the weight; of bitsandbytes, whose blocks run across rows, single elements; of gpt-oss, whose last two
+    dimensions are exchanged, rows of [experts · groups, 32 · rows]."""
+    if weight.codes == "bitsandbytes":
+        return _bitsandbytes(weight)
     if weight.codes != "gpt-oss":
-        return (_bitsandbytes if weight.codes == "bitsandbytes" else _scaled)(weight)
+        return _scaled(weight)
     count, scale = weight.shape[2], weight.parts["scale"]
     grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
     groups = _scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))

@@ -77,13 +77,16 @@ def parse_resize(text: str) -> Resize:
             known = [*modes, *(["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [])]
             raise UsageError(f"{found[1]} does not take {word!r}", f"It takes {', '.join(known)}.", _EXAMPLE)
         elif part[2]:
-            name, value = {"from": "old", "to": "new"}[part[2]], (int(part[3]), int(part[4]))
+            name, value = part[2], (int(part[3]), int(part[4]))
+        elif part[1]:
+            name, value = part[1], int(part[4])
         else:
-            name, value = part[1] or word, part[4] is None or int(part[4])
+            name, value = "antialias", True
         if name in given:
             raise UsageError(f"{text!r} gives the {name} twice", "", _EXAMPLE)
         given[name] = value
-    return Resize(text.strip(), kind, **{"mode": modes[0], **given})
+    fields = {{"from": "old", "to": "new"}.get(name, name): value for name, value in given.items()}
+    return Resize(text.strip(), kind, **{"mode": modes[0], **fields})
 
 
 class _Unfit(Exception):

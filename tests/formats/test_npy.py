@@ -99,7 +99,7 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
     given = OTHERS[kind]
     checkpoint = read(npy_file(given, tmp_path / "a.npy"))
     node = checkpoint.tree
-    assert isinstance(node, Object) and array_entry(node) is None and str(plain(node)) == str(array(node))
+    assert isinstance(node, Object) and array_entry(node) is None and plain(node) == array(node)
     ckptool.save(checkpoint, tmp_path / "b.pt")
     loaded = ckptool.load(tmp_path / "b.pt")
     assert loaded.dtype == given.dtype

@@ -278,6 +278,7 @@ def test_joined(length: int) -> None:
 @pytest.mark.parametrize("alone", [0, 1 << 30])
 def test_of_files_and_of_what_is_computed(alone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ALONE", alone)
+    monkeypatch.setattr(module, "PIECE", 1000)
     monkeypatch.setattr(blocks, "BLOCK", 300)
     monkeypatch.setattr(module, "BATCH", 2000)
     data = random.Random(1).randbytes(100_000)

@@ -146,6 +146,8 @@ def test_shapes_that_do_not_fit_are_refused_by_name(old: Any, new: Any, how: str
         ("rows(cls=1)", "does not take 'cls=1'"),
         ("rows(mean,zero)", "gives the mode twice"),
         ("bicubic(cls=1, cls=2)", "gives the cls twice"),
+        ("bicubic(from=1x2, from=1x2)", "gives the from twice"),
+        ("bicubic(antialias, antialias)", "gives the antialias twice"),
     ],
 )
 def test_texts_that_mean_nothing(text: str, words: str) -> None:

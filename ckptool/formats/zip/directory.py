@@ -238,6 +238,7 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     if unsafe:
         what = f"{counted(len(unsafe), 'record name')} could lead another program out of its folder"
         archive.notes.append(Note("unsafe-record-names", f"{what}: {listed(unsafe, 3)}"))
+    # The highest byte of the external attributes.
     if links := [record for record in archive.records.values() if record.central[41] >> 4 == LINK]:
         what = f"{counted(len(links), 'record is', 'records are')} marked as symbolic links, which is ignored"
         note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))

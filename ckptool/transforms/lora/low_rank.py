@@ -329,12 +329,12 @@ def extract(
 def _modules(
     tuned: Mapping[Any, Any], base: Mapping[Any, Any], changed: set[str], aliases: Mapping[str, str], model: MemoryTree
 ) -> tuple[set[str], set[str], set[str]]:
-    """The modules whose weights change by a product of low rank; those that are taken whole; and of these those that
-    PEFT takes as well, as their names end alike, also within words."""
+    """The modules whose weights change by a product of low rank; those that are taken whole; and of these the ones that
+    are taken only because PEFT compares the ends of names, even within words."""
     ties = {*(model.ties or {}), *(model.ties or {}).values()}
     heads = {pair[1] for pair in aliases.items() for key in pair if key in ties or EMBEDDING.fullmatch(key)}
     shapes = {key: getattr(entry, "shape", None) for key, entry in base.items()}
-    low = set()
+    low = set[str]()
     for key in changed:
         module, shape, dtypes = key.removesuffix(".weight"), base[key].shape, (tuned[key].dtype, base[key].dtype)
         if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
@@ -343,8 +343,9 @@ def _modules(
             raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
         is_depthwise = len(shape) > 2 and shape[1] == 1
         is_matrix = module != key and 2 <= len(shape) <= 5 and not is_depthwise and not EMBEDDING.fullmatch(key)
-        if is_matrix and key not in heads and is_linear(module, shapes):
-            low |= {module} if not f".{module}".endswith(tuple(f".{end}" for end in model.odd)) else set()
+        is_odd = f".{module}".endswith(tuple(f".{end}" for end in model.odd))
+        if is_matrix and key not in heads and not is_odd and is_linear(module, shapes):
+            low.add(module)
     every = {key.rpartition(".")[0]: key for key in {**base, **tuned} if type(key) is str}
     parents = {module[: dot.start()] for module in every for dot in re.finditer(r"\.", module)} | {""}
     saved: set[str] = set()
