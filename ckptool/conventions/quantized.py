@@ -75,13 +75,13 @@ _KNOWN = {
     "awq": ["gemm"],
 }
 # The fields of configurations that are read here, or say nothing of the values: how they were found and are computed
-# with. Any other that is not empty, as a rotation, may be a step that is not known here; so may other texts than those
-# behind a field.
+# with. Any other that is not empty, as a rotation, may be a step that is not known here; so may a text other than those
+# listed behind a field.
 _FIELDS = {
     name: texts.split("|") if texts else []
     for name, _, texts in (
-        field.partition("=")
-        for field in """
+        word.partition("=")
+        for word in """
         _load_in_4bit _load_in_8bit act_group_aware activation_scale_ub activation_scheme
         actorder=weight|static|group|dynamic backend batch_size bits block_name_to_quantize block_structure
         bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type=nf4|fp4 bnb_4bit_use_double_quant

@@ -123,7 +123,7 @@ class AdapterMerge:
             self.made[name] = delta.factors[""]
             return True
         before, tied, is_twice = self.changed.get(key, ()), [key], False
-        if delta.method == TOKENS:  # PEFT writes them to tied weights, too
+        if delta.method == TOKENS:  # PEFT writes them to tied weights, too; a change of one of these would be lost
             tied = [each for each, value in self.tensors.items() if value.view == self.base[key].view]
             is_twice = any(self.changed.get(each, before) != before for each in tied)
         if is_twice or (delta.method != TOKENS and len(before) > (key in self.replaced)):
