@@ -119,6 +119,9 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         fix = f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
         fix += f"or convert only the weights: without {arg(all=True)}"
         raise Unsupported(what, "Only a pickle can restore them, by running their code.", fix)
+    tree = checkpoint.tree
+    flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
+    texts = {key for key in tree if type(key) is str} if flat else ()  # whose names no other address may take
     stored: dict[str, TensorEntry] = {}
     keys: dict[int, str] = {}
 
@@ -126,12 +129,10 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         if not is_text(name):
             what = f"the tensor {name} has a name that is not Unicode text"
             raise Unsupported(what, "No other program could read it.", "Rename it first.")
-        while name in stored or name == "__metadata__":
+        while name in stored or name == "__metadata__" or (name in texts and tree[name] is not entry):
             name += "~"
         stored[name], keys[id(entry.storage)] = entry, key_of(name, axes)
 
-    tree = checkpoint.tree
-    flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
     for path, node in trees.walk(tree):
         if isinstance(node, TensorEntry) and id(node.storage) not in keys and _is_all_of_its_storage(node):
             plain = flat and len(path) == 1 and type(path[0]) is str
