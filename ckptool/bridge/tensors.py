@@ -139,7 +139,7 @@ def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
         what = f"a storage of {data.length:,} bytes does not fit into memory"
-        raise LimitExceeded(what, "", "Choose a part of the file: FILE#ADDRESS") from error
+        raise LimitExceeded(what, "So much memory is not free.", "Choose a part of the file: FILE#ADDRESS") from error
     if not data.length:
         return storage
     memory, total = memoryview(cast(Any, _bytes_of(storage).numpy())), Crc(expected=crc, name=name_of(data))

@@ -115,6 +115,7 @@ class ArrayLike:
 
 
 def _trees() -> Any:
+    """What knows addresses, and imports the nouns."""
     return import_module("ckptool.checkpoint.tree")
 
 
@@ -129,7 +130,7 @@ class TreeMapping:
         Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
         """
         top = self._top()
-        return _trees().find_named(self, top, key) if type(key) is str else top[key]
+        return _trees().find_named(top, key) if type(key) is str else top[key]
 
     def _top(self: Any) -> Any:
         """What has names at the top of the tree, read-only."""
@@ -172,7 +173,7 @@ class TreeMapping:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
-        found: dict[str, Tensor] = _trees().addressed(self, self._top())
+        found: dict[str, Tensor] = _trees().addressed(self._top())
         return found
 
     def close(self: Any) -> None:

@@ -156,7 +156,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         if len(matches) > 1:
             found = listed([repr(segment) for segment, _ in matches])
             what = f"{part} names {counted(len(matches), 'entry', 'entries')} of {address(path) or 'the top'}"
-            raise Ambiguous(f"{what}: {found}")
+            raise Ambiguous(f"{what}: {found}", "An address has to mean one of them.")
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
 
@@ -191,7 +191,7 @@ def names_of(checkpoint: Checkpoint) -> Any:
     return dict(children(tree)) if names is None else names
 
 
-def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
+def find_named(tree: Any, name: str) -> Any:
     """The node under a key of that very name at the top of the tree, else at that address.
 
     Raises `MissingKey` where there is neither, `Ambiguous` where there are both and differ.
@@ -211,11 +211,12 @@ def find_named(checkpoint: Checkpoint, tree: Any, name: str) -> Any:
     if key and node is not tree[name]:
         steps = "".join(f"[{part!r}]" for part in name.split("/"))
         what = f"{name} is a key and also the address of something else"
-        raise Ambiguous(what, "", f"The key: {segment_text(name)!r}; the other, step by step: {steps}")
+        why = "A name has to mean one of them."
+        raise Ambiguous(what, why, f"The key: {segment_text(name)!r}; the other, step by step: {steps}")
     return node
 
 
-def addressed(checkpoint: Checkpoint, tree: Any) -> dict[str, Tensor]:
+def addressed(tree: Any) -> dict[str, Tensor]:
     """Every tensor by its address. Raises `Ambiguous` where that is not one tensor's, as of the keys 0 and '0'."""
     found: dict[str, Tensor] = {}
     for path, tensor in tensors(tree):

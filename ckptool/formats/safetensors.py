@@ -193,7 +193,8 @@ class _Header:
         if len(fields) > 3:
             names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
             what = f"{source}: {name} has fields that the format does not know ({names})"
-            raise Unsupported(what, "They may change what its values mean.")
+            again = "Where they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
+            raise Unsupported(what, "They may change what its values mean.", again)
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)

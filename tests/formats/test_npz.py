@@ -85,6 +85,8 @@ def test_arrays_of_objects_are_left_out_noted_and_may_run_anything(tmp_path: Pat
         ckptool.convert(file, tmp_path / "a.pt")
     ckptool.convert(file, tmp_path / "a.safetensors")
     assert list(read(tmp_path / "a.safetensors").tree) == ["w"]
+    (way,) = [command for each in ckptool.doctor(file).findings for command in each.commands]
+    assert "--weights-only" in way  # which leaves out the call, so that it runs as it stands
 
 
 def test_a_record_that_is_no_array_is_refused_by_name(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.bridge import tensors
 from ckptool.bridge.to_live import build
-from ckptool.errors import Corrupt, FileChanged, Truncated, UnsafeObject, UsageError
+from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Truncated, UnsafeObject, UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, make
 from fixtures.torch_tar import tar_bytes, tar_members
@@ -304,3 +305,14 @@ def test_without_such_a_device_the_default_is_the_cpu(tmp_path: Path) -> None:
     expected = torch.load(path, map_location="cpu", weights_only=True)
     for made in (ckptool.load(path), ckptool.load(path, None)):
         assert_same_objects(expected, made)
+
+
+def test_what_does_not_fit_into_memory_is_not_called_malicious(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> Any:
+        raise MemoryError
+
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    monkeypatch.setattr(tensors.untyped, "UntypedStorage", full)
+    with pytest.raises(LimitExceeded) as caught:
+        ckptool.load(tmp_path / "a.pt", mmap=False)
+    assert "12 bytes does not fit into memory" in caught.value.what and "malicious" not in caught.value.why

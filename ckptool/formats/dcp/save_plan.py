@@ -230,7 +230,10 @@ class _Divided:
 
 @dataclass(slots=True, eq=False)
 class _RankFile:
-    """The segments of a file, made in passing: of objects, of blocks of what is `divided` (`numbers`), of tensors."""
+    """The segments of a file, made in passing: of objects, of blocks, of whole tensors, in this order.
+
+    items: the objects, then the tensors.  numbers: of the tensors in `divided` of which a block is here.
+    """
 
     rank: int
     divided: list[_Divided]
@@ -272,8 +275,8 @@ class _Described(NamedTuple):
 
 
 class _Saving:
-    """What every rank saves. values: as the table describes them.  homes: where a storage is in the new folder, by its
-    id.  free: what may go to any rank.
+    """What every rank saves. values: as the table describes them.  divided: tensors of which each rank has a block.
+    free: what may go to any rank.  homes: where a storage is in the new folder, by its id.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
