@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
@@ -11,7 +12,7 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
 from ckptool.conventions.state_dicts import find_state_dicts
-from ckptool.errors import Conflict, NoMatch, UsageError, counted
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors, mappings
 
 
@@ -47,7 +48,8 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
 def with_value(tree: Any, place: str, value: Any) -> Any:
     """The tree with a value at an address, that of an entry or of a new one.
 
-    Raises `UsageError` for an address that leads nowhere or names no entry, and where tensors would be lost.
+    Raises `UsageError` for an address that leads nowhere, names no entry or has dots where one has slashes, and where
+    tensors would be lost.
     """
     key: Any  # an existing key as it is, else a text
     above, _, key = place.strip("/").rpartition("/")
@@ -67,6 +69,13 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     except UsageError:
         if isinstance(parent, list):
             find(tree, place)  # says where
+        meant, found = place.replace(".", "/"), None
+        if meant != place:
+            with suppress(CkptoolError):
+                found = find(tree, meant)
+        if found is not None:
+            what = f"there is no {place}, but there is {meant}"
+            raise UsageError(what, "Addresses have slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"

@@ -49,6 +49,7 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
         ({"set": {"epoch/x": 1}}, UsageError, "epoch cannot have entries set"),
         ({"set": {"nowhere/x": 1}}, UsageError, "there is no nowhere at the top"),
         ({"set": {"history/7": 1}}, UsageError, "there is no 7 in history"),
+        ({"set": {"history.0": 1}}, UsageError, "there is no history.0, but there is history/0"),
         ({"set": {"history/x/y": 1}}, UsageError, "there is no x in history"),
         ({"tensor": {"nope": numpy.zeros(1)}}, UsageError, "there is no nope"),
         ({"tensor": {"epoch": numpy.zeros(1)}}, UsageError, "is not a tensor"),
