@@ -40,8 +40,12 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
                 left = replaced.get(id(mapping), mapping).items()
                 replaced[id(mapping)] = same_kind(mapping, {key: value for key, value in left if key not in out})
     if idle := [pattern for pattern in patterns if pattern not in used]:
-        why = "Patterns match whole addresses, or keys of model weights."
-        raise NoMatch(f"nothing matches {idle[0]!r}", why, f"See what is there: {command('inspect', FILE, all=True)}")
+        why, name = "Patterns match whole addresses, or keys of model weights.", idle[0]
+        begins = any(f"/{name}." in f"/{address(path)}" for path, _ in walk(checkpoint.tree))
+        see = f"Everything below it: {arg(drop=f'{name}.*')}" if begins else ""
+        raise NoMatch(
+            f"nothing matches {name!r}", why, see or f"See what is there: {command('inspect', FILE, all=True)}"
+        )
     return rebuild(checkpoint.tree, replaced=replaced), tuple(gone.values())
 
 
