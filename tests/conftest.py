@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +16,8 @@ from _pytest.pathlib import import_path
 from ckptool.cli import main
 from tests.support.cli import Ran, Run
 from tests.support.looped import examples
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
 
 pytest_plugins = ["tests.guard"]
 
