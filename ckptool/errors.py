@@ -112,7 +112,8 @@ class MissingKey(UsageError, KeyError):
         (name, names, below), dotted = self._looked, ""
         if there := names():
             dotted = next((f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")), "")
-        meant = dotted or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
+        begun = next((each for each in there if each.startswith((f"{name}.", f"{name}/"))), "")
+        meant = dotted or begun or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
         self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         return self.why if attribute == "why" else self.fix

@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit, dataclass
 from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain import summary
+from ckptool.pickles.plain import expand, summary
 
 Chosen = dict[Any, tuple[Path, Any]]
 ARRAY = "numpy array"
@@ -231,6 +231,8 @@ class Comparer:
             aspects |= self._unless_skipped("device", a.storage.location, b.storage.location)
             if a.dtype is not b.dtype or not same_bytes(a.storage.data, b.storage.data):
                 aspects["values"] = (a, b)
+        elif _scalar(a) != _scalar(b) and _shape_of(a) == _shape_of(b) and not alike(a, b):  # of numpy, dates, paths
+            aspects["value"] = (a, b)
         elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
             if (id(a), id(b)) not in self._seen:
                 self._seen.add((id(a), id(b)))
@@ -385,6 +387,12 @@ def _shape_of(node: Any) -> Any:
     if isinstance(node, Object):
         return "object", canonical(_in_python_3(node.fn)) or node.name, node.how
     return None
+
+
+def _scalar(node: Any) -> Any:
+    """The number, text, date or path that an object stands for; None for anything else."""
+    value = expand(node) if isinstance(node, Object) else None
+    return None if isinstance(value, (Object, Set, dict, list, tuple)) else value
 
 
 def _comparable(key: Any, counts: Counter[str]) -> Any:

@@ -34,6 +34,7 @@ from ckptool.pickles.decode import reaches_a_call
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
 MAX_FILES, MAX_PLACES = 100_000, 5
+MANY = 40  # files of a table below which those that are not good are named again
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
 # other files are counted.
@@ -189,7 +190,8 @@ class Scan(Report):
             yield last.path if last else None
         elif last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
-            yield f"{last.path} ({', '.join([*progress, size(last.bytes)])})"
+            read = [] if self.full else ["its data was not read: --full"]
+            yield f"{last.path} ({', '.join([*progress, size(last.bytes), *read])})"
         elif self.latest_only:
             yield f"{self.path}: no good checkpoint"
         else:
@@ -198,9 +200,9 @@ class Scan(Report):
     def _of_folder(self) -> Told:
         count = sum(file.state != MEMBER for file in self.files)
         damaged = sum(file.is_wrong for file in self.files)
-        wrong = [", ", red(f"{damaged:,} not good")] if damaged else []
+        damage = [", ", red(f"{damaged:,} not good")] if damaged else []
         others = f", {counted(self.other_files, 'other file')}" if self.other_files else ""
-        yield bold(self.path), f": {counted(count, 'checkpoint')}", *wrong, others
+        yield bold(self.path), f": {counted(count, 'checkpoint')}", *damage, others
         if self.latest is not None and len(self.files) > 1:
             yield f"latest good: {self._relative(self.latest)} (by {self.latest_by})"
         yield ""
@@ -213,6 +215,8 @@ class Scan(Report):
             facts = ", ".join(f"{states[state]:,} {state}" for state in sorted(states, key=lambda each: each != GOOD))
             nbytes = size(sum(file.bytes for file in self.files))
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
+            wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
+            yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
         if not self.full and any(file.is_good for file in self.files):
             data = "the data was not compared with its checksums (--full does)"
             yield dim(f"good: tables and structure are whole; {data}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.nodes import Object
@@ -149,6 +149,16 @@ def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
     configs = (_json(place, name) for place in _places(part) for name in names if name in names_in(place))
     return next(filter(None, configs), None)
+
+
+def left_adapter(part: Checkpoint, tree: Any, path: str) -> tuple[Note, ...]:
+    """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
+    factors = any(type(key) is str and ".lora_A." in key for key in (tree if isinstance(tree, dict) else ()))
+    if not factors or "lora_alpha" not in (config_beside(part, ADAPTER) or {}):
+        return ()
+    if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
+        return ()
+    return (Note("adapter", f"left out: {ADAPTER}, which says its alpha; with -o DIR/ it goes along"),)
 
 
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:

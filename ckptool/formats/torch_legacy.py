@@ -187,7 +187,7 @@ class LegacyStorages:
     """
 
     def __init__(self) -> None:
-        self.given: dict[Any, Any] = {}  # by the id: most are of a storage that was seen before
+        self.given: dict[tuple[Any, ...], StorageRef] = {}  # by the id: most are of a storage that was seen before
         self.roots: dict[str, tuple[StorageRef, int]] = {}
         self.views: dict[str, StorageView] = {}
         self.sources: Sources = {}

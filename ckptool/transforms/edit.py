@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
@@ -11,7 +12,7 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
 from ckptool.conventions.state_dicts import find_state_dicts
-from ckptool.errors import Conflict, NoMatch, UsageError, counted
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors, mappings
 
 
@@ -39,15 +40,20 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
                 left = replaced.get(id(mapping), mapping).items()
                 replaced[id(mapping)] = same_kind(mapping, {key: value for key, value in left if key not in out})
     if idle := [pattern for pattern in patterns if pattern not in used]:
-        why = "Patterns match whole addresses, or keys of model weights."
-        raise NoMatch(f"nothing matches {idle[0]!r}", why, f"See what is there: {command('inspect', FILE, all=True)}")
+        why, name = "Patterns match whole addresses, or keys of model weights.", idle[0]
+        begins = any(f"/{name}." in f"/{address(path)}" for path, _ in walk(checkpoint.tree))
+        see = f"Everything below it: {arg(drop=f'{name}.*')}" if begins else ""
+        raise NoMatch(
+            f"nothing matches {name!r}", why, see or f"See what is there: {command('inspect', FILE, all=True)}"
+        )
     return rebuild(checkpoint.tree, replaced=replaced), tuple(gone.values())
 
 
 def with_value(tree: Any, place: str, value: Any) -> Any:
     """The tree with a value at an address, that of an entry or of a new one.
 
-    Raises `UsageError` for an address that leads nowhere or names no entry, and where tensors would be lost.
+    Raises `UsageError` for an address that leads nowhere, names no entry or has dots where one has slashes, and where
+    tensors would be lost.
     """
     key: Any  # an existing key as it is, else a text
     above, _, key = place.strip("/").rpartition("/")
@@ -67,6 +73,13 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     except UsageError:
         if isinstance(parent, list):
             find(tree, place)  # says where
+        meant, found = place.replace(".", "/"), None
+        if meant != place:
+            with suppress(CkptoolError):
+                found = find(tree, meant)
+        if found is not None:
+            what = f"there is no {place}, but there is {meant}"
+            raise UsageError(what, "Addresses have slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"

@@ -25,7 +25,7 @@ MAX_SIDE = 1 << 16  # of a grid, and of tables of weights
 
 GRID, OF_ROWS, CHANNELS = "grid", "rows", "channels"
 _FILLS = ("mean", "zero")
-# Name of a way: its kind, and the modes that may stand in its brackets; the first is the one that it has without.
+# Name of a way: its kind, and the modes that may stand in its brackets; without one, the first.
 _WAYS = {
     "bicubic": (GRID, ("bicubic",)),
     "bilinear": (GRID, ("bilinear",)),
@@ -33,7 +33,7 @@ _WAYS = {
     "rows": (OF_ROWS, _FILLS),
     "classes": (OF_ROWS, _FILLS),
     "heads": (OF_ROWS, _FILLS),
-    "channels": (CHANNELS, ("timm",)),
+    "channels": (CHANNELS, ()),
 }
 _EXAMPLE = "For example: bicubic(cls=1), bilinear(from=14x20, to=28x40), rows(mean), channels"
 
@@ -75,7 +75,8 @@ def parse_resize(text: str) -> Resize:
             name, value = "mode", word
         elif kind != GRID or part is None:
             known = [*modes, *(["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [])]
-            raise UsageError(f"{found[1]} does not take {word!r}", f"It takes {', '.join(known)}.", _EXAMPLE)
+            takes = f"It takes {', '.join(known)}." if known else "It takes nothing in brackets."
+            raise UsageError(f"{found[1]} does not take {word!r}", takes, _EXAMPLE)
         elif part[2]:
             name, value = part[2], (int(part[3]), int(part[4]))
         elif part[1]:
@@ -86,7 +87,7 @@ def parse_resize(text: str) -> Resize:
             raise UsageError(f"{text!r} gives the {name} twice", "", _EXAMPLE)
         given[name] = value
     fields = {{"from": "old", "to": "new"}.get(name, name): value for name, value in given.items()}
-    return Resize(text.strip(), kind, **{"mode": modes[0], **fields})
+    return Resize(text.strip(), kind, **{"mode": next(iter(modes), ""), **fields})
 
 
 class _Unfit(Exception):

@@ -255,6 +255,10 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
+        if not container.writes_folder:
+            from ckptool.formats.model_folder import left_adapter
+
+            notes += left_adapter(original, changed.tree, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)

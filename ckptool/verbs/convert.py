@@ -48,7 +48,9 @@ def convert(
     all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = (),
     exclude: Exclude = (),
-    ties: Annotated[Ties, option("--ties", "Tied tensors: recorded and stored once, or copied for each.")] = "record",
+    ties: Annotated[
+        Ties, option("--ties", "Tied tensors: recorded and stored once, or copied for each name.")
+    ] = "record",
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
     ] = False,

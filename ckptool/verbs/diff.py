@@ -27,7 +27,7 @@ def diff(
     ignore: Annotated[str | Collection[str], repeated("--ignore KIND", _KINDS)] = (),
     stat: bool = True,
     only: Annotated[Texts, repeated("--only PATTERN", "Compare only what matches; read nothing else.")] = (),
-    strict: Annotated[bool, option("--strict", "Another order of keys, or another _metadata, differs too.")] = False,
+    strict: Annotated[bool, option("--strict", "Key order and _metadata must be the same, too.")] = False,
 ) -> Diff:
     """Compares two checkpoints of any containers: whole files with the same parts, else one set of model weights each.
 

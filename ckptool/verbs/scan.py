@@ -18,7 +18,7 @@ def _of_run(path: str, full: bool = False, latest_only: bool = False, quiet: boo
 
 @verb(
     ("ckptool scan .", "every checkpoint here"),
-    ("ckptool scan --latest-good -q .", "for scripts"),
+    ("ckptool scan --latest-good --full -q .", "for scripts"),
     first_try=_of_run,
     blank_between=True,
 )
@@ -28,7 +28,9 @@ def scan(
         argument("PATH", "Folders of checkpoints, or single checkpoints: whole files, not FILE#ADDRESS.", each=True),
     ],
     *,
-    latest_only: Annotated[bool, option("--latest-good", "Only the newest intact checkpoint. Exit 1: none.")] = False,
+    latest_only: Annotated[
+        bool, option("--latest-good", "Only the newest good one (its data too: --full). Exit 1: none.")
+    ] = False,
     full: Annotated[bool, option("--full", "Verify every checksum too. Reads all data.")] = False,
     jobs: Jobs = 1,
 ) -> Scan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import resource
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -148,10 +149,12 @@ class Restricted(pickle.Unpickler):
 
 
 @pytest.mark.parametrize("count", [6_000, pytest.param(200_000, marks=pytest.mark.soak)])
-def test_plain_values_are_what_python_says(count: int) -> None:
+def test_plain_values_are_what_python_says(count: int, request: pytest.FixtureRequest) -> None:
     """Where both read a program, they read the same; what only Python reads are the cases that are refused on
     purpose."""
-    seen = 0
+    seen, limits = 0, resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, limits[1]))  # Python makes room for any number of a memo
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_DATA, limits))
     for data in programs(random.Random(2), count, PLAIN):
         try:
             expected = Restricted(io.BytesIO(data), encoding="utf-8", errors="strict").load()

@@ -1,5 +1,6 @@
 """`diff` of two files: what is compared with what."""
 
+import datetime
 import gc
 import itertools
 import os
@@ -153,6 +154,30 @@ def test_without_prefixes_names_are_those_of_the_bare_module(tmp_path: Path) -> 
         ckptool.diff(left, left, ignore="prefix").same and ckptool.diff(left, right, ignore="prefix", only="b.*").only
     )
     assert not ckptool.diff(left, right, only="a.*", ignore="prefix").same
+
+
+def test_values_of_numpy_dates_and_paths_are_shown_as_such(tmp_path: Path) -> None:
+    values = {
+        "acc": numpy.float64(0.5),
+        "day": datetime.date(2020, 1, 2),
+        "at": Path("a/b"),
+        "nan": numpy.float64("nan"),
+    }
+    others = {
+        "acc": numpy.float64(0.75),
+        "day": datetime.date(2021, 1, 2),
+        "at": Path("a/c"),
+        "nan": numpy.float64("nan"),
+    }
+    a, b, wide = (
+        saved(values, tmp_path / "a.pt"), saved(others, tmp_path / "b.pt"),
+        saved(values | {"acc": numpy.float32(0.5)}, tmp_path / "wide.pt"),
+    )  # fmt: skip
+    changed = ckptool.diff(a, b).to_dict()["changed"]
+    assert {each["address"]: each["aspects"]["value"] for each in changed} == {
+        "acc": [0.5, 0.75], "day": ["2020-01-02", "2021-01-02"], "at": ["a/b", "a/c"],
+    }  # fmt: skip
+    assert ckptool.diff(a, a).same and not ckptool.diff(a, wide).same  # of another type
 
 
 def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> None:

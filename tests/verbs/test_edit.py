@@ -44,11 +44,13 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
     [
         ({}, UsageError, "edit was given nothing to do"),
         *[({"drop": ["epoch", each]}, NoMatch, f"nothing matches '{each}'") for each in ("exp_avg", "history/2", "0")],
+        ({"drop": ["head"]}, NoMatch, "drop='head.*'"),
         ({"set": {"": 1}}, UsageError, "the whole file cannot be set"),
         ({"set": {"/": 1}}, UsageError, "the whole file cannot be set"),
         ({"set": {"epoch/x": 1}}, UsageError, "epoch cannot have entries set"),
         ({"set": {"nowhere/x": 1}}, UsageError, "there is no nowhere at the top"),
         ({"set": {"history/7": 1}}, UsageError, "there is no 7 in history"),
+        ({"set": {"history.0": 1}}, UsageError, "there is no history.0, but there is history/0"),
         ({"set": {"history/x/y": 1}}, UsageError, "there is no x in history"),
         ({"tensor": {"nope": numpy.zeros(1)}}, UsageError, "there is no nope"),
         ({"tensor": {"epoch": numpy.zeros(1)}}, UsageError, "is not a tensor"),

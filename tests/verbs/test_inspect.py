@@ -270,6 +270,8 @@ def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
     unread = "not compared with its checksums"
     for words, code, said in (
         ((some_folder, "--latest-good", "-q"), 0, f"{some_folder / 'd.pt'}\n"),
+        ((some_folder, "--latest-good"), 0, "its data was not read: --full)"),
+        ((some_folder, "--latest-good", "--full"), 0, f"{some_folder / 'd.pt'} (step 200, "),
         ((bad, "--latest-good", "-q"), 1, ""),
         ((bad,), 1, "1 not good"),
         ((empty,), 0, "0 checkpoints"),
@@ -282,6 +284,13 @@ def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
         found = run("scan", *map(str, words))
         assert found.code == code and (said in found.out if said else unread not in found.out), (words, found)
         assert "-q" not in words or found.out == said, (words, found)
+
+
+def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: Run) -> None:
+    for number in range(45):
+        checkpoint(tmp_path / f"{number}.pt")
+    (tmp_path / "7.pt").write_bytes((tmp_path / "8.pt").read_bytes()[:-30])
+    assert "\nnot good: 7.pt (truncated)\n" in run("scan", tmp_path).out
 
 
 def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ That the values and names are those of PEFT and transformers is shown by `tests/
 """
 
 import json
-from itertools import permutations
+from functools import partial
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_an_adapter_at_an_address_and_a_configuration_elsewhere(tmp_path: Path) 
         assert is_near(merged(tmp_path, base, adapter, config=config)[KEY], base[KEY], change())
     with pytest.raises(CkptoolError, match="does not say its alpha"):
         merged(tmp_path, base, adapter)
+
+
+def test_an_adapter_in_one_file_is_said_to_have_lost_its_alpha(tmp_path: Path) -> None:
+    adapter, cast = peft(tmp_path / "adapter", FACTORS), partial(ckptool.cast, dtype="bf16")
+    for verb, out in product((ckptool.convert, cast, partial(ckptool.doctor, fix=True)), ("out.pt", "out.safetensors")):
+        done = verb(adapter, out=tmp_path / out, overwrite=True)
+        assert any(note.code == "adapter" and "which says its alpha" in note.message for note in done.notes), out
+    for out in ("folder/", "adapter/beside.pt"):
+        notes = ckptool.convert(adapter, out=f"{tmp_path}/{out}").notes
+        assert not any("alpha" in note.message for note in notes)
 
 
 def test_whole_modules_are_replaced_or_new(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@
 enum { OPEN, WRITE, HALF, RENAME, UNLINK, FSYNC, TRUNCATE, MKDIR };
 
 #define LOG (1 << 20)
-struct shared {                  /* as `Watch` in command.py has it */
+struct shared {                  /* as `Watch` in __init__.py has it */
     int64_t total, from;         /* events so far; the one from which on it may end (< 0: never) */
     int32_t kind, dead, group;   /* the kind that it ends at (< 0: any) */
     int32_t noted, size;         /* bytes of `outside`; log2 of the least write that counts where it ends at one */

@@ -126,7 +126,8 @@ class AdapterMerge:
         if delta.method == TOKENS:  # PEFT writes them to tied weights, too; a change of one of these would be lost
             tied = [each for each, value in self.tensors.items() if value.view == self.base[key].view]
             is_twice = any(self.changed.get(each, before) != before for each in tied)
-        if is_twice or (delta.method != TOKENS and len(before) > (key in self.replaced)):
+        expected = 1 if key in self.replaced else 0
+        if is_twice or (delta.method != TOKENS and len(before) > expected):
             what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
