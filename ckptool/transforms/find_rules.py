@@ -56,6 +56,7 @@ from ckptool.transforms.translate.apply import DROP, after_chain, plan_steps
 TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
+MOST_TOKENS = 64  # of a name, dots among them, in which words may differ: no model's has as many
 MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, three or all are tried
 SHOWN = 6
 
@@ -136,22 +137,22 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
                 text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
                 found[text] = NameGroup((text,), {at: (tuple(row.values()),) for at, row in rows.items()})
     yield from found.values()
-    alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ at one place, by what is there
-    for text in found:
-        parts = _TOKENS.findall(text)
-        for place in range(len(parts)):
-            for length in (1, 2, 3):
+    parts_of = {text: parts for text in found if len(parts := _TOKENS.findall(text)) <= MOST_TOKENS}
+    for place in range(max(map(len, parts_of.values()), default=0)):  # one after the other, for the sake of memory
+        alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ here, by what is there
+        for text, parts in parts_of.items():
+            for length in range(1, min(3, len(parts) - place) + 1):
                 word = "".join(parts[place : place + length])
-                if place + length <= len(parts) and _WORD.fullmatch(word):
+                if _WORD.fullmatch(word):
                     alike["".join(parts[:place]), "".join(parts[place + length :])][word] = text
-    for texts in alike.values():
-        by_shape: dict[object, list[str]] = defaultdict(list)
-        for word, text in texts.items():
-            by_shape[frozenset((at, len(each[0])) for at, each in found[text].members.items())].append(word)
-        for some in (some for words in by_shape.values() for some in _choices(words)):
-            first = found[texts[some[0]]].members
-            members = {at: tuple(found[texts[word]].members[at][0] for word in some) for at in first}
-            yield NameGroup(tuple(texts[word] for word in some), members)
+        for texts in (each for each in alike.values() if len(each) > 1):
+            by_shape: dict[object, list[str]] = defaultdict(list)
+            for word, text in texts.items():
+                by_shape[frozenset((at, len(each[0])) for at, each in found[text].members.items())].append(word)
+            for some in (some for words in by_shape.values() for some in _choices(words)):
+                first = found[texts[some[0]]].members
+                members = {at: tuple(found[texts[word]].members[at][0] for word in some) for at in first}
+                yield NameGroup(tuple(texts[word] for word in some), members)
 
 
 def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """`translate --find`: the rules between two checkpoints, found by value; applied, they give the same bytes."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,21 @@ def test_equal_values_under_names_that_stay_are_not_doubtful() -> None:
     for other, doubtful in ((base, 0), (turned, 0), (moved, 4)):  # four norms, two of ones and two of zeros
         found = ckptool.find_rules(base, other)
         assert found.complete and sum(rule.alike for rule in found.rules) == doubtful, str(found)
+
+
+@pytest.mark.parametrize(("parts", "most"), [(30, 2 << 20), (200, 8 << 20)])
+def test_long_names_take_little_memory(parts: int, most: int) -> None:
+    """What names might have in common at one place is not kept for all of them at once."""
+    rng = numpy.random.default_rng(parts)
+    names = [".".join(row) for row in rng.choice([*"abcdefgh"], (100, parts))]
+    old, new = (
+        {name: numpy.zeros(at) for at, name in enumerate(some, at)}
+        for at, some in ((1, names[::2]), (500, names[1::2]))
+    )
+    tracemalloc.start()
+    try:
+        found = ckptool.find_rules(old, new)
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+    assert found.missing == (*new,)
