@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from ckptool.analysis.warm_start import Suggestion
+from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, counted, form, listed, printable
 from ckptool.facts import dataclass, field
 from ckptool.names.rules import parse_rules
@@ -342,8 +343,18 @@ class Search:
             if len(ways) > 1:
                 shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
                 why = f"the names and shapes fit in more than one way: {shown}"
+            # Names that end as well in what the prefix leaves, and that nothing else becomes, may be meant instead.
+            side = ours if new else theirs
+            bare = [match.ours if new else match.theirs for match in matches]
+            taken = {each.text for each in bare}
+            left = [each for text, each in side.items() if text not in taken]
+            ends = {(each.text[at + 1 :], each.traits) for each in left for at, c in enumerate(each.text) if c == "."}
+            rivals = sum((each.text, each.traits) in ends for each in bare)
+            is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
+            if not is_certain and len(ways) == 1:
+                why += "; other names end so, too"
             for match in matches:
-                self._accept(match, why, len(ways) == 1, (old, new))
+                self._accept(match, why, is_certain, (old, new))
 
     def _by_words(self, *sides: list[Family]) -> None:
         """Families with more words in common with each other than with any other of the same shapes."""

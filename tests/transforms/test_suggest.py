@@ -5,7 +5,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptool.analysis.warm_start import Suggestion
@@ -193,7 +193,11 @@ def renamings(draw: Callable[[Any], Any]) -> tuple[dict[str, str], Shapes]:
     return truth, shapes
 
 
+TWO_THAT_END_SO = {"zaw.fox.weight": "elk.fox.weight", "zax.zay": "fox.weight"}
+
+
 @given(renamings(), st.booleans())
+@example((TWO_THAT_END_SO, dict.fromkeys(TWO_THAT_END_SO, (4, 4))), False)
 def test_no_wrong_assignment_is_accepted_silently(case: tuple[dict[str, str], Shapes], in_order: bool) -> None:
     truth, source = case
     names = list(truth.values())
