@@ -18,7 +18,7 @@ from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
-from ckptool.checkpoint.numpy_arrays import LongValue, array_entry
+from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
@@ -392,7 +392,7 @@ def _shape_of(node: Any) -> Any:
 def _scalar(node: Any) -> Any:
     """The number, text, date or path that an object stands for; None for anything else."""
     value = expand(node) if isinstance(node, Object) else None
-    return None if isinstance(value, (Object, Set, dict, list, tuple)) else value
+    return None if isinstance(value, (Object, Set, Array, LongValue, dict, list, tuple)) else value
 
 
 def _comparable(key: Any, counts: Counter[str]) -> Any:
