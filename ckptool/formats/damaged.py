@@ -48,6 +48,7 @@ from ckptool.formats.zip.directory import (
 from ckptool.pickles.decode import decode
 
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
+MOST_PICKLES = 8  # that are inflated: a small file may have thousands
 QUICK = 16 << 20  # bytes searched for a count
 COUNTED = 100_000  # records looked at for it
 CUT = "the file ends before it does"
@@ -279,6 +280,7 @@ class _Walk:
         self.records: list[Record] = []
         self.why: dict[Record, str] = {}
         self.root, self.sizes, self.listed = "", dict[str, int](), list[str]()
+        self.pickles = 0  # that were tried
         self.state: Archive | None = None
         self.goes_on = False
         self.states = 0  # that were tried
@@ -364,6 +366,9 @@ class _Walk:
     def _learn(self, pickle: Record) -> None:
         """Takes the storages and their sizes from a pickle that its checksum proves."""
         lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
+        self.pickles += 1
+        if self.pickles > MOST_PICKLES:
+            return
         with suppress(CkptoolError):
             data = pickle.contents(torch_zip.inflated_limit(pickle.stored))
             if pickle.crc in (0, zlib.crc32(data)):

@@ -67,18 +67,21 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             raise Ambiguous(f"{source} has the records {key} and {name}")
         tree[key] = read_array(record.data, f"{source}: {record}", record.crc if archive.has_checksums else None)
         if tree[key] is None:
-            pickled.append(key)
-            del tree[key]
+            pickled.append(key)  # what it calls is not known; another sum is another array
+            tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))
     notes = [*archive.notes]
-    if others := [f"{name} ({summary(value)})" for name, value in tree.items() if not isinstance(value, TensorEntry)]:
+    if others := [
+        f"{name} ({summary(value)})"
+        for name, value in tree.items()
+        if not isinstance(value, TensorEntry) and name not in pickled
+    ]:
         what = counted(len(others), "entry is not a tensor", "entries are not tensors")
         notes.append(Note("other-arrays", f"{what}: {listed(others, 4)}"))
     if pickled:
         what = counted(len(pickled), "array of Python objects is a pickle", "arrays of Python objects are pickles")
-        notes.append(Note("other-arrays", f"{what}, neither read nor kept: {listed(pickled, 4)}"))
+        notes.append(Note("other-arrays", f"{what}, not read: {listed(pickled, 4)}"))
     notes += marks.recovered_notes(metadata)
-    calls = tuple(Object(Global("numpy", "load"), (name,)) for name in pickled)  # what they call is not known
-    return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), discarded=calls, tensors_only=True)
+    return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), tensors_only=True)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,13 @@ def test_other_arrays_are_listed_never_dropped(how: str, tmp_path: Path) -> None
 def test_arrays_of_objects_are_left_out_noted_and_may_run_anything(tmp_path: Path) -> None:
     file = numpy_file(tmp_path / "a.npz", "stored", w=np.ones(3), options=np.array({"lr": 0.1}, dtype=object))
     checkpoint = read(file)
-    assert list(checkpoint.tree) == ["w"] and "neither read nor kept: options" in checkpoint.notes[0].message
+    assert list(checkpoint.tree) == ["w", "options"] and "not read: options" in checkpoint.notes[0].message
+    before = file.read_bytes()
+    with pytest.raises(Unsupported, match="cannot hold options"):  # which would be lost
+        ckptool.edit(file, set={"w2": 1}, in_place=True)
+    assert file.read_bytes() == before
+    other = numpy_file(tmp_path / "b.npz", "stored", w=np.ones(3), options=np.array({"lr": 0.2}, dtype=object))
+    assert ckptool.diff(file, file).same and not ckptool.diff(file, other).same
     assert [call.name for call in ckptool.scan(file).files[0].calls] == ["numpy.load"]
     with pytest.raises(UnsafeObject, match=r"numpy\.load"):
         ckptool.convert(file, tmp_path / "a.pt")
