@@ -227,9 +227,9 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             why[other] = why[record] = TWICE
     archive.records = {each.name: each for each in records if each not in why and each.name.startswith(root)}
     lost = [
-        LostRecord(record.name, record.header, record.size, why[record])
+        LostRecord(record.name, record.header, record.size, why.get(record, NO_NAME))
         for record in records
-        if record in why and record.name not in archive.records
+        if record.name not in archive.records and (record in why or not record.name.startswith(root))
     ]
     if not archive.records:
         raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
@@ -463,7 +463,7 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
     others = (f"{root}version", f"{root}data.pkl")
-    short = any(size == len("big") for name, size in sizes.items() if name.count("/") == 1 and name not in others)
+    short = any(size == len("big") for name, size in sizes.items() if name not in others and f"{root}data/" not in name)
     order = metadata.get("byteorder", "" if short else "little")
     if order not in ("little", "big"):
         why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
