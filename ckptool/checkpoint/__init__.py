@@ -6,7 +6,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import field
 from enum import Enum
 from importlib import import_module
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
-from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
-from ckptool.errors import BadTensor, printable
+from ckptool.checkpoint.protocols import ArrayLike
+from ckptool.errors import BadTensor, UsageError, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -404,8 +404,9 @@ class PartOf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
-class Checkpoint(TreeMapping):
-    """An opened checkpoint: a mapping of what is at its top. Immutable, and so is what `checkpoint[key]` gives.
+class Checkpoint:
+    """An opened checkpoint: a mapping of what is at its top (`ckpt["epoch"]`), and of addresses
+    (`ckpt["state_dict/fc.weight"]`). Immutable, and so is what it gives.
 
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
@@ -435,6 +436,75 @@ class Checkpoint(TreeMapping):
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
+    def __getitem__(self, key: Any) -> Any:
+        """The entry of that name, else at that address; containers are read-only.
+
+        Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
+        """
+        from ckptool.checkpoint.tree import find_named
+
+        top = self._top()
+        return find_named(top, key) if type(key) is str else top[key]
+
+    def _top(self) -> Any:
+        """What has names at the top of the tree, read-only."""
+        from ckptool.checkpoint.tree import names_of
+
+        if "read-only" not in self.kept:
+            self.kept["read-only"] = read_only(names_of(self))
+        return self.kept["read-only"]
+
+    def _names(self) -> dict[Any, Any]:
+        top = self._top()
+        if not isinstance(top, dict):
+            what = f"{self!r} has no names at its top: it is of type {type(top).__name__}"
+            raise UsageError(what, "", "Its parts: list(ckpt); all tensors with their addresses: ckpt.tensors()")
+        return top
+
+    def keys(self) -> KeysView[Any]:
+        """The names at the top. Raises `UsageError` for a list or a tensor, as `values` and `items` do."""
+        return self._names().keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._names().values()
+
+    def items(self) -> ItemsView[Any, Any]:
+        return self._names().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry of that name or at that address, else the default."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._top() or (type(key) is str and self.get(key, self) is not self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._top())
+
+    def __len__(self) -> int:
+        return len(self._top())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
+        from ckptool.checkpoint.tree import addressed
+
+        return addressed(self._top())
+
+    def close(self) -> None:
+        """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name
+        meanwhile, or never had one, stays open for as long as anything refers to it."""
+        if self.source is not None:
+            self.source.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""
         return f"<checkpoint{where} ({self.container})>"
@@ -442,3 +512,6 @@ class Checkpoint(TreeMapping):
     def _repr_html_(self) -> str:
         html: str = import_module("ckptool.render.html").checkpoint_html(self)
         return html
+
+
+Mapping.register(Checkpoint)
