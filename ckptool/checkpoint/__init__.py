@@ -19,7 +19,7 @@ from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
 from ckptool.checkpoint.protocols import ArrayLike
-from ckptool.errors import BadTensor, UsageError, printable
+from ckptool.errors import Ambiguous, BadTensor, UsageError, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -439,19 +439,24 @@ class Checkpoint:
     def __getitem__(self, key: Any) -> Any:
         """The entry of that name, else at that address; containers are read-only.
 
-        Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
+        Raises `MissingKey`, a `KeyError`, where there is neither.
         """
-        from ckptool.checkpoint.tree import find_named
+        from ckptool.checkpoint.tree import find
 
         top = self._top()
-        return find_named(top, key) if type(key) is str else top[key]
+        is_key = type(key) is not str or (isinstance(top, dict) and key in top)
+        return top[key] if is_key else find(top, key)[1]
 
     def _top(self) -> Any:
-        """What has names at the top of the tree, read-only."""
-        from ckptool.checkpoint.tree import names_of
+        """The tree, read-only; of a pickled module its state dict, of another object what is in it by name."""
+        from ckptool.checkpoint.tree import children, module_state_dict
 
         if "read-only" not in self.kept:
-            self.kept["read-only"] = read_only(names_of(self))
+            tree = self.tree
+            if isinstance(tree, Object):
+                tree = module_state_dict(tree)
+                tree = dict(children(self.tree)) if tree is None else tree
+            self.kept["read-only"] = read_only(tree)
         return self.kept["read-only"]
 
     def _names(self) -> dict[Any, Any]:
@@ -488,10 +493,14 @@ class Checkpoint:
         return len(self._top())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
-        from ckptool.checkpoint.tree import addressed
+        """Every tensor by its address, in order. Raises `Ambiguous` where that is not one tensor's: keys 0 and '0'."""
+        from ckptool.checkpoint.tree import address, tensors
 
-        return addressed(self._top())
+        found: dict[str, Tensor] = {}
+        for path, tensor in tensors(self._top()):
+            if found.setdefault(address(path), tensor) is not tensor:
+                raise Ambiguous(f"{address(path)} is the address of two tensors", "Their keys read the same.")
+        return found
 
     def close(self) -> None:
         """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name
