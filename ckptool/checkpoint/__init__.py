@@ -403,6 +403,11 @@ class PartOf:
         return self.kind is PartKind.MEMBERS and self.number == self.count
 
 
+def _trees() -> Any:
+    """What knows addresses, and imports the nouns."""
+    return import_module("ckptool.checkpoint.tree")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
 class Checkpoint:
     """An opened checkpoint: a mapping of what is at its top (`ckpt["epoch"]`), and of addresses
@@ -441,21 +446,17 @@ class Checkpoint:
 
         Raises `MissingKey`, a `KeyError`, where there is neither.
         """
-        from ckptool.checkpoint.tree import find
-
         top = self._top()
         is_key = type(key) is not str or (isinstance(top, dict) and key in top)
-        return top[key] if is_key else find(top, key)[1]
+        return top[key] if is_key else _trees().find(top, key)[1]
 
     def _top(self) -> Any:
         """The tree, read-only; of a pickled module its state dict, of another object what is in it by name."""
-        from ckptool.checkpoint.tree import children, module_state_dict
-
         if "read-only" not in self.kept:
             tree = self.tree
             if isinstance(tree, Object):
-                tree = module_state_dict(tree)
-                tree = dict(children(self.tree)) if tree is None else tree
+                tree = _trees().module_state_dict(tree)
+                tree = dict(_trees().children(self.tree)) if tree is None else tree
             self.kept["read-only"] = read_only(tree)
         return self.kept["read-only"]
 
@@ -494,12 +495,10 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its address, in order. Raises `Ambiguous` where that is not one tensor's: keys 0 and '0'."""
-        from ckptool.checkpoint.tree import address, tensors
-
         found: dict[str, Tensor] = {}
-        for path, tensor in tensors(self._top()):
-            if found.setdefault(address(path), tensor) is not tensor:
-                raise Ambiguous(f"{address(path)} is the address of two tensors", "Their keys read the same.")
+        for path, tensor in _trees().tensors(self._top()):
+            if found.setdefault(name := _trees().address(path), tensor) is not tensor:
+                raise Ambiguous(f"{name} is the address of two tensors", "Their keys read the same.")
         return found
 
     def close(self) -> None:
