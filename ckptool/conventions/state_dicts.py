@@ -144,13 +144,15 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
         return [replace(root, base=checkpoint.base)]
     roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
-    roots = roots or (array_state_dicts(checkpoint.tree) if arrays else [])
-    if not roots:
-        what = f"{checkpoint.source or 'the checkpoint'} has no dictionary that looks like model weights"
-        see = command("inspect", input_of(checkpoint.source))
-        fix = f"See what it has: {see}; then name the part: {arg(at=ADDRESS)}"
+    found = [] if roots else array_state_dicts(checkpoint.tree)
+    if not roots and not (arrays and found):
+        where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
+        fix = f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}"
+        if found:  # which no address makes weights
+            fix = f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
+        what = f"{where} has no dictionary that looks like model weights"
         raise UsageError(what, "Commands that change keys work on those.", fix)
-    return roots
+    return roots or found
 
 
 def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[StateDict, str]:
