@@ -194,15 +194,19 @@ def read_tag(folder: Folder) -> Checkpoint:
         optimizer["state"] = more["state"] | optimizer["state"]
         for group, other in zip(optimizer["param_groups"], more["param_groups"], strict=False):
             group["params"] = [*dict.fromkeys([*group["params"], *other["params"]])]
-    world, engine = sum(len(stage.shares) for stage in stages.values()), ", pipeline" if is_pipeline else ""
+    engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
-        if states.get("param_shapes") is not None and not is_pipeline:
+        if states.get("param_shapes") is not None:
             what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
-        if not is_pipeline:  # of stage 0 the first rank alone saves
-            size = states.get("dp_world_size")
-            weights, world = zero.masters(tag.first, own), max(1, size) if type(size) is int else 1
+        if not is_pipeline:
+            weights = zero.masters(tag.first, own)
+        elif any(stage.states.get("optimizer") is not None for stage in stages.values()):  # numbered by each for itself
+            optimizer = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
+        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # the first rank of each saves alone
+        world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
         return _checkpoint(tag, own, weights, optimizer, {}, 0, world, engine)
+    world = sum(len(stage.shares) for stage in stages.values())
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
     found = _checkpoint(tag, own, weights, optimizer, share.rest, kind, world, share.engine + engine)
