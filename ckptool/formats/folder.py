@@ -88,6 +88,14 @@ def names_in(folder: str) -> list[str]:
         return []
 
 
+def led_elsewhere(folder: str, name: str) -> str:
+    """The file that a link in a folder leads to, if it is outside of it, but for the `blobs` of a hub's cache."""
+    here = os.path.realpath(folder)
+    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
+    real = os.path.realpath(os.path.join(here, name))
+    return "" if real.startswith((here + os.sep, cache + os.sep)) else real
+
+
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
     """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
     known."""
