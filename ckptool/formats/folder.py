@@ -341,7 +341,7 @@ def _facts_of(tree: Any) -> _Facts:
             from ckptool.formats.placements import distributed  # which few files need
 
             if (found := distributed(node)) is not None:
-                rank, world = found.ranks
+                rank, world = found.rank, found.world
                 facts.tensors += 1
                 facts.shared += not found.is_whole
                 facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
