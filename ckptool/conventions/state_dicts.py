@@ -147,11 +147,14 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
+        is_state = is_optimizer(checkpoint.tree)
         raise UsageError(
             f"{where} has no dictionary that looks like model weights",
-            "Commands that change keys work on those.",
+            "It is the state of an optimizer." if is_state else "Commands that change keys work on those.",
             f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
             if found
+            else f"All of it goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
+            if is_state
             else f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}",
         )
     return roots or found
