@@ -59,7 +59,7 @@ def row_major(entry: TensorEntry) -> Data:
     if entry.is_contiguous:
         return whole
     size = entry.dtype.itemsize
-    sizes, strides = _merged(entry.shape, entry.stride)
+    sizes, strides = merged(entry.shape, entry.stride)
     axis = next(axis for axis in range(len(sizes)) if prod(sizes[axis + 1 :]) <= _BLOCK // size)
     row = prod(sizes[axis + 1 :]) * size
     make = partial(_rows, whole, sizes, strides, axis, size)
@@ -145,7 +145,7 @@ def _rows(
     return out.reshape(-1).view(numpy.uint8).data
 
 
-def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The same view in fewer dimensions: those of size 1 dropped, those that continue each other joined."""
     sizes: list[int] = []
     strides: list[int] = []

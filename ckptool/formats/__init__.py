@@ -116,7 +116,7 @@ FORMATS: tuple[Format, ...] = (
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, holds=r"\.(?:distcp|metadata)$",
            suffixes=(".dcp",), writable=True, writes_folder=True, keeps_tree=True,
            leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
-    Format("deepspeed-universal", "layouts.tags", is_folder=True, holds="(?!)"),  # found by deepspeed, inside of it
+    Format("deepspeed-universal", "layouts.deepspeed", is_folder=True, holds="(?!)"),  # found by deepspeed
     Format("deepspeed", "layouts.deepspeed", is_folder=True, holds=_ZERO),
     Format("rank-files", "layouts.rank_files", is_folder=True, holds=r"_rank_?\d"),
     Format("hf-pieces", "layouts.hf_pieces", is_folder=True, holds=r"^shard-\d", tensors_only=True),

@@ -251,7 +251,7 @@ class RankFile:
         if id(node) not in self._meshes:
             self._meshes[id(node)] = node, self._read_mesh(name, fields(node))
         mesh = self._meshes[id(node)][1]
-        axes: list[Axis] = []
+        placements = []
         for each in items(spec.get("placements")):
             kind = _kind(each)
             if kind not in ("Shard", "_StridedShard", "Replicate"):
@@ -260,19 +260,15 @@ class RankFile:
                     "Only shards and replicas are joined; of a Partial each rank has a summand.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
-            dim, split = inside(each, "dim"), fields(each).get("split_factor", 1)
+            dim = inside(each, "dim")
             dim = each.args[0] if dim is None and each.args else dim
-            try:
-                axes.append(axis_of(kind.lstrip("_"), dim, split, len(shape)))
-            except ValueError:
-                what = f"{name} is divided along dimension {repr(dim)[:40]} of {len(shape)}"
-                raise damaged(self.path, what) from None
-        if len(axes) != len(mesh.sizes):
-            on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
-            raise damaged(self.path, f"{name} has {counted(len(axes), 'placement')} {on}")
+            placements.append((kind.lstrip("_"), dim, fields(each).get("split_factor", 1)))
         pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
         order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
-        return self.divided(local, shape, dtype, mesh, tuple(axes), order, found.flags)
+        try:
+            return self.divided(local, shape, dtype, mesh, placements, found.flags, order)
+        except ValueError as error:
+            raise damaged(self.path, f"{name} cannot be divided as it says: {error}") from None
 
     def divided(
         self,
@@ -280,14 +276,28 @@ class RankFile:
         shape: tuple[int, ...],
         dtype: DType,
         mesh: Mesh,
-        axes: tuple[Axis, ...],
-        order: Order,
+        placements: Sequence[tuple[Any, Any, Any]],
         flags: Flags,
+        order: Order | None = None,
     ) -> RankShare:
-        """The blocks of a local tensor that a mesh divides, in this order or, where none is given, as is read off."""
-        orders = [(axes, order)] if order else [(axes, {}), encoded_order(axes, mesh.sizes)]
+        """The blocks of a local tensor that a mesh divides, in this order or, where none is given, as is read off.
+
+        placements: on each axis of the mesh `Replicate`, or `Shard` or `StridedShard` with the dimension and the split
+        factor. Raises `ValueError` for those that cannot be.
+        """
+        axes: list[Axis] = []
+        for kind, dim, split in placements:
+            fits = type(dim) is int and type(split) is int and -len(shape) <= dim < len(shape) and split > 0
+            if kind != "Replicate" and not (kind in ("Shard", "StridedShard") and fits):
+                raise ValueError(f"along dimension {repr(dim)[:40]} of {len(shape)}")
+            axes.append(None if kind == "Replicate" else (dim % len(shape), split))
+        if len(axes) != len(mesh.sizes):
+            on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
+            raise ValueError(f"by {counted(len(axes), 'placement')} {on}")
+        orders = [(tuple(axes), order)] if order else [(tuple(axes), {}), encoded_order(tuple(axes), mesh.sizes)]
         readings = [blocks(local, shape, mesh, *each, self.owner) for each in orders]
-        return RankShare(self, shape, dtype, (mesh.sizes, axes, tuple(order.items())), mesh.table, readings, flags)
+        agreed = mesh.sizes, tuple(axes), tuple((order or {}).items())
+        return RankShare(self, shape, dtype, agreed, mesh.table, readings, flags)
 
     def mesh(self, ranks: tuple[int, ...], axes: Sequence[_Strides]) -> Mesh:
         """The mesh with these axes, cut from a table of ranks that this one is in."""
@@ -352,19 +362,6 @@ class RankFile:
                 raise another_run(self.path, f"{name} was saved by rank {rank:,}")
             chunks.append(Piece(local, begin, self.owner))
         return places, chunks
-
-
-def axis_of(kind: str, dim: Any, split: Any, dims: int) -> Axis:
-    """A placement on one axis of a mesh, of a tensor of so many dimensions: `Replicate`, `Shard` or `StridedShard`.
-
-    Raises `ValueError` for one that cannot be.
-    """
-    if kind == "Replicate":
-        return None
-    fits = type(dim) is int and type(split) is int and -dims <= dim < dims and split > 0
-    if kind not in ("Shard", "StridedShard") or not fits:
-        raise ValueError(kind)
-    return dim % dims, split
 
 
 def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:

@@ -460,21 +460,18 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
     patterns = {pattern: matcher(pattern) for pattern in only}
     history = (fact for fact in Lines(os.path.join(folder, HISTORY)).read() if _is_step(fact.get("step")))
     events = [fact for fact in history if fact.get("event") in ("start", "resume", "save", *_ENDS)]
-    names: dict[str, set[str]] = {}  # what was logged, in this order, and the patterns that match it
+    names: dict[str, bool] = {}  # what was logged, in this order, and whether it is wanted
     curves: dict[str, CurveBuilder] = {}
-    wanted = 0
 
     def add(fact: Mapping[str, Any], step: Any) -> None:
-        nonlocal wanted
         for name, value in fact.items() if _is_step(step) else ():
             if name == "step" or not (type(value) is float or value in _NOT_FINITE or _is_step(value)):
                 continue
             if name not in names and len(names) < 100 * MOST_CURVES:
-                names[name] = {pattern for pattern, matches in patterns.items() if name == pattern or matches(name)}
-                if names[name] or not (patterns or name == "epoch"):
-                    wanted += 1
-                    if len(curves) < MOST_CURVES:
-                        curves[name] = CurveBuilder()
+                matching = any(name == pattern or matches(name) for pattern, matches in patterns.items())
+                names[name] = matching if patterns else name != "epoch"
+                if names[name] and len(curves) < MOST_CURVES:
+                    curves[name] = CurveBuilder()
             if name in curves:
                 curves[name].add(step, float(value))
 
@@ -484,11 +481,10 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
     for fact in events:  # metrics of your own loop are recorded with its checkpoints
         if fact["event"] == "save" and isinstance(found := fact.get("metrics"), dict):
             add({name: value for name, value in found.items() if name not in logged}, fact["step"])
-    for pattern in patterns:
-        if not any(pattern in found for found in names.values()):
+    for pattern, matches in patterns.items():
+        if pattern not in names and not any(map(matches, names)):
             why = f"It logged {listed(list(names), 20)}." if names else "It has logged nothing."
             raise NoMatch(f"the run has no curve {pattern!r}", why, f"Draw all of them: omit {arg('only')}")
-    drawn = {name: builder.curve() for name, builder in curves.items()}
     steps: dict[str, set[int]] = defaultdict(set)
     event, step = "", None
     for fact in events:
@@ -498,7 +494,8 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
         if is_running and event in ("start", "resume"):
             steps["kills"].add(step)
     marks = {name: tuple(sorted(steps[name])) for name in ("saves", "resumes", "kills", "stops")}
-    return RunHistory(folder, drawn, **marks, event=event, step=step, left_out=wanted - len(drawn))
+    drawn = {name: builder.curve() for name, builder in curves.items()}
+    return RunHistory(folder, drawn, **marks, event=event, step=step, left_out=sum(names.values()) - len(drawn))
 
 
 def _is_step(value: Any) -> bool:

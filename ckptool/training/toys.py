@@ -36,11 +36,8 @@ def digits() -> Arrays:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UsageError(
-            "data: digits come with scikit-learn, which is not installed",
-            "",
-            f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'",
-        ) from None
+        fix = f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'"
+        raise UsageError("data: digits come with scikit-learn, which is not installed", "", fix) from None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
