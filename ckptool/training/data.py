@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
 from ckptool.training.rng import CPU, derived, generator, order, seed_all
-from ckptool.training.toys import Arrays, blobs, digits
+from ckptool.training.toys import blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -236,8 +236,9 @@ class Picked(Dataset[Any]):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        if self.collate is default_collate and type(self.dataset) is Arrays:  # which draws nothing
-            return self.dataset.batch([index for _, index in places])
+        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
+        if plain and self.collate is default_collate:  # one look-up in each column
+            return self.dataset[[index for _, index in places]]
         samples = []
         for _, index in places:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)

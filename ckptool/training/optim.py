@@ -20,7 +20,7 @@ from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
-from ckptool.training.parallel import divided_like, is_divided, local
+from ckptool.training.parallel import divided_like, local
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
@@ -300,9 +300,9 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the weights, and both back afterwards; nothing is copied."""
+        """Puts the average in the place of the weights, and both back afterwards."""
         live = self.model.state_dict(keep_vars=True)
-        pairs = {id(live[name]): (live[name], value) for name, value in self.values.items()}.values()
+        pairs = {id(value): (live[name], value) for name, value in self.values.items()}.values()
         try:
             _swap(pairs)
             yield
@@ -322,10 +322,7 @@ class Average:
 
 
 def _swap(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for one, other in pairs:
-        if is_divided(one):  # FSDP2 has views of it
-            before = local(one).detach().clone()
-            local(one).data.copy_(local(other))
-            local(other).copy_(before)
-        else:
-            one.data, other.data = other.data, one.data
+    for one, other in pairs:  # by their values: FSDP2 has views of them
+        before = local(one).detach().clone()
+        local(one).data.copy_(local(other))
+        local(other).copy_(before)

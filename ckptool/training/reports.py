@@ -384,11 +384,6 @@ class RunHistory(Report):
     left_out: int = 0
 
     @property
-    def series(self) -> Annotated[dict[str, tuple[Steps, tuple[float, ...]]], LIVE]:
-        """The steps and values of each curve."""
-        return {name: (curve.steps, curve.values) for name, curve in self.curves.items()}
-
-    @property
     def done(self) -> Annotated[Steps, LIVE]:
         """The step at which it was done, where that is the last that happened to it."""
         return (self.step,) if self.event == "done" and self.step is not None else ()

@@ -21,15 +21,6 @@ class Arrays(TensorDataset):
         super().__init__(*columns)
         self.about = about
 
-    def __getitem__(self, index: int) -> Any:
-        parts = tuple(column[index] for column in self.tensors)
-        return parts if len(parts) > 1 else parts[0]
-
-    def batch(self, indices: list[int]) -> Any:
-        """Samples as torch's `default_collate` would put them together: one look-up in each column."""
-        parts = [column[indices] for column in self.tensors]
-        return parts if len(parts) > 1 else parts[0]
-
 
 def digits() -> Arrays:
     """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
