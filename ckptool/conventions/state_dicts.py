@@ -147,11 +147,15 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
-        fix = f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}"
+        why, fix = "Commands that change keys work on those.", f"See what it has: {command('inspect', file)}"
         if found:  # which no address makes weights
             fix = f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
-        what = f"{where} has no dictionary that looks like model weights"
-        raise UsageError(what, "Commands that change keys work on those.", fix)
+        elif is_optimizer(checkpoint.tree):
+            why = "It is the state of an optimizer."
+            fix = f"All of it goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
+        else:
+            fix += f"; then name the part: {arg(at=ADDRESS)}"
+        raise UsageError(f"{where} has no dictionary that looks like model weights", why, fix)
     return roots or found
 
 

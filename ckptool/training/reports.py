@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from ckptool.facts import (
 from ckptool.training import HISTORY, METRICS
 
 GOOD = "good"
+MEASURES = 3  # that have a column
 # How kills come: at calls that a preloaded library sees, or by time alone.
 PRELOAD, TIME = "preload", "time"
 ANY = "any moment"  # the place of a kill that waits for no event
@@ -159,13 +160,13 @@ class RunCheckpoint:
     bytes: Bytes
     kept: tuple[str, ...]
 
-    def cells(self, metric: str) -> tuple[str, ...]:
+    def cells(self, metrics: Iterable[str]) -> tuple[str, ...]:
         """Its line in the table of a run; red where it is damaged."""
         cells = (
             f"{self.step:,}",
             "" if self.epoch is None else f"{self.epoch:,}",
             "" if self.loss is None else f"{self.loss:.5g}",
-            f"{self.metrics[metric]:.5g}" if metric in self.metrics else "",
+            *(f"{self.metrics[name]:.5g}" if name in self.metrics else "" for name in metrics),
             size(self.bytes),
             self.problem or ", ".join(self.kept) or "not: prune would delete it",
         )
@@ -231,8 +232,12 @@ class RunReport(Report):
         when = f" at step {self.step:,}" if self.step is not None else ""
         yield f"  {_EVENTS.get(self.event, self.event)}{when}{self._way_on() if self.checkpoints else ''}"
         yield ""
-        heads = ("step", "epoch", "loss", self.metric, "size", "kept")
-        yield Table([one.cells(self.metric) for one in self.checkpoints], heads=heads, right=range(5))
+        metrics = [*dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])][
+            :MEASURES
+        ]
+        heads = ("step", "epoch", "loss", *metrics, "size", "kept")
+        rows = [one.cells(metrics) for one in self.checkpoints]
+        yield Table(rows, heads=heads, right=range(4 + len(metrics)))
 
     def _way_on(self) -> str:
         if self.resumes is None:
