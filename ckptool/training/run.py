@@ -26,7 +26,7 @@ from ckptool.training import LOOP, moving, rng, run_folder
 from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, retention, to_cpu
+from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
@@ -115,17 +115,11 @@ class Run:
         self._notes_given: set[str] = set()
         self._options = self.objects.options()
         self._window = Window(self.objects)
-        if isinstance(folder, RunFolder):  # of the harness, which opens it by its configuration
-            self.folder = folder
-        else:
+        if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
             keep = keep_last, keep_best, keep_every
-            rules = retention(keep, os.fspath(folder), verify, signals, seed, stop_after)
-            where = absolute(folder)  # since scripts change directory; only the first process makes and locks it
-            if (before := _OPEN.pop(where, None)) is not None:
-                before.close()  # a notebook cell that is run again
-            opened: list[RunFolder] = []
-            self.world.first(lambda: opened.append(_open_folder(where, rules)))
-            self.folder = opened[0] if opened else run_folder.reopen(where, rules, write=False, elsewhere=ELSEWHERE)
+            rules = checked_rules(keep, os.fspath(folder), verify, signals, seed, stop_after)
+            folder = _opened(absolute(folder), rules, self.world)  # absolute, since scripts change directory
+        self.folder = folder
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
@@ -158,12 +152,10 @@ class Run:
 
     # Opening -----------------------------------------------------------------------------------------------------
 
-    def _note_begin(self) -> None:
+    def _note_begin(self, **facts: Any) -> None:
         """Notes in the first process that the run begins, or where it goes on."""
-        if self.resumed:
-            self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
         self.folder.refuse_others(self.step, self.step + 1)
-        facts = environment(self.world.size, self.world.device)
+        facts |= environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
         self.folder.metrics.cut_back(self.step, self._logged)
 
@@ -209,12 +201,6 @@ class Run:
         self.values[name] = value
         if self._resumed is not None and name in self._resumed.values:
             self._resumed.overwritten.add(name)
-
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.values
@@ -313,6 +299,7 @@ class Run:
         self.position.restore(tree["data_state"], own)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
         self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
+        self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -741,13 +728,23 @@ def _world(objects: Objects) -> World:
     return World(distributed.get_rank(), distributed.get_world_size(), device, True)
 
 
-def _open_folder(folder: str, rules: Retention) -> RunFolder:
-    """The folder of an existing run, or of a new one."""
-    if run_folder.is_run(folder):
-        return run_folder.reopen(folder, rules, elsewhere=ELSEWHERE)
+def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
+    """The folder of a new run, or of an existing one; only the first process makes and locks it."""
+    if (before := _OPEN.pop(folder, None)) is not None:
+        before.close()  # a notebook cell that is run again
     settings = {
         LOOP: os.path.basename(sys.argv[0]) or "python",
         "save": {"keep_last": rules.last, "keep_best": rules.best, "keep_every": rules.every},
         "eval": {"metric": rules.metric, "mode": rules.mode},
     }
-    return run_folder.create(folder, settings, rules, ELSEWHERE)
+    opened: list[RunFolder] = []
+
+    def open_first() -> None:
+        is_new = not run_folder.is_run(folder)
+        create, reopen = run_folder.create, run_folder.reopen
+        opened.append(
+            create(folder, settings, rules, ELSEWHERE) if is_new else reopen(folder, rules, elsewhere=ELSEWHERE)
+        )
+
+    world.first(open_first)
+    return opened[0] if opened else run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)

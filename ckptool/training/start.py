@@ -126,7 +126,6 @@ class TrainerRun(Run):
         )
         self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
         self._saver.resume = f"resume: {command('resume', folder.folder)}"
-        self.step = trainer.step
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
 
     @property
@@ -155,6 +154,7 @@ class TrainerRun(Run):
     def _restore(self, saved: SavedState) -> None:
         trainer, sidecar = self.trainer, saved.sidecar or {}
         restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
+        self.step = trainer.step
         before, now = sidecar.get("environment") or {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
         if keys:
@@ -167,7 +167,7 @@ class TrainerRun(Run):
         if self._changed:
             self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
 
-    def _note_begin(self) -> None:
+    def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
         for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
@@ -178,9 +178,7 @@ class TrainerRun(Run):
             self.revision += 1
             folder.note(CHANGED, changes=noted, config=config.dumped(), revision=self.revision)
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
-        facts |= environment(trainer.world.size, trainer.world.device)
-        folder.note("resume" if self.resumed else "start", step=trainer.step, **facts)
-        folder.metrics.cut_back(trainer.step, self._logged)
+        super()._note_begin(**facts)
 
     def _point(self) -> Point:
         return Point(self.trainer.place, {}, {})

@@ -255,12 +255,11 @@ class Window:
     def __init__(self, objects: Objects) -> None:
         self._optimizers = list(objects.of(Optimizer).values())
         self._scalers = list(objects.of(GradScaler).values())
-        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that, in a step
-        self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, in the last step of its own optimizer
+        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient that was used, and the version of that
         self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
         self._stepped: set[int] = set()  # the optimizers, by number, in this body
         self.zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
-        self.renewing: set[int] = set()  # those that begin anew; saved, as saves depend on it
+        self.renewing: set[int] = set()  # of several, those that begin anew; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
@@ -269,22 +268,20 @@ class Window:
 
     def note_step(self, number: int) -> None:
         """An optimizer has used its gradients."""
-        self._used = {key: (weakref.ref(each), each._version) for key, each in self._gradients(*self._optimizers)}
         self._counts[number] += 1
-        if len(self._optimizers) == 1:
-            self._used_by_own = self._used
-            return
-        own = dict(self._gradients(self._optimizers[number]))
-        self._used_by_own |= {key: self._used[key] for key in own}
         self._stepped.add(number)
-        kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
-        (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+        if len(self._optimizers) > 1:
+            own = self._gradients(number)
+            kept = any(key in self._kept and self._kept[key]() is each for key, each in own)
+            (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+        settled = self._gradients(*self._stepped, *self.renewing)
+        self._used |= {key: (weakref.ref(each), each._version) for key, each in settled}
 
     def begin(self) -> None:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*self._optimizers)}
+            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*range(len(self._optimizers)))}
 
     @property
     def steps(self) -> int:
@@ -296,15 +293,16 @@ class Window:
         """True where an optimizer has gradients that it will use. A step that a scaler skipped uses them."""
         if self._updates() != self._scaled:
             return False
-        settled = self._stepped | self.renewing
-        return any(
-            _is_any(self._gradients(each), self._used if number in settled else self._used_by_own)
-            for number, each in enumerate(self._optimizers)
-        )
+        for key, each in self._gradients(*range(len(self._optimizers))):
+            used, version = self._used.get(key, (None, 0))
+            is_new = used is None or used() is not each or version != each._version
+            if is_new and bool(local(each._values() if each.is_sparse else each).any()):
+                return True
+        return False
 
-    def _gradients(self, *which: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for optimizer in which for group in optimizer.param_groups)
+        groups = (group for number in numbers for group in self._optimizers[number].param_groups)
         return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
 
     def _updates(self) -> int:
@@ -330,16 +328,6 @@ def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alo
     optimizer.register_step_post_hook(stepped)
     if not alone:
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-def _is_any(gradients: Iterable[tuple[int, torch.Tensor]], used: Mapping[int, tuple[Any, int]]) -> bool:
-    """True if one of these gradients was not used as it is now, and is not zero."""
-    for key, each in gradients:
-        reference, version = used.get(key, (None, 0))
-        known = reference is not None and reference() is each and version == each._version
-        if not known and bool(local(each._values() if each.is_sparse else each).any()):
-            return True
-    return False
 
 
 # What was not given ---------------------------------------------------------------------------------------------------
