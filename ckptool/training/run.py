@@ -110,7 +110,6 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._held: list[dict[str, Any]] = []  # lines from before that: they are there already, if a loop follows
         self._snapshot: dict[str, str] = {}
         self._notes_given: set[str] = set()
         self._options = self.objects.options()
@@ -144,11 +143,11 @@ class Run:
             if self.world.is_first:
                 self._note_begin()
         except BaseException:
-            self.close()
+            self.folder.close()
             raise
         _OPEN[self.folder.folder] = self
         # A run that is dropped holds no lock.
-        weakref.finalize(self, _finish, self._saver, self.folder, self._held, self.say)
+        weakref.finalize(self, self._saver.finish, self.say)
 
     # Opening -----------------------------------------------------------------------------------------------------
 
@@ -158,23 +157,21 @@ class Run:
         facts |= environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
         self.folder.metrics.cut_back(self.step, self._logged)
+        self._logged = self.folder.metrics.size
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the lock; nothing more can be saved.
 
         Raises what went wrong in the save at `break`.
         """
-        if hasattr(self, "_saver"):
-            if self._loop and not self._closed and self._saver.step != self.step:
-                self.say(
-                    f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
-                    "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
-                    "for … in tqdm(run.batches(…))"
-                )
-            self._caught.close()
-            _finish(self._saver, self.folder, self._held, self.say)
-        elif hasattr(self, "folder"):
-            self.folder.close()
+        if self._loop and not self._closed and self._saver.step != self.step:
+            self.say(
+                f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
+                "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
+                "for … in tqdm(run.batches(…))"
+            )
+        self._caught.close()
+        self._saver.finish(self.say)
         failed, self._failed, self._closed = self._failed, None, True
         if failed is not None:
             raise failed
@@ -316,10 +313,6 @@ class Run:
 
         Each is the number of steps that are complete when the body ends: the first is 1.
         """
-        if self._loop == "run.epochs":
-            raise UsageError(
-                "run.steps counts the steps of the whole run", "", "Inside run.epochs: run.batches(loader)"
-            )
 
         def draws() -> Generator[None]:
             self._restore_random(self._random, self._generators())
@@ -335,11 +328,12 @@ class Run:
         loader: a DataLoader, anything that can be iterated once for each epoch, or a function that returns an iterator.
         Exactly one of `steps` and `epochs`; inside `run.epochs` neither. Calls `set_epoch` of samplers and data sets.
         """
-        if (nested := self._loop == "run.epochs") and (steps is not None or epochs is not None):
-            raise UsageError("run.batches inside run.epochs takes neither steps nor epochs", "It yields one epoch.")
-        if not nested and (steps is None) == (epochs is None):
+        nested = self._loop == "run.epochs"
+        asked = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
+        if len(asked) != (not nested):
+            takes = "neither steps nor epochs inside run.epochs" if nested else "exactly one of steps and epochs"
             raise UsageError(
-                "run.batches takes exactly one of steps and epochs",
+                f"run.batches takes {takes}",
                 "",
                 "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
@@ -352,7 +346,6 @@ class Run:
         self.position.loader = loader
         if nested:
             return self._one_epoch(self._epoch_of(loader), {})
-        asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
         return self._flat(lambda: self._epoch_of(loader), asked)
 
     def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
@@ -365,7 +358,8 @@ class Run:
         loop, is_nested = loop_frame(), name == "run.epochs"
         ((kind, count),) = asked.items()
         done = self.step if kind == "steps" else self.position.epoch
-        self._held.clear()
+        if not self._goes_on and self.world.is_first:  # what was logged since is there already
+            self.folder.metrics.cut_back(self.step, self._logged)
         self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
         if self._resumed is not None and self._goes_on and self._is_over(asked) and self._ended is None:
             self._say_once(
@@ -586,7 +580,6 @@ class Run:
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()
-        _write(self._held, self.folder)
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
 
@@ -670,9 +663,7 @@ class Run:
         self.loss = found.get("loss", self.loss)
         repeated = self._resumed is not None and self._loop == "run.epochs"  # of an epoch that is resumed inside
         if self.world.is_first and not repeated:
-            self._held.append({"step": self.step if step is None else step, "epoch": self.epoch, **found})
-            if self._goes_on:
-                _write(self._held, self.folder)
+            self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **found})
 
     @contextmanager
     def evaluating(self, *modules: nn.Module) -> Iterator[None]:
@@ -693,18 +684,6 @@ class Run:
 
 
 _END = object()
-
-
-def _write(lines: list[dict[str, Any]], folder: RunFolder) -> None:
-    while lines:
-        folder.metrics.add(lines.pop(0))
-
-
-def _finish(saver: Saver, folder: RunFolder, lines: list[dict[str, Any]], say: Callable[[str], Any]) -> None:
-    try:
-        _write(lines, folder)
-    finally:
-        saver.finish(say)
 
 
 class _Resumed(NamedTuple):
@@ -729,7 +708,7 @@ def _world(objects: Objects) -> World:
 
 
 def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
-    """The folder of a new run, or of an existing one; only the first process makes and locks it."""
+    """The folder of a new run, or of an existing one."""
     if (before := _OPEN.pop(folder, None)) is not None:
         before.close()  # a notebook cell that is run again
     settings = {
@@ -737,14 +716,5 @@ def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
         "save": {"keep_last": rules.last, "keep_best": rules.best, "keep_every": rules.every},
         "eval": {"metric": rules.metric, "mode": rules.mode},
     }
-    opened: list[RunFolder] = []
-
-    def open_first() -> None:
-        is_new = not run_folder.is_run(folder)
-        create, reopen = run_folder.create, run_folder.reopen
-        opened.append(
-            create(folder, settings, rules, ELSEWHERE) if is_new else reopen(folder, rules, elsewhere=ELSEWHERE)
-        )
-
-    world.first(open_first)
-    return opened[0] if opened else run_folder.reopen(folder, rules, write=False, elsewhere=ELSEWHERE)
+    goes_on = world.first(lambda: run_folder.is_run(folder))
+    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on, elsewhere=ELSEWHERE)

@@ -47,6 +47,8 @@ from ckptool.training.store import (
 if TYPE_CHECKING:
     import torch
 
+    from ckptool.training.parallel import World
+
 MAX_CONFIG = 1 << 20
 _ID = re.compile(r"# ckptool run ([0-9a-f]{32})\n")
 
@@ -92,6 +94,28 @@ def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: 
     if write:
         sweep_folder(run.checkpoints)
     return run
+
+
+def opened(
+    folder: str,
+    settings: dict[str, Any],
+    retention: Retention,
+    world: World,
+    *,
+    goes_on: bool,
+    elsewhere: str | Command = OTHER_RUN,
+) -> RunFolder:
+    """A new run, or with `goes_on` an existing one. Only the first process makes it, and has the right to write."""
+    found: list[RunFolder] = []
+
+    def open_first() -> None:
+        if goes_on:
+            found.append(reopen(folder, retention, elsewhere=elsewhere))
+        else:
+            found.append(create(folder, settings, retention, elsewhere))
+
+    world.first(open_first)
+    return found[0] if found else reopen(folder, retention, write=False, elsewhere=elsewhere)
 
 
 def is_run(folder: str) -> bool:

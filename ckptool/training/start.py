@@ -87,19 +87,11 @@ def resume(
     return start(config, resume="must", asked=asked, progress=progress, say=say)
 
 
-def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> RunFolder:
-    """The run's folder; in all processes but the first without its lock."""
-    opened, rules = list[RunFolder](), retention_of(config)
-
-    def open_first() -> None:
-        if not there:
-            opened.append(run_folder.create(config.run, config.dumped(), rules))
-            return
-        refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run)
-        opened.append(run_folder.reopen(config.run, rules))
-
-    world.first(open_first)
-    return opened[0] if opened else run_folder.reopen(config.run, rules, write=False)
+def _opened(config: Config, goes_on: bool, asked: Sequence[str], world: World) -> RunFolder:
+    """The run's folder. Raises `Conflict` where it is not to go on, or cannot with this configuration."""
+    if goes_on:
+        world.first(lambda: refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run))
+    return run_folder.opened(config.run, config.dumped(), retention_of(config), world, goes_on=goes_on)
 
 
 class TrainerRun(Run):

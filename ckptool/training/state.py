@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
-from ckptool.training.batches import saves
+from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator
@@ -79,7 +79,7 @@ class Objects:
 
     def parts_of(self, loader: Any) -> dict[str, Any]:
         """The states of the objects that are a loader, its data set or a sampler of it, copied."""
-        known = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+        known = parts_of(loader).values()
         parts = {name: each for name, each in self.named.items() if any(each is part for part in known)}
         return {name: to_cpu(each.state_dict(), copied=True) for name, each in parts.items()}
 
@@ -187,10 +187,13 @@ class Objects:
                     f"It was saved from a different {name}.",
                 ) from error
 
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The groups of parameters of all optimizers, each with the name of its optimizer."""
+        return ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
+
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
-        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
-        return next((name for name, group in groups if group.get("train_mode") is False), "")
+        return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
 
     @property
     def _knows_all_kinds(self) -> bool:
@@ -218,8 +221,7 @@ class Objects:
         """The name of an optimizer whose schedule was not given; empty for none."""
         if self.of(Schedule) or not self._knows_all_kinds:
             return ""
-        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
-        return next((name for name, group in groups if "initial_lr" in group), "")
+        return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
         """The plain options of every optimizer's groups, as the script gives them: `lr`, `fused`."""
@@ -342,7 +344,7 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> li
     known = {id(each) for each in given}
     for each in list(given):
         known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
-        known |= {id(getattr(each, name, None)) for name in ("dataset", "sampler", "batch_sampler")}
+        known |= set(map(id, parts_of(each).values()))
     frame: FrameType | None = sys._getframe(1)  # to the innermost whose code is neither ours nor a library's
     while frame is not None and (
         str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
