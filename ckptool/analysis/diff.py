@@ -15,7 +15,7 @@ from ckptool.analysis.words import entry_text, grouped, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.progress import reading
-from ckptool.checkpoint.tree import module_attributes, storages
+from ckptool.checkpoint.tree import module_attributes, second_names, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
@@ -92,7 +92,7 @@ class Diff(Report):
                 where = listed([name or WHOLE for name in names], 3)
                 yield f"{what} differs in {where}; this counts only with --strict"
         if self.differs_by_prefix():
-            yield "the names differ only by a wrapper's prefix: --ignore prefix compares what they name"
+            yield "names differ by a wrapper's prefix: --ignore prefix compares what they name"
         yield ""
         if counts:
             aspects = Counter(name for change in self.changed for name in change.aspects)
@@ -132,10 +132,10 @@ class Diff(Report):
         return f"{', '.join(facts)}{equal}"
 
     def differs_by_prefix(self) -> bool:
-        """True if the names of what is in one file only differ by nothing but a wrapper's prefix."""
+        """True if most names that are in one file only are in the other with or without a wrapper's prefix."""
         onlys = (self.only_left, self.only_right)
         left, right = ({bare(path) for path, node in only if is_tensor(node)} for only in onlys)
-        return bool(left) and left == right and "prefix" not in self.ignored
+        return 2 * len(left & right) > len(left | right) and "prefix" not in self.ignored
 
     def differences(self, sides: tuple[str, str], *, all: bool = False, order: bool = True, room: int = ROWS) -> Told:
         """Every difference, by kinds.  sides: what the two are called.  all: names, not groups.  room: rows a kind."""
@@ -407,6 +407,9 @@ def diff_of_parts(
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
+    for part, entries in zip(parts, (report.only_left, report.only_right), strict=True):
+        if second := second_names(part.tree, {each.path for each in entries}):
+            remarks.append(f"{listed(second, 3)}: a second name for the same values")
     if report.left == report.right and a.at != b.at:  # two parts of one file
         names = ["#".join(filter(None, (report.left, each.at))) for each in (a, b)]
         report = replace(report, left=names[0], right=names[1])

@@ -322,13 +322,10 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        tags = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
-        meant = re.search(r"tagged with ([a-zA-Z]+)|\b(cuda|mps|xpu|hpu|npu)\b", text, re.IGNORECASE)
-        kind = (meant[1] or meant[2]).lower() if meant else ""
-        if finding.code == "gpu-memory" or any(device.partition(":")[0] == kind for device in devices):
-            finding = replace(finding, what=f"{finding.what} {tags}.")
-        else:
-            what = f"{tags}: the message is of another file, or the code itself asks for the device."
-            finding = replace(finding, what=what, commands=(), advised=(), certain=False)
-            finding = replace(finding, advice="Name the file that the code loads.")
+        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        finding = replace(finding, what=f"{finding.what} {what}.")
+        if not devices and finding.code != "gpu-memory":
+            what += ": the message is of another file, or the code itself asks for the device."
+            advice = "Name the file that the code loads."
+            finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice=advice)
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

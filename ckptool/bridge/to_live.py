@@ -21,7 +21,7 @@ from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, copy_list, copy_tuple
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
-from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type, scalar
+from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
 from ckptool.commands import OUT_SAFETENSORS, command, input_of
@@ -241,7 +241,7 @@ def known(builder: Builder, node: Object) -> Any:
         return _numpy_type(array_type(node))
     if word in ("array", "array scalar"):
         try:
-            found = array(node) if word == "array" else scalar(node)
+            found = array(node)
         except Unsupported as error:
             return builder.refuse(node, error.what)
         if found is not NotImplemented:

@@ -6,7 +6,7 @@ Nothing here reads a byte until it is asked to. Nothing here is changed after it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import field
 from enum import Enum
 from importlib import import_module
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passed
-from ckptool.checkpoint.protocols import ArrayLike, TreeMapping
-from ckptool.errors import BadTensor, printable
+from ckptool.checkpoint.protocols import ArrayLike
+from ckptool.errors import Ambiguous, BadTensor, UsageError, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -403,9 +403,15 @@ class PartOf:
         return self.kind is PartKind.MEMBERS and self.number == self.count
 
 
+def _trees() -> Any:
+    """What knows addresses, and imports the nouns."""
+    return import_module("ckptool.checkpoint.tree")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
-class Checkpoint(TreeMapping):
-    """An opened checkpoint: a mapping of what is at its top. Immutable, and so is what `checkpoint[key]` gives.
+class Checkpoint:
+    """An opened checkpoint: a mapping of what is at its top (`ckpt["epoch"]`), and of addresses
+    (`ckpt["state_dict/fc.weight"]`). Immutable, and so is what it gives.
 
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
     metadata: what the container says beside the tree.  source: the file it was read from, if any.
@@ -435,6 +441,78 @@ class Checkpoint(TreeMapping):
     # What was worked out once and is asked for again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
+    def __getitem__(self, key: Any) -> Any:
+        """The entry of that name, else at that address; containers are read-only.
+
+        Raises `MissingKey`, a `KeyError`, where there is neither.
+        """
+        top = self._top()
+        is_key = type(key) is not str or (isinstance(top, dict) and key in top)
+        return top[key] if is_key else _trees().find(top, key)[1]
+
+    def _top(self) -> Any:
+        """The tree, read-only; of a pickled module its state dict, of another object what is in it by name."""
+        if "read-only" not in self.kept:
+            tree = self.tree
+            if isinstance(tree, Object):
+                tree = _trees().module_state_dict(tree)
+                tree = dict(_trees().children(self.tree)) if tree is None else tree
+            self.kept["read-only"] = read_only(tree)
+        return self.kept["read-only"]
+
+    def _names(self) -> dict[Any, Any]:
+        top = self._top()
+        if not isinstance(top, dict):
+            what = f"{self!r} has no names at its top: it is of type {type(top).__name__}"
+            raise UsageError(what, "", "Its parts: list(ckpt); all tensors with their addresses: ckpt.tensors()")
+        return top
+
+    def keys(self) -> KeysView[Any]:
+        """The names at the top. Raises `UsageError` for a list or a tensor, as `values` and `items` do."""
+        return self._names().keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._names().values()
+
+    def items(self) -> ItemsView[Any, Any]:
+        return self._names().items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry of that name or at that address, else the default."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._top() or (type(key) is str and self.get(key, self) is not self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._top())
+
+    def __len__(self) -> int:
+        return len(self._top())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its address, in order. Raises `Ambiguous` where that is not one tensor's: keys 0 and '0'."""
+        found: dict[str, Tensor] = {}
+        for path, tensor in _trees().tensors(self._top()):
+            if found.setdefault(name := _trees().address(path), tensor) is not tensor:
+                raise Ambiguous(f"{name} is the address of two tensors", "Their keys read the same.")
+        return found
+
+    def close(self) -> None:
+        """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name
+        meanwhile, or never had one, stays open for as long as anything refers to it."""
+        if self.source is not None:
+            self.source.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""
         return f"<checkpoint{where} ({self.container})>"
@@ -442,3 +520,6 @@ class Checkpoint(TreeMapping):
     def _repr_html_(self) -> str:
         html: str = import_module("ckptool.render.html").checkpoint_html(self)
         return html
+
+
+Mapping.register(Checkpoint)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import swapped
@@ -55,7 +55,7 @@ def over_bytes(
 
 def array_entry(node: Any) -> TensorEntry | None:
     """The tensor that a pickled numpy array stands for; None for any other value."""
-    if not isinstance(node, Object):
+    if not isinstance(node, Object) or node.name.endswith(".scalar"):
         return None
     try:
         found = array(node)
@@ -166,29 +166,24 @@ class Array:
 
     def values(self, limit: int | None = None) -> list[Any] | None:
         """The elements in the order of their bytes, the first `limit`; None for types without a value in Python."""
+        kind, order, letters = self.type.code[0], ">" if self.type.order == ">" else "<", _LETTERS.get(self.type.code)
+        if self.type.fields or not (letters or kind in "US"):
+            return None
         width, count = self.type.itemsize, self.size if limit is None else min(limit, self.size)
         if isinstance(self.data, LongValue) and count < self.size:
             data = self.data.data.read(0, count * width)
         else:
-            data = bytes(self.data)
-        items = [element(self.type, data[i * width : (i + 1) * width]) for i in range(count)]
-        return None if NotImplemented in items else items
+            data = bytes(self.data)[: count * width]
+        if letters:
+            numbers = struct.iter_unpack(order + letters, data)
+            return [complex(*parts) if len(parts) == 2 else parts[0] for parts in numbers]
+        texts = (data[i * width : (i + 1) * width] for i in range(count))
+        if kind == "S":
+            return [text.rstrip(b"\0") for text in texts]
+        return [text.decode(f"utf-32-{'be' if order == '>' else 'le'}", "replace").rstrip("\0") for text in texts]
 
     def __repr__(self) -> str:
         return f"<numpy array {self.type}{list(self.shape)}>"
-
-
-def element(kind: ArrayType, raw: bytes) -> Any:
-    """An element as Python's own value; `NotImplemented` where Python has none."""
-    letters = _LETTERS.get(kind.code)
-    if kind.fields:
-        return NotImplemented
-    if letters is not None:
-        parts = struct.unpack((">" if kind.order == ">" else "<") + letters, raw)
-        return complex(*parts) if len(parts) == 2 else parts[0]
-    if kind.code[0] == "U":
-        return raw.decode("utf-32-be" if kind.order == ">" else "utf-32-le", "replace").rstrip("\0")
-    return raw.rstrip(b"\0") if kind.code[0] == "S" else NotImplemented
 
 
 def _element(node: Any) -> tuple[str, int, bool]:
@@ -208,27 +203,20 @@ _NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
 _ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
-def _where_odd(give: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that gives what `give` does (`bool`: False) for a description that numpy would not write."""
+def _guarded(read: Callable[[Object], Any]) -> Callable[[Object], Any]:
+    """A function of objects that gives None for whatever numpy would not write."""
 
-    def guarded(read: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(read)
-        def reading(*args: Any) -> Any:
-            try:
-                return read(*args)
-            except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-                return give()
-
-        return reading
+    @wraps(read)
+    def guarded(node: Object) -> Any:
+        try:
+            return read(node)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+            return None
 
     return guarded
 
 
-def _refuse() -> NoReturn:
-    raise Corrupt("a numpy array whose dtype is inconsistent", "numpy does not write this.") from None
-
-
-@_where_odd(bool)
+@_guarded
 def is_type(node: Object) -> bool:
     """Whether a pickled `numpy.dtype` agrees with itself; of the types in it, each is judged by itself.
 
@@ -282,49 +270,54 @@ def _is_shape(shape: Any) -> bool:
     )
 
 
-def _fills(data: Any, kind: Any, shape: Any) -> bool:
-    """Whether data is what an array of this type and shape takes: so many bytes, or a list of so many objects."""
+@_guarded
+def _parts(node: Object) -> Any:
+    """The type, shape, order and data of a pickled array or number; nothing of an array that was not filled."""
+    if canonical(node.fn).endswith(".scalar"):
+        return (node.args[0], (), False, *node.args[1:])
+    if canonical(node.fn).endswith("._frombuffer"):
+        data, kind, shape, order = node.args
+        return kind, shape, ("C", "F", "A", "K").index(order) == 1, data
+    if node.args[1] != (0,) or node.args[2] not in (b"b", "b"):
+        return None
+    if node.state is MISSING:
+        return ()
+    *version, shape, kind, fortran, data = node.state
+    known = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
+    return (kind, shape, bool(fortran), data) if known else None
+
+
+@_guarded
+def is_array(node: Object) -> bool:
+    """Whether a pickled array or number has what its type and shape take: so many bytes, or a list of so many objects.
+
+    An array may be without a state, as numpy makes it.
+    """
+    parts = _parts(node)
+    if not parts:
+        return parts is not None
+    kind, shape, _, data = parts
     _, width, has_objects = _element(kind)
     count = math.prod(shape) if _is_shape(shape) else -1
     if has_objects:
-        return type(data) is list and len(data) == count
+        return node.state is not MISSING and type(data) is list and len(data) == count
     data = _python2_bytes(data)
-    return bool(len(data) == width * count)
+    return isinstance(data, (bytes, bytearray, LongValue)) and len(data) == width * count
 
 
-@_where_odd(bool)
-def is_array(node: Object) -> bool:
-    """Whether a pickled array has the state that numpy gives one, or none."""
-    if canonical(node.fn).endswith("._frombuffer"):
-        data, kind, shape, order = node.args
-        return order in ("C", "F", "A", "K") and not _element(kind)[2] and _fills(data, kind, shape)
-    if canonical(node.fn).endswith(".scalar"):
-        kind, data = node.args
-        return not _element(kind)[2] and _fills(data, kind, ())
-    if node.args[1] != (0,) or node.args[2] not in (b"b", "b"):
-        return False
-    if node.state is MISSING:
-        return True
-    *version, shape, kind, fortran, data = node.state
-    known = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
-    return known and _fills(data, kind, shape)
-
-
-@_where_odd(_refuse)
 def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = None) -> ArrayType:
     """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
     seen = {} if seen is None else seen  # by the `id` of their nodes: a record may have a type many times
     if id(node) in seen:
         return seen[id(node)]
-    text: Any = node.args[0] if isinstance(node, Object) and node.args else None
+    text: Any = node.args[0] if isinstance(node, Object) and type(node.args) is tuple and node.args else None
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
     if not known or text[:1] == "O" or not re.fullmatch(_CODE, text):
-        objects = known and text[:1] == "O"
-        kind = "Python objects" if objects else f"the unknown type {str(text)[:40]!r}"
+        kind = "Python objects" if known and text[:1] == "O" else f"the unknown type {str(text)[:40]!r}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
         raise Unsupported(f"a numpy array of {kind}", why)
     if not is_type(node):
-        raise Corrupt("a numpy type whose parts disagree, or lie outside of it", "It is damaged or malicious.")
+        raise Unsupported("a numpy type whose parts disagree, or lie outside of it", "numpy does not write this.")
     kind, size, _ = _element(node)
     code, state = "b1" if kind == "?" else text, node.state
     if kind in "biufc" and code not in _LETTERS:
@@ -350,45 +343,25 @@ def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
     return unit, count
 
 
-@_where_odd(_refuse)
 def array(node: Object) -> Any:
-    """The `Array` that an object stands for, else `NotImplemented`. Raises `Corrupt` where sizes disagree."""
-    called, state = canonical(node.fn), node.state
-    if (
-        called == "numpy.core.multiarray._reconstruct"
-        and node.args
-        and canonical(node.args[0]) == "numpy.ndarray"
-        and type(state) is tuple
-        and len(state) in (4, 5)  # with and without a version in front
-    ):
-        shape, kind, fortran, data = state[-4:]
-    elif called == "numpy.core.numeric._frombuffer" and len(node.args) == 4 and state is MISSING:
-        data, kind, shape, order = node.args
-        fortran = order == "F"
-    else:
+    """The `Array` that an object stands for, of a number one without dimensions; else `NotImplemented`.
+
+    Raises `Unsupported` where it is not as numpy writes it, and for Python objects.
+    """
+    called = canonical(node.fn)
+    is_plain = called == "numpy.core.multiarray._reconstruct" and canonical((*node.args, None)[0]) == "numpy.ndarray"
+    if not is_plain and called not in ("numpy.core.numeric._frombuffer", "numpy.core.multiarray.scalar"):
         return NotImplemented
-    found = array_type(kind)
-    data = _python2_bytes(data)
-    if isinstance(data, list) or not isinstance(data, (bytes, bytearray, LongValue)):
-        raise Unsupported("a numpy array of Python objects", "It holds no plain numbers.")
-    if not _is_shape(shape):
-        raise Corrupt("a numpy array whose shape is not a list of numbers")
-    if math.prod(shape) * found.itemsize != len(data):
-        raise Corrupt(f"a numpy array of shape {list(shape)} and type {found} with {len(data):,} bytes")
-    return Array(found, shape, data if isinstance(data, LongValue) else bytes(data), bool(fortran))
+    parts = _parts(node)
+    if parts == ():
+        return NotImplemented
+    kind = array_type(parts[0]) if parts else None
+    if kind is None or not is_array(node):
+        raise Unsupported("a numpy array with other data than its type and shape take", "numpy does not write this.")
+    _, shape, fortran, data = parts
+    return Array(kind, shape, data if isinstance(data, LongValue) else bytes(_python2_bytes(data)), fortran)
 
 
 def _python2_bytes(data: Any) -> Any:
     """The bytes of a Python 2 text, which was read as UTF-8 where it happened to be that."""
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-
-
-@_where_odd(_refuse)
-def scalar(node: Object) -> Any:
-    """The type and bytes of a numpy scalar, as an `Array` without dimensions; `NotImplemented` for anything else."""
-    if canonical(node.fn) != "numpy.core.multiarray.scalar" or len(node.args) != 2:
-        return NotImplemented
-    kind, data = array_type(node.args[0]), _python2_bytes(node.args[1])
-    if not isinstance(data, bytes) or len(data) != kind.itemsize:
-        raise Corrupt(f"a numpy scalar of type {kind} that is not of {kind.itemsize} bytes")
-    return Array(kind, (), data)

@@ -1,20 +1,16 @@
-"""The protocols of Python and numpy that the nouns speak: a checkpoint is a mapping, a tensor is array-like.
+"""The protocols of numpy and torch that a tensor speaks.
 
-What a higher layer makes of them (`.torch()`, `.to()`, what notebooks show) is imported by its name, when asked for.
+What a higher layer makes of it (`.torch()`, `.to()`) is imported by its name, when asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.dtypes import dtype_of
-from ckptool.checkpoint.graph import read_only
 from ckptool.errors import UsageError, counted
-
-if TYPE_CHECKING:
-    from ckptool.checkpoint import Tensor
 
 
 class ArrayLike:
@@ -80,7 +76,7 @@ class ArrayLike:
         try:
             target = dtype_of(dtype)
         except UsageError as error:
-            raise error if error.why else UsageError(error.what, "", "On a device: entry.torch().to(DEVICE)") from None
+            raise UsageError(error.what, f"{error.fix}.", "On a device: entry.torch().to(DEVICE)") from None
         return import_module("ckptool.transforms.casting").cast_lazily(self, target)
 
     def tolist(self) -> Any:
@@ -112,81 +108,3 @@ class ArrayLike:
             if not name.startswith("_"):
                 what += f": its values are in the file. Read them first: entry.numpy().{name} or entry.torch().{name}"
             raise AttributeError(what, name=name, obj=self)
-
-
-def _trees() -> Any:
-    """What knows addresses, and imports the nouns."""
-    return import_module("ckptool.checkpoint.tree")
-
-
-class TreeMapping:
-    """A tree by the names at its top, and by addresses: `ckpt["epoch"]`, `ckpt["state_dict/fc.weight"]`."""
-
-    __slots__ = ()
-
-    def __getitem__(self, key: Any) -> Any:
-        """The entry of that name, else at that address; containers are read-only.
-
-        Raises `MissingKey`, a `KeyError`, where there is neither, and `Ambiguous` where there are both and differ.
-        """
-        top = self._top()
-        return _trees().find_named(top, key) if type(key) is str else top[key]
-
-    def _top(self: Any) -> Any:
-        """What has names at the top of the tree, read-only."""
-        if "read-only" not in self.kept:
-            self.kept["read-only"] = read_only(_trees().names_of(self))
-        return self.kept["read-only"]
-
-    def _names(self) -> dict[Any, Any]:
-        top = self._top()
-        if not isinstance(top, dict):
-            what = f"{self!r} has no names at its top: it is of type {type(top).__name__}"
-            raise UsageError(what, "", "Its parts: list(ckpt); all tensors with their addresses: ckpt.tensors()")
-        return top
-
-    def keys(self) -> KeysView[Any]:
-        """The names at the top. Raises `UsageError` for a list or a tensor, as `values` and `items` do."""
-        return self._names().keys()
-
-    def values(self) -> ValuesView[Any]:
-        return self._names().values()
-
-    def items(self) -> ItemsView[Any, Any]:
-        return self._names().items()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The entry of that name or at that address, else the default."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._top() or (type(key) is str and self.get(key, self) is not self)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._top())
-
-    def __len__(self) -> int:
-        return len(self._top())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its address, in order. Raises `Ambiguous` where two addresses read the same."""
-        found: dict[str, Tensor] = _trees().addressed(self._top())
-        return found
-
-    def close(self: Any) -> None:
-        """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name
-        meanwhile, or never had one, stays open for as long as anything refers to it."""
-        if self.source is not None:
-            self.source.close()
-
-    def __enter__(self: Any) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-Mapping.register(TreeMapping)

@@ -44,7 +44,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
         return FileRange(data.file, data.offset + offset, length, data.confirm)
     if isinstance(data, InlineBytes):
         return InlineBytes(data.content[offset : offset + length])
-    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
+    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))), data.inputs)
 
 
 def row_major(entry: TensorEntry) -> Data:
@@ -59,12 +59,23 @@ def row_major(entry: TensorEntry) -> Data:
     if entry.is_contiguous:
         return whole
     size = entry.dtype.itemsize
-    sizes, strides = _merged(entry.shape, entry.stride)
+    sizes, strides = merged(entry.shape, entry.stride)
     axis = next(axis for axis in range(len(sizes)) if prod(sizes[axis + 1 :]) <= _BLOCK // size)
     row = prod(sizes[axis + 1 :]) * size
     make = partial(_rows, whole, sizes, strides, axis, size)
     made = MadeBlocks(entry.nbytes, _BLOCK // row * row, make, sizes[axis] * row)
-    return Computed(entry.nbytes, made.read, view=made.view)
+    return Computed(entry.nbytes, made.read, (entry.storage,), made.view)
+
+
+def apart(entry: TensorEntry) -> TensorEntry:
+    """The tensor in row-major order on a storage of its own, with which the checksum of the old one is checked.
+
+    A range of a file without a checksum stays one, which the kernel copies.
+    """
+    data = row_major(entry)
+    if entry.storage.crc is not None and data.length:
+        data = Computed(data.length, data.read, (entry.storage,), data.view if isinstance(data, Computed) else None)
+    return entry.with_values(data)
 
 
 def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
@@ -145,7 +156,7 @@ def _rows(
     return out.reshape(-1).view(numpy.uint8).data
 
 
-def _merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The same view in fewer dimensions: those of size 1 dropped, those that continue each other joined."""
     sizes: list[int] = []
     strides: list[int] = []

@@ -6,13 +6,13 @@ an address is its text, `state_dict/fc.weight`, with `/` and `~` in a key writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Flags, Storage, StorageRef, Tensor, TensorEntry
+from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set, same_kind
 from ckptool.commands import FILE, command
@@ -98,6 +98,14 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
             yield path, node
 
 
+def second_names(tree: Any, names: Collection[Path]) -> list[str]:
+    """Of the tensors at these paths, those that are tied to one that is at none of them: `a is tied to b`."""
+    every = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if names else []
+    others = {node.view: address(path) for path, node in every if path not in names}
+    second = [(path, others.get(node.view)) for path, node in every if path in names]
+    return [f"{address(path)} is tied to {other}" for path, other in second if other is not None]
+
+
 def check_names(names: int, tensors: int) -> None:
     """Raises `LimitExceeded` where a few tensors stand under very many names each."""
     if names > MANY_NAMES and names > 4 * tensors:
@@ -180,49 +188,6 @@ def _is_plain_name(node: Any, part: str) -> bool:
 
 
 _LITERALS = frozenset({"True", "False", "None", "inf", "nan"})
-
-
-def names_of(checkpoint: Checkpoint) -> Any:
-    """The tree; of a pickled module its state dict, of another object what is in it by name."""
-    tree = checkpoint.tree
-    if not isinstance(tree, Object):
-        return tree
-    names = module_state_dict(tree)
-    return dict(children(tree)) if names is None else names
-
-
-def find_named(tree: Any, name: str) -> Any:
-    """The node under a key of that very name at the top of the tree, else at that address.
-
-    Raises `MissingKey` where there is neither, `Ambiguous` where there are both and differ.
-    """
-    key = isinstance(tree, dict) and name in tree
-    if key and "/" not in name:
-        return tree[name]
-    try:
-        node = find(tree, name)[1]
-    except MissingKey as error:
-        if key:
-            return tree[name]
-        below = [segment for segment, part in children(tree) if isinstance(part, dict) and name in part]
-        if not below:
-            raise
-        raise MissingKey(error.what, error.why, f"Did you mean {address((below[0], name))}?") from None
-    if key and node is not tree[name]:
-        steps = "".join(f"[{part!r}]" for part in name.split("/"))
-        what = f"{name} is a key and also the address of something else"
-        why = "A name has to mean one of them."
-        raise Ambiguous(what, why, f"The key: {segment_text(name)!r}; the other, step by step: {steps}")
-    return node
-
-
-def addressed(tree: Any) -> dict[str, Tensor]:
-    """Every tensor by its address. Raises `Ambiguous` where that is not one tensor's, as of the keys 0 and '0'."""
-    found: dict[str, Tensor] = {}
-    for path, tensor in tensors(tree):
-        if found.setdefault(address(path), tensor) is not tensor:
-            raise Ambiguous(f"{address(path)} is the address of two tensors", "Their keys read the same.")
-    return found
 
 
 def item_at(tree: Any, path: Path) -> Any:

@@ -94,21 +94,15 @@ def _cluster(address: str) -> Iterator[Executor]:
     except ImportError as error:
         what = f"{arg(jobs=address)} needs dask's distributed, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[cluster]'") from error
-    place = address.removeprefix(_DASK)
-    client = None
-    try:
-        client = distributed.Client(f"tcp://{place}", timeout=PATIENCE, set_as_default=False)
-        client.wait_for_workers(1, timeout=PATIENCE)
-    except (OSError, ValueError) as error:
-        if client is not None:
-            client.close()
-        what = f"the dask scheduler at {place} has no workers" if client else f"no dask scheduler answers at {place}"
-        fix = f"dask worker tcp://{place}" if client else "dask scheduler"
-        raise RunFailed(what, str(error), f"Start one: {fix}") from error
-    try:
+    place = f"tcp://{address.removeprefix(_DASK)}"
+    with ExitStack() as stack:
+        try:
+            client = stack.enter_context(distributed.Client(place, timeout=PATIENCE, set_as_default=False))
+            client.wait_for_workers(1, timeout=PATIENCE)
+        except (OSError, ValueError) as error:
+            what = f"no worker of a dask scheduler answers at {place}"
+            raise RunFailed(what, str(error), f"Start both: dask scheduler; dask worker {place}") from error
         yield client.get_executor()
-    finally:
-        client.close()
 
 
 class _Crew:

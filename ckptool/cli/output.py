@@ -169,9 +169,9 @@ def progress_line(label: str, width: int) -> str:
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Something to tell what is being done, which is seen on a terminal alone."""
+    """Something to tell what is being done: on a terminal in one line, which is written over; a line each elsewhere."""
     with _live_line() as show:
-        yield lambda text: show(f"{text} …") if show is not None else None
+        yield lambda text: show(f"{text} …") if show is not None else tell(f"{printable(text)}\n")
 
 
 @contextmanager

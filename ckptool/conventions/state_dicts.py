@@ -147,13 +147,15 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
-        raise UsageError(
-            f"{where} has no dictionary that looks like model weights",
-            "Commands that change keys work on those.",
-            f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
-            if found
-            else f"See what it has: {command('inspect', file)}; then name the part: {arg(at=ADDRESS)}",
-        )
+        why, fix = "Commands that change keys work on those.", f"See what it has: {command('inspect', file)}"
+        if found:  # which no address makes weights
+            fix = f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
+        elif is_optimizer(checkpoint.tree):
+            why = "It is the state of an optimizer."
+            fix = f"All of it goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
+        else:
+            fix += f"; then name the part: {arg(at=ADDRESS)}"
+        raise UsageError(f"{where} has no dictionary that looks like model weights", why, fix)
     return roots or found
 
 
@@ -188,30 +190,20 @@ def _whole_module(path: Path, node: Any) -> StateDict | None:
 def array_state_dicts(tree: Any) -> list[StateDict]:
     """The dictionaries of numpy arrays in a tree, pickled instead of state dicts; their nodes hold tensors.
 
-    Those that look like weights, if any do; of two inside each other, the one with more arrays.
+    Those that look like weights, if any do.
     """
     found: list[StateDict] = []
-    left_out: set[int] = set()
     seen: set[int] = set()
-    stack: list[tuple[Path, Any, int]] = [((), tree, -1)]  # and which of those found is around it
+    stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
-        path, node, around = stack.pop()
+        path, node = stack.pop()
         if id(node) in seen or not isinstance(node, (dict, list, tuple)) or is_optimizer(node):
             continue
         seen.add(id(node))
-        if isinstance(node, dict) and (root := _array_root(path, node)) is not None:
-            if around >= 0:
-                wider = _arrays_in(root) > _arrays_in(found[around])
-                left_out.add(around if wider else len(found))
-            around = len(found)
-            found.append(root)
-        stack += reversed([((*path, key), value, around) for key, value in _containers(node)])
-    roots = [root for number, root in enumerate(found) if number not in left_out]
-    return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
-
-
-def _arrays_in(root: StateDict) -> int:
-    return sum(isinstance(value, TensorEntry) for value in root.node.values())
+        root = _array_root(path, node) if isinstance(node, dict) else None
+        found += [] if root is None else [root]
+        stack += reversed([((*path, key), value) for key, value in _containers(node)])
+    return [root for root in found if _looks_like_weights(root.path, root.node)] or found
 
 
 def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:

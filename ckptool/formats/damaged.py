@@ -58,7 +58,7 @@ NO_SUM = "its checksum is damaged or cut off"
 NO_NAME = "its name cannot be proven: its header or the directory is damaged"
 TWICE = "two different records have its name"
 MISSING = "it is not in the file"
-UNDONE = "undid an in-place edit that was not finished"
+UNDONE = "undid an in-place edit that is not whole"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
 
 
@@ -197,6 +197,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     except CkptoolError as problem:
         error = error or problem
     walk = None
+    if state is not None and (at := _root(state.records)) and _is_torn(state.records[f"{at}data.pkl"]):
+        state = _Walk(source, source.size).state or state  # the one before an edit of which not all was written
     if state is None or _root(state.records) is None:  # a name in the directory may be what is damaged
         walk = _Walk(source, source.size)
         state = walk.state
@@ -254,6 +256,15 @@ def _root(names: Iterable[str]) -> str | None:
     """The folder of the records of a checkpoint; "" for those of an `.npz`, None for what is neither."""
     root = next((name.removesuffix("data.pkl") for name in names if _is_pickle(name)), "")
     return root if (root or _are_arrays(names)) and all(name.startswith(root) for name in names) else None
+
+
+def _is_torn(pickle: Record) -> bool:
+    """True if its data is not what the directory says."""
+    try:
+        pickle.contents(torch_zip.inflated_limit(pickle.stored))
+    except (Ambiguous, Corrupt):
+        return True
+    return False
 
 
 def _agrees(record: Record, *, name_alone: bool = False) -> bool:
@@ -460,6 +471,8 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         said = whole[root + name].contents(limit) if root + name in whole else b""
         if said.strip():
             metadata[key] = said.decode("utf-8", "replace").strip()
+    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
+        metadata[marks.RECOVERED] = marks.recovered_mark([], [])  # of what, is lost
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
     others = (f"{root}version", f"{root}data.pkl")

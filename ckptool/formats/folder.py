@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import islice
 from math import isfinite, prod
@@ -86,6 +86,14 @@ def names_in(folder: str) -> list[str]:
             return sorted(entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False))
     except OSError:
         return []
+
+
+def led_elsewhere(folder: str, name: str) -> str:
+    """The file that a link in a folder leads to, if it is outside of it, but for the `blobs` of a hub's cache."""
+    here = os.path.realpath(folder)
+    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
+    real = os.path.realpath(os.path.join(here, name))
+    return "" if real.startswith((here + os.sep, cache + os.sep)) else real
 
 
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
@@ -196,28 +204,110 @@ _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6}
 _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
+_NO_VALUES = "weights without values"
 _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
 
 
 def as_part(checkpoint: Checkpoint) -> PartOf | None:
     """Of what a file is a part, by its tree, its name and what lies beside it; None for a whole checkpoint."""
-    source, tree = checkpoint.source, checkpoint.tree
+    source = checkpoint.source
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
-    path = "" if source is None or isinstance(source, Folder) else source.path
-    facts, top = _facts_of(tree), tree if isinstance(tree, dict) else {}
-    if found := _share(facts, path) or _of_zero(top, facts, os.path.basename(path)) or _of_model_parallel(top, path):
-        return found
+    return next(_parts(checkpoint, "" if source is None or isinstance(source, Folder) else source.path), None)
+
+
+def _parts(checkpoint: Checkpoint, path: str) -> Iterator[PartOf]:
+    """What a file at this path (empty: of no name) may be a part of, the surest first."""
+    tree, facts, (folder, name) = checkpoint.tree, _facts_of(checkpoint.tree), os.path.split(path)
+    top = tree if isinstance(tree, dict) else {}
+    # A rank's share of tensors that several ranks hold.
+    named = OF_WORLD.fullmatch(name)
+    found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
+    rank = int(found["rank"]) if found else facts.rank
+    world = int(named["world"]) if named else facts.world
+    if facts.shared:
+        which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
+        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
+        alike = [_NUMBERS.sub("#", each) for each in _beside(path)].count(_NUMBERS.sub("#", name))
+        whole = (folder or ".") if found and world and alike >= world else ""
+        yield replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
+    if facts.flat:
+        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
+        yield _ranked(rank, world, what)
+    if named and world is not None and world > 1:
+        yield _ranked(rank, world, "the other ranks have files of their own")
+    # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
+    named = STATES.fullmatch(name)
+    rank, optimizer = int(named["rank"]) if named else None, fields(top.get("optimizer_state_dict"))
+    if (named and "optim" in named["rest"]) or "partition_count" in optimizer:
+        count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
+        world = max((each for each in items(count) or [count] if type(each) is int), default=None)
+        what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
+        yield _ranked(rank, world, f"{what}; the model is in the files together")
+    if "param_shapes" in top and facts.empty:
+        world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
+        what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
+        part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
+        yield part if named else replace(part, label=_NO_VALUES)
+    if named:
+        yield _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
+    if layer := LAYER.fullmatch(name):
+        label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
+        what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
+        yield PartOf(PartKind.SHARD, label, what)
+    # A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
+    args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
+    sizes = [
+        args.attributes.get(f"{kind}_model_parallel_size")
+        for kind in ("tensor", "pipeline")
+        if isinstance(args, Object)
+    ]
+    world = prod(size for size in sizes if type(size) is int and size > 0)
+    inside = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
+    for pattern, place, known in (
+        (MODEL_STATES, path, top.get("mp_world_size")),
+        (CONSOLIDATED, path, None),
+        (MODEL_PARALLEL, inside, world),
+    ):
+        if found := pattern.fullmatch(os.path.basename(place)):
+            text = found["rank"] + (found["rest"] if pattern is MODEL_PARALLEL else "")
+            number = int(text) if "_" not in text else None
+            others = sum(pattern.fullmatch(each) is not None for each in _beside(place))
+            count = max(others, known if type(known) is int else 1, (number or 0) + 1)
+            label = f"rank {text.replace('_', '/') if number is None else number} of {count:,}"
+            if count > 1:
+                yield PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
+            break
+    else:
+        if world > 1:
+            yield _ranked(None, world, _ONE_OF_SEVERAL)
     if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
-        piece = PIECES.fullmatch(os.path.basename(path))
-        ranks = {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
+        piece, ranks = PIECES.fullmatch(name), {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
         what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
-        return _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
-    if found := _shard(tree, path):
-        return found
-    if facts.empty < 2 or 2 * facts.empty < facts.named:
-        return None
-    what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
-    return PartOf(PartKind.PLACEHOLDERS, "weights without values", f"{what}, as ZeRO stage 3 has them ungathered")
+        yield _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
+    if isinstance(tree, dict) and all(isinstance(value, (TensorEntry, Composite)) for value in top.values()):
+        yield from _shard(folder, name)
+    if facts.empty > 1 and 2 * facts.empty >= facts.named:
+        what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
+        yield PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 has them ungathered")
+
+
+def _shard(folder: str, name: str) -> Iterator[PartOf]:
+    """A file that an index names; without the index, one whose name numbers it among several."""
+    numbered = NUMBERED.fullmatch(name)
+    number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
+    whole, where, index = "", "the index of the set is not beside it", ""
+    # Elsewhere, names are asked for.
+    others = _beside(os.path.join(folder, name)) if numbered or not is_url(folder) else ()
+    for each in filter(INDEX.fullmatch, others):
+        table = fields(json_or_none(os.path.join(folder, each), MAX_INDEX)).get("weight_map")
+        files = sorted({file for file in fields(table).values() if type(file) is str})
+        if name in files:
+            number, count, whole, index = files.index(name) + 1, len(files), folder or ".", each
+            where = f"{printable(index)} says which tensors are in which"
+            break
+    if 1 <= number <= count > 1:
+        what = f"it holds some of the model's tensors, the other files the rest; {where}"
+        yield PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
 
 
 def _beside(path: str) -> list[str]:
@@ -251,7 +341,7 @@ def _facts_of(tree: Any) -> _Facts:
             from ckptool.formats.placements import distributed  # which few files need
 
             if (found := distributed(node)) is not None:
-                rank, world = found.ranks
+                rank, world = found.rank, found.world
                 facts.tensors += 1
                 facts.shared += not found.is_whole
                 facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
@@ -282,95 +372,6 @@ def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = 
     label = "one rank" if rank is None else f"rank {rank:,}"
     label = label + f" of {world:,}" if world is not None else label if rank is not None else "what one rank saved"
     return PartOf(kind, label, meaning, rank, world)
-
-
-def _share(facts: _Facts, path: str) -> PartOf | None:
-    """A rank's share of tensors that several ranks hold."""
-    folder, name = os.path.split(path)
-    named = OF_WORLD.fullmatch(name)
-    found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
-    rank = int(found["rank"]) if found else facts.rank
-    world = int(named["world"]) if named else facts.world
-    if facts.shared:
-        which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
-        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        part = _ranked(rank, world, f"{which} {what}")
-        alike = [_NUMBERS.sub("#", each) for each in _beside(path)].count(_NUMBERS.sub("#", name))
-        return replace(part, whole=folder or ".") if found and world and alike >= world else part
-    if facts.flat:
-        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
-        return _ranked(rank, world, what)
-    is_one = named is not None and world is not None and world > 1
-    return _ranked(rank, world, "the other ranks have files of their own") if is_one else None
-
-
-def _of_zero(top: dict[Any, Any], facts: _Facts, name: str) -> PartOf | None:
-    """A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those."""
-    named = STATES.fullmatch(name)
-    rank = int(named["rank"]) if named else None
-    optimizer = fields(top.get("optimizer_state_dict"))
-    if (named and "optim" in named["rest"]) or "partition_count" in optimizer:
-        count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
-        world = max((each for each in items(count) or [count] if type(each) is int), default=None)
-        what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
-        return _ranked(rank, world, f"{what}; the model is in the files together")
-    if "param_shapes" in top and facts.empty:
-        world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
-        what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
-        part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
-        return part if named else replace(part, label="weights without values")
-    if named:
-        return _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
-    if layer := LAYER.fullmatch(name):
-        label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
-        what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
-        return PartOf(PartKind.SHARD, label, what)
-    return None
-
-
-def _of_model_parallel(top: dict[Any, Any], path: str) -> PartOf | None:
-    """A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama)."""
-    args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
-    saved = args.attributes if isinstance(args, Object) else {}
-    sizes = [saved.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-    world: Any = prod(size for size in sizes if type(size) is int and size > 0)
-    of_deepspeed = top.get("mp_world_size")
-    inside = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
-    for pattern, place, known in (
-        (MODEL_STATES, path, of_deepspeed),
-        (CONSOLIDATED, path, None),
-        (MODEL_PARALLEL, inside, world),
-    ):
-        if found := pattern.fullmatch(os.path.basename(place)):
-            rank = found["rank"] + (found["rest"] if pattern is MODEL_PARALLEL else "")
-            others = sum(pattern.fullmatch(name) is not None for name in _beside(place))
-            number = int(rank) if "_" not in rank else None
-            count = max(others, known if type(known) is int else 1, (number or 0) + 1)
-            label = f"rank {rank.replace('_', '/') if number is None else number} of {count:,}"
-            return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count) if count > 1 else None
-    return _ranked(None, world, _ONE_OF_SEVERAL) if world > 1 else None
-
-
-def _shard(tree: Any, path: str) -> PartOf | None:
-    """A file that an index names; without the index, one whose name numbers it among several."""
-    if not isinstance(tree, dict) or not all(isinstance(value, (TensorEntry, Composite)) for value in tree.values()):
-        return None
-    folder, name = os.path.split(path)
-    numbered = NUMBERED.fullmatch(name)
-    number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
-    whole, where, index = "", "the index of the set is not beside it", ""
-    others = _beside(path) if numbered or not is_url(path) else ()  # elsewhere, names are asked for
-    for each in filter(INDEX.fullmatch, others):
-        table = fields(json_or_none(os.path.join(folder, each), MAX_INDEX)).get("weight_map")
-        files = sorted({file for file in fields(table).values() if type(file) is str})
-        if name in files:
-            number, count, whole, index = files.index(name) + 1, len(files), folder or ".", each
-            where = f"{printable(index)} says which tensors are in which"
-            break
-    if count < 2 or not 1 <= number <= count:
-        return None
-    what = f"it holds some of the model's tensors, the other files the rest; {where}"
-    return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
 
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:

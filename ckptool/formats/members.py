@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json, while_open
-from ckptool.checkpoint.nodes import fields
+from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
@@ -118,14 +118,7 @@ def read(source: Folder) -> Checkpoint:
 
     Raises `LimitExceeded` for more than 10,000 members, `Corrupt` where none can be read.
     """
-    layout = layout_of(source)
-    assert layout is not None
-    found = with_members(Checkpoint({}, NAME, {}, source), source)
-    if not found.tree:
-        what = f"{source} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
-        why = found.part.meaning.partition("; ")[2] if found.part is not None else ""
-        raise Corrupt(what, f"{why}.", "Take an earlier checkpoint.")
-    return found
+    return with_members(Checkpoint({}, NAME, {}, source), source)
 
 
 def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
@@ -152,8 +145,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
                 wrong[name] = part.meaning
-    for name, why in _of_other_steps(whole).items():
-        wrong.setdefault(name, why)
+    wrong |= {name: why for name, why in _of_other_steps(whole).items() if name not in wrong}
     # The number of ranks that saved the folder, as far as its members say.
     counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
     counts += [part.count for part in parts if part.kind is PartKind.RANK]
@@ -163,21 +155,23 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     stages = {inside["rest"] for rank in ranks if (inside := MODEL_PARALLEL.fullmatch(rank))}
     missing = dict.fromkeys((*layout.missing, *missing_names(layout.names, _RANKED, world)))
     missing |= {f"{r}/": None for r in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages)))}
-    joined = checkpoint.container != NAME or not parts
     number, count = layout.count - len(wrong), layout.count + len(missing)
     label = f"{number:,} of {counted(count, 'member')}"
+    problems = listed([*wrong.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
+    if checkpoint.container == NAME and not whole:
+        what = f"{folder} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
+        raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     only_weights = named(checkpoint.container).tensors_only
     if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _joined(checkpoint, checkpoint.source, whole)
     if checkpoint.container == NAME:
         facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
-    if number == count and joined:
+    if number == count and not (parts and checkpoint.container == NAME):
         first = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
         note = Note(MEMBERS, f"{label} are whole: {listed([*first, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    problems = [*wrong.values(), *(f"{printable(name)} is missing" for name in missing)]
-    told = listed(problems, 3) or "all of its files are there" + ("" if joined else f"; {_NOT_JOINED[layout.by_rules]}")
+    told = problems or f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {told}"
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
@@ -307,16 +301,11 @@ def _consolidated(folder: Folder) -> MemberFiles:
 
 def _pipeline(folder: Folder) -> MemberFiles:
     """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
-    names, missing = [], []
-    for name, value in (_table(folder, "model_index.json") or {}).items():
-        if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None or "/" in name:
-            continue
-        inside = set(_names_in(folder, name)) if _is_folder(folder, name) else set()
-        if any(map(_is_weights, inside)):
-            names.append(name)
-        elif not inside or "config.json" in inside:  # what has weights has this; schedulers and tokenizers have others
-            missing.append(name)
-    return MemberFiles("a diffusers pipeline", "diffusers", tuple(names), tuple(missing))
+    there = dict(_components(folder, "model_index.json"))
+    names = tuple(name for name, what in there.items() if what == "weights")
+    # What has weights has a config.json; schedulers and tokenizers have others.
+    missing = tuple(name for name, what in there.items() if what in ("", "config.json"))
+    return MemberFiles("a diffusers pipeline", "diffusers", names, missing)
 
 
 def _collection(folder: Folder) -> MemberFiles:
@@ -334,11 +323,11 @@ def _training(folder: Folder, beside: bool) -> MemberFiles | None:
     """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers."""
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
-    modules = list(_modules(folder))
-    weights = [name for name, present in modules if present == "weights"]
+    modules = list(_components(folder, "modules.json"))
+    weights = [name for name, what in modules if what == "weights"]
     # What the others belong to, first.
     there = sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))
-    missing = [*missing_names(names, _RANKED), *(name for name, present in modules if not present)]
+    missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
     accelerates = any(name.startswith("random_states_") for name in names)
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
     if "optimizer.pt" in names and "training_args.bin" in names and STATE not in names:
@@ -368,23 +357,21 @@ def _is_set(folder: Folder, name: str) -> bool:
     return any(each.detect(b"", inner) for each in found) or any(each.endswith("_states.pt") for each in inner.names)
 
 
-def _modules(folder: Folder) -> Iterator[tuple[str, str]]:
-    """The modules in folders that sentence-transformers lists, and what is there: `weights`, `files` or nothing."""
-    table = _table(folder, "modules.json", list)
-    for module in table if isinstance(table, list) else ():
-        path = module.get("path") if isinstance(module, dict) else None
-        if path == "" and "config.json" in folder:  # the transformer itself
+def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
+    """The folders that a table lists, as diffusers and sentence-transformers (`path`) have one, and what is there:
+    `weights`, `config.json`, other `files` or nothing."""
+    listed = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
+    names = [fields(module).get("path") for module in items(listed)]
+    for name, value in fields(listed).items():
+        if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
+            names.append(name)
+    for name in names:
+        if name == "" and "config.json" in folder:  # the transformer itself
             yield "model.safetensors", "files" if any(map(_is_weights, folder.names)) else ""
-        elif type(path) is str and path and "/" not in path.strip("/") and path not in (".", ".."):
-            inside = _names_in(folder, path.strip("/"))
-            has = any(_is_weights(name) for name in inside)
-            yield path.strip("/"), "weights" if has else "files" if inside else ""
-
-
-def _table(folder: Folder, name: str, kind: type = dict) -> Any:
-    """A JSON file of the folder; None where there is none, or where it is something else."""
-    table = json_or_none(os.path.join(folder.path, name), MAX_JSON) if name in folder else None
-    return table if isinstance(table, kind) else None
+        elif type(name) is str and (name := name.strip("/")) and "/" not in name and name not in (".", ".."):
+            inside = _names_in(folder, name)
+            other = "config.json" if "config.json" in inside else "files" if inside else ""
+            yield name, "weights" if any(map(_is_weights, inside)) else other
 
 
 def _is_folder(folder: Folder, name: str) -> bool:
@@ -411,11 +398,8 @@ def step_in(state: Checkpoint | None) -> int:
 
 def step_of(folder: str) -> dict[str, Any]:
     """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
-    try:
-        found = _table(Folder(folder), STATE)
-    except CkptoolError:
-        return {}
-    return {key: value for key, value in (found or {}).items() if key in ("global_step", "epoch")}
+    found = json_or_none(os.path.join(folder, STATE), MAX_JSON) if STATE in names_in(folder) else None
+    return {key: value for key, value in fields(found).items() if key in ("global_step", "epoch")}
 
 
 # What they would run --------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def _header_of(raw: bytes, begin: int) -> ArrayHeader:
     try:
         text = raw[begin:].decode("utf-8" if raw[6] == 3 else "latin-1")
         if "\\" not in text:  # nothing that numpy writes is escaped; Python 2 wrote sizes as longs
-            said = ast.parse(re.sub(r"(?<=[( ])(\d+)L(?=[,)])", r"\1", text.strip()), mode="eval").body
+            said = ast.parse(re.sub(r"(?<=[( ])(\d+)L(?=[,)])", r"\1", text.strip(" \n")), mode="eval").body
             fields = ast.literal_eval(said) if isinstance(said, ast.Dict) and len(said.keys) == 3 else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass

@@ -434,10 +434,13 @@ def _counted(rule: Rule, op: Operation, count: int, bound: set[str], names: int)
     return parts, replace(op, parts=parts)
 
 
-def refuse_idle(idle: Iterable[Rule], matches: str, why: str) -> None:
-    """Raises `NoMatch` for the first of rules that match no key."""
+def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str] = ()) -> None:
+    """Raises `NoMatch` for the first of rules that match no key, of these keys."""
     for rule in idle:
         what = f"the rule {rule.text!r}{f' ({rule.place})' if rule.place else ''} matches {matches}"
+        old, arrow, new = (part.strip() for part in rule.text.partition("=>"))
+        if arrow and any(key.startswith(f"{old}.") for key in keys):
+            raise NoMatch(what, why, f"For all keys below it: '{old}.* => {new}.*'")
         raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
 
 

@@ -223,7 +223,7 @@ def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], st
     used = {rule.origin for rule, _ in found.values()}
     idle = [rule for rule in rules if rule.origin not in used]
     hidden = any(renamed([rule], keys) for rule in idle)
-    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY)
+    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY, keys)
 
     def rename(key: str) -> str:
         return (found if key in keys else renamed(rules, [key])).get(key, (None, key))[1]

@@ -20,7 +20,7 @@ from typing import Any
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import COPY, GraphMapper, copy_dict
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
-from ckptool.checkpoint.numpy_arrays import Array, array, array_type, element, scalar
+from ckptool.checkpoint.numpy_arrays import Array, array, array_type
 from ckptool.errors import CkptoolError, Corrupt, counted, printable
 from ckptool.pickles.known import is_torch_name, value_word
 
@@ -198,9 +198,9 @@ def _device(kind: Any, index: Any = None, *_: Any) -> Any:
 
 
 def _scalar(node: Object) -> Any:
-    found = scalar(node)
-    value = element(found.type, found.data) if found is not NotImplemented else found
-    return found if value is NotImplemented else value
+    found = array(node)
+    values = found.values()
+    return found if values is None else values[0]
 
 
 _VALUES: dict[str, Make] = {

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from ckptool.analysis.targets import names_code
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import arg, command
-from ckptool.errors import Conflict, counted, form
+from ckptool.errors import Conflict
 from ckptool.training import CONFIG
 
 FIXED = "fixed"  # decides where the run ends, and never changes
@@ -127,7 +127,7 @@ class Model(Section):
 
     name: str = key("mlp", "mlp | file.py:NAME")
     args: Args = key({}, "its arguments")
-    init: str = key("default", "default | xavier_uniform | kaiming_normal | orthogonal | file.py:NAME", START)
+    init: str = key("default", "default: what its own code sets | file.py:NAME, called with the model", START)
     clip: Clip | None = key(None, "of the gradients of all its optimizers together: {norm: 1.0}")
     freeze: list[str | FreezeUntil] = key(
         [], 'patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED
@@ -192,7 +192,7 @@ class ActivationCheckpoint(Section):
     match: Patterns | None = key(None, "patterns of modules")
     sequential: str | None = key(None, "the name of an nn.Sequential")
     segments: Positive = key(2, "how many parts the sequential module is run in")
-    use_reentrant: bool = key(False, "the older implementation of torch.utils.checkpoint")
+    use_reentrant: bool = key(False, "the older implementation of torch.utils.checkpoint, where that can be")
     preserve_rng_state: bool = key(True, "dropout draws the same numbers again")
 
 
@@ -279,10 +279,7 @@ class Split(Section):
     @model_validator(mode="after")
     def _fits(self) -> Split:
         if len(self.devices) != len(self.at) + 1:
-            raise ValueError(
-                f"{counted(len(self.at), 'cut')} {form(len(self.at), 'makes', 'make')} "
-                f"{counted(len(self.at) + 1, 'part')}, for {counted(len(self.devices), 'device')}"
-            )
+            raise ValueError(f"{len(self.at)} of at make {len(self.at) + 1} parts, and each needs one of devices")
         return self
 
 
@@ -330,6 +327,8 @@ class Config(Section):
             "stop.patience counts evaluations, and there are none: eval.every is 0": bool(
                 self.stop.patience and not self.eval.every
             ),
+            "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0": not self.eval.every
+            and any(each.schedule is not None and each.schedule.follows_evaluation for each in self.optim.values()),
             "strategy: split needs the section split, and the section needs the strategy": (
                 (self.strategy == "split") != (self.split is not None)
             ),

@@ -24,6 +24,7 @@ from ckptool.training.config import Config, Place, descend, is_named, keys_of, r
 from ckptool.training.store import Retention, RunFolder, write_text
 
 MAX_FILE = 1 << 20
+_OF_PYDANTIC = re.compile(r"^(Input|String|Value error,) |, unable to .*| or instance of \w+")  # of its sentences
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
 
 
@@ -41,11 +42,7 @@ def parsed(text: str, path: str, changes: Sequence[str] = (), folder: str | None
     """The configuration in a text; `path` is what to call it in errors, `folder` what its paths are relative to."""
     values, lines = loaded(text, path)
     if not isinstance(values, dict):
-        raise UsageError(
-            f"{path} is not a configuration",
-            "It should be a list of KEY: VALUE lines.",
-            "See one: ckptool train --init",
-        )
+        raise UsageError(f"{path} is not a configuration", "It has no KEY: VALUE lines.", "See: ckptool train --init")
     return checked(_changed(rooted(values, folder) if folder is not None else values, changes), path, lines)
 
 
@@ -95,8 +92,7 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
         elif kind == "missing":
             words = f"{key} is missing"
         else:  # several are several things that it could be, and is not
-            known = [(_WORDS.get(each["type"]) or _WORDS.get(each["type"].partition("_")[0]), each) for each in here]
-            told = [(words or "cannot be this").format(**each.get("ctx", {})) for words, each in known]
+            told = (_OF_PYDANTIC.sub("", each["msg"]) for each in here)
             words = (f"{key}: " if key else "") + ", or ".join(dict.fromkeys(told))
             if kind != "value_error" and not isinstance(value, (dict, list)):
                 words += f" (it is {repr(value)[:80]})"
@@ -114,26 +110,6 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
             place = (*place, part)
         values = values[part] if inside else values
     return place
-
-
-# What pydantic says of its own types, by its kinds of error or their first words; context: what it names.
-_WORDS = {
-    "int": "should be a whole number",
-    "float": "should be a number",
-    "finite": "should be a number",
-    "bool": "should be true or false",
-    "string": "should be a string",
-    "list": "should be a list",
-    "model": "should be a section, of KEY: VALUE lines",
-    "dict": "should be a section, of KEY: VALUE lines",
-    "greater_than": "should be greater than {gt:g}",
-    "greater_than_equal": "should be at least {ge:g}",
-    "less_than": "should be less than {lt:g}",
-    "less_than_equal": "should be at most {le:g}",
-    "literal_error": "should be {expected}",
-    "string_pattern_mismatch": "should be the name of a file that ends with .json or .json.gz",
-    "value_error": "{error}",
-}
 
 
 # --set ---------------------------------------------------------------------------------------------------------------
@@ -231,11 +207,8 @@ def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
     left = [MAX_VALUES] if left is None else left
     left[0] -= 1
     if left[0] < 0 or len(place) > MAX_DEPTH or (isinstance(value, int) and value.bit_length() > MAX_BITS):
-        raise UsageError(
-            "the configuration is too large",
-            f"It has more than {MAX_VALUES:,} values, or lists in lists {MAX_DEPTH} deep, or a number of more than "
-            f"{MAX_BITS:,} bits.",
-        )
+        limits = f"{MAX_VALUES:,} values, lists in lists {MAX_DEPTH} deep, numbers of {MAX_BITS:,} bits"
+        raise UsageError("the configuration is too large", f"It has at most {limits}.")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
@@ -244,13 +217,8 @@ def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
         return {str(key): plain(item, (*place, key), left) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, (*place, index), left) for index, item in enumerate(value)]
-    kind = "an object of" if not hasattr(value, "__qualname__") else "the class or function"
-    raise UsageError(
-        f"{dotted(place) or 'the configuration'} is {kind} {getattr(value, '__qualname__', type(value).__qualname__)}, "
-        "and a configuration holds plain values",
-        "It is saved in run.yaml, from which the run is resumed.",
-        "Give strings, numbers, lists and dictionaries; code of your own by its place: file.py:NAME",
-    )
+    what = f"{dotted(place) or 'the configuration'} is of type {type(value).__qualname__}, and not a plain value"
+    raise UsageError(what, "It could not be saved in run.yaml.", "Name code of your own by its place: file.py:NAME")
 
 
 def dotted(place: Place) -> str:
@@ -287,11 +255,8 @@ def recorded_config(folder: str) -> tuple[str, Config, int]:
     number, text = run_folder.recorded(folder)
     path = os.path.join(folder, CONFIG)
     if script := run_folder.values_of(text).get(LOOP):
-        raise UsageError(
-            f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`",
-            "Its model and its data are made by that script.",
-            "Run the script again: it resumes by itself.",
-        )
+        what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
+        raise UsageError(what, "", "Run the script again: it resumes by itself.")
     config = parsed(text, path)
     revision, values = run_folder.last_config(folder, number, {})
     return number, checked({**values, "run": config.run}, path) if values else config, revision

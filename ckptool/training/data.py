@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
 from ckptool.training.rng import CPU, derived, generator, order, seed_all
-from ckptool.training.toys import Arrays, blobs, digits
+from ckptool.training.toys import blobs, digits
 
 if TYPE_CHECKING:
     from ckptool.training.config import Data, HeldOut
@@ -76,20 +76,14 @@ class Samples:
         self.held: list[int] = []
         if self.is_stream:
             if settings.val_fraction or settings.sampler:
-                raise UsageError(
-                    f"data: {settings.name} is a stream, without samples by number",
-                    "No part of it can be held out, and no sampler chooses from it.",
-                    f"Name a validation set: {arg(set='data.val.name=file.py:NAME')}; "
-                    f"or none: {arg(set='data.val_fraction=0')}",
-                )
+                what = f"data: {settings.name} is a stream, of which nothing can be held out or chosen by a sampler"
+                ways = (arg(set=way) for way in ("data.val.name=file.py:NAME", "data.val_fraction=0"))
+                raise UsageError(what, "", "Name a validation set: {}; or none: {}".format(*ways))
             self.val, self.train_count = [], len(dataset) if hasattr(dataset, "__len__") else 0
         else:
             if hasattr(dataset, "state_dict"):
-                raise UsageError(
-                    f"data: {settings.name} has a state_dict, and gives samples by number",
-                    "Such a sample follows from its number and the epoch alone; no state would be saved.",
-                    "Make it an IterableDataset.",
-                )
+                what = f"data: {settings.name} has a state_dict, and gives samples by number"
+                raise UsageError(what, "Its state would not be saved.", "Make it an IterableDataset.")
             count = len(dataset)
             shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
             kept = count - math.floor(count * settings.val_fraction)
@@ -167,11 +161,8 @@ class Samples:
         found: list[int] = call_user_code(sampled, "data.sampler", name)
         fits = all(0 <= index < len(dataset) for index in found)
         if not fits or (epoch and len(found) != self.epoch_count):
-            raise UsageError(
-                f"data.sampler: {name} gave {counted(len(found), 'place')} in epoch {epoch}"
-                + ("" if fits else f", not all of them below {len(dataset):,}"),
-                f"It is given {counted(len(dataset), 'sample')}, and all epochs have the length of the first.",
-            )
+            what = f"data.sampler: {name} gave {counted(len(found), 'place')} of {len(dataset):,} in epoch {epoch}"
+            raise UsageError(what, "All are below that number, and every epoch has the length of the first.")
         return found
 
     def _loaded(self, dataset: Any, asked: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
@@ -245,8 +236,9 @@ class Picked(Dataset[Any]):
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        if self.collate is default and type(self.dataset) is Arrays:  # which draws nothing
-            return self.dataset.batch([index for _, index in places])
+        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
+        if plain and self.collate is default_collate:  # one look-up in each column
+            return self.dataset[[index for _, index in places]]
         samples = []
         for _, index in places:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
@@ -271,10 +263,8 @@ class Reader:
         self._begin(position["epoch"], position.get("state") if self.keeps else None)
         for _ in range(position["samples"] - self.taken):
             if not self._next():
-                raise UsageError(
-                    f"data: epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}",
-                    "The stream has changed, so the run cannot resume at its place.",
-                )
+                ends = f"epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}"
+                raise UsageError(f"data: {ends}", "The stream has changed, so the run cannot resume at its place.")
 
     def _begin(self, epoch: int, state: Any = None) -> None:
         self.epoch, self.taken = epoch, 0
@@ -316,10 +306,8 @@ class Reader:
         """The samples of a step, of the next epoch where this one is at its end."""
         while len(found := self.rest(batch)) < batch:
             if self.taken < (batch if drop_last else 1):
-                raise UsageError(
-                    f"data: the stream ends after {counted(self.taken, 'sample')}",
-                    f"There is no batch of {batch} in it.",
-                )
+                ends = f"the stream ends after {counted(self.taken, 'sample')}"
+                raise UsageError(f"data: {ends}", f"There is no batch of {batch} in it.")
             self._begin(self.epoch + 1)  # at once: the state of a stream that has ended may be its first
             if found and not drop_last:
                 break
@@ -399,19 +387,6 @@ def to_device(data: Any, device: torch.device) -> Any:
 # By name -------------------------------------------------------------------------------------------------------------
 
 
-def default(samples: list[Any]) -> Any:
-    """Samples of one shape, stacked. Raises `UsageError` where their shapes differ."""
-    try:
-        return default_collate(samples)
-    except RuntimeError as error:
-        raise UsageError(
-            f"data: the samples of a batch cannot be stacked: {error}",
-            "They have several shapes.",
-            f"Pad sequences: {arg(set='data.collate=pad')}; "
-            f"or name a function of your own: {arg(set='data.collate=file.py:NAME')}",
-        ) from error
-
-
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
 
@@ -419,7 +394,7 @@ def pad(samples: list[Any]) -> Any:
         tensors = [torch.as_tensor(part) if isinstance(part, list) else part for part in column]
         if all(isinstance(part, torch.Tensor) and part.dim() for part in tensors):
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-        return default(column)
+        return default_collate(column)
 
     first = samples[0]
     keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
@@ -429,7 +404,9 @@ def pad(samples: list[Any]) -> Any:
     return {**parts, "lengths": lengths} if isinstance(first, dict) else (*parts.values(), lengths)
 
 
-COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": default, "pad": pad})
+COLLATES = Choice(
+    "collate", "is called with a list of samples and gives a batch", {"default": default_collate, "pad": pad}
+)
 SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
 DATA = Choice(
     "data",
@@ -447,10 +424,8 @@ def load_data(settings: Data, seed: int) -> Samples:
     made = DATA.make(settings.name, settings.args)
     samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
     if not samples.steps_per_epoch:
-        raise UsageError(
-            f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on",
-            "With drop_last there would be no step.",
-        )
+        what = f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on"
+        raise UsageError(what, "With drop_last there would be no step.")
     return samples
 
 

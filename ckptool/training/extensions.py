@@ -116,19 +116,12 @@ def signature_of(found: Any) -> inspect.Signature | None:
 
 def numbers(found: Any, what: str, name: str) -> dict[str, float]:
     """The numbers that the user's code gave, by name. Raises `UsageError` for anything else."""
-    if not isinstance(found, Mapping):
-        raise UsageError(f"{what}: {name} gave {type(found).__name__}, not a dictionary of numbers")
-    made = {}
-    for key, value in found.items():
-        try:
-            made[str(key)] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise UsageError(
-                f"{what}: {name} gave {type(value).__name__} for {key!s}, which is not a number",
-                "",
-                "Give a number, a tensor of one number, or leave it out.",
-            ) from None
-    return made
+    try:
+        return {str(key): float(value) for key, value in found.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(
+            f"{what}: {name} gave no dictionary of numbers: {error}", "", "Give numbers, or tensors of one, by name."
+        ) from None
 
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

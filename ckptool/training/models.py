@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptool.analysis.targets import names_code
 from ckptool.analysis.warm_start import percent
-from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
 from ckptool.errors import PlanRefused, Text, UsageError, counted, listed, printable
 from ckptool.training.config import ActivationCheckpoint, Model
@@ -49,7 +48,8 @@ def build_model(
     takes = signature.parameters if signature is not None else ()
     known = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
     model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
-    initialise(model, settings.init)
+    if fresh or names_code(settings.init):  # which may give it other parameters
+        INIT.call(settings.init, {}, model)
     if not fresh or (path := settings.from_) is None:
         return model
     from ckptool.bridge.modules import load_into
@@ -75,39 +75,7 @@ def build_model(
     return model
 
 
-INIT = Choice(
-    "init",
-    "is called with the model and sets its first values",
-    {
-        "default": None,
-        "xavier_uniform": nn.init.xavier_uniform_,
-        "xavier_normal": nn.init.xavier_normal_,
-        "kaiming_normal": partial(nn.init.kaiming_normal_, nonlinearity="relu"),
-        "kaiming_uniform": partial(nn.init.kaiming_uniform_, nonlinearity="relu"),
-        "orthogonal": nn.init.orthogonal_,
-    },
-)
-
-
-def initialise(model: nn.Module, scheme: str) -> None:
-    """Gives weights of two and more dimensions their first values, biases zeros; norms keep their own.
-
-    scheme: `default`, which keeps all, one of the table, or the user's own function of a model.
-    """
-    first = INIT.find(scheme)
-    if names_code(scheme):
-        call_user_code(first, "init", scheme, model)
-    for module in model.modules() if scheme in INIT.built_in and scheme != "default" else ():
-        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() >= 2:
-                first(parameter)
-            elif "bias" in name:
-                nn.init.zeros_(parameter)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            with torch.no_grad():
-                module.weight[module.padding_idx].zero_()
+INIT = Choice("init", "is called with the model and sets its first values", {"default": lambda model: None})
 
 
 # Activation checkpointing --------------------------------------------------------------------------------------------
@@ -131,57 +99,34 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
     for name in names:
         _recompute(modules[name], settings)
 
-    def with_a(kind: type) -> str:
-        return listed([n for n in names if any(isinstance(part, kind) for part in modules[n].modules())], 3)
-
-    if not settings.preserve_rng_state and (drops := with_a(nn.modules.dropout._DropoutNd)):
-        within = f"dropout inside {drops}"
-        say(f"note: preserve_rng_state is off, so {within} draws new random numbers on recomputation: results differ")
-    if norms := with_a(nn.modules.batchnorm._BatchNorm):
-        say(f"note: BatchNorm inside {norms} sees its batch twice, and updates its running statistics twice")
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    if norms := [name for name in names if any(isinstance(part, batch_norm) for part in modules[name].modules())]:
+        say(f"note: BatchNorm inside {listed(norms, 3)} sees its batch twice, and updates its running statistics twice")
 
 
 def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
     """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
     kind: Any = type(module)
 
+    def recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The older way learns nothing where no positional tensor asks for a gradient, and takes none by keyword.
+        asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        older, rng = settings.use_reentrant and asks and not kwargs, settings.preserve_rng_state
+        return checkpoint(run, *args, use_reentrant=older, preserve_rng_state=rng, **kwargs)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
         if settings.sequential is None:
-            return _checkpointed(partial(kind.forward, self), self, args, kwargs, settings)
+            return recomputed(partial(kind.forward, self), *args, **kwargs)
         parts, (value,) = list(self), args
         size = len(parts) // min(settings.segments, len(parts))
         last = size * (min(settings.segments, len(parts)) - 1)  # which is kept, as torch's checkpoint_sequential does
         for begin in range(0, last, size):
-            segment = nn.Sequential(*parts[begin : begin + size])
-            value = _checkpointed(segment, segment, (value,), {}, settings)
+            value = recomputed(nn.Sequential(*parts[begin : begin + size]), value)
         return nn.Sequential(*parts[last:])(value)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _checkpointed(
-    forward: Callable[..., Any],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    settings: ActivationCheckpoint,
-) -> Any:
-    """The result of a module's forward, whose activations are computed again in the backward pass."""
-    if not settings.use_reentrant:
-        rng = settings.preserve_rng_state
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=rng, **kwargs)
-    values = (*args, *kwargs.values())
-    if not any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*values, *module.parameters())):
-        return forward(*args, **kwargs)
-
-    # The older way looks at positional tensors only, and learns nothing where none of them asks for a gradient.
-    def run(_: torch.Tensor, *given: Any) -> Any:
-        return forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-
-    asks = torch.empty(0, requires_grad=True)
-    return checkpoint(run, asks, *values, use_reentrant=True, preserve_rng_state=settings.preserve_rng_state)
 
 
 @contextmanager

@@ -216,9 +216,9 @@ def plain_text(value: Any, depth: int = 0) -> str | None:
         return _short(repr(value[:: max(1, len(value) // WHOLE)] if kind in (str, bytes) else value))
     if depth == DEPTH or not (kind in _ITEMS or kind in _MAPPINGS):
         return None
-    items = value.items() if kind in _MAPPINGS else value
-    texts = []
-    for item in _sampled(items, len(value)):
+    items = list(_sampled(value.items() if kind in _MAPPINGS else value, len(value)))
+    texts = [*map(repr, items)] if {*map(type, items)} <= {int, float} else []  # the order of a sampler is long
+    for item in items if not texts else ():
         if (text := plain_text(item, depth + 1)) is None:
             return None
         texts.append(text)

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
-from ckptool.training.parallel import divided_like, is_divided, local
+from ckptool.training.parallel import divided_like, local
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
@@ -42,29 +42,20 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     takes, or that two take.
     """
     parameters = dict(model.named_parameters())  # a tied one once, under its first name
-    taken = {
-        name: parameters_matching(model, each.match, f"optim.{name}.match") if each.match else []
+    rest = [name for name, each in settings.items() if not each.match]
+    chosen = {
+        name: set(parameters_matching(model, each.match, f"optim.{name}.match"))
         for name, each in settings.items()
+        if each.match
     }
-    takers = {p: [name for name, theirs in taken.items() if p in theirs] for p in parameters}
-    left = [p for p, names in takers.items() if not names]
-    twice = [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]
-    if twice:
-        raise UsageError(
-            f"optim: parameters that several optimizers take: {listed(twice, 8)}",
-            "Each is stepped by one.",
-            "Take it away from one of them: match: [PATTERN, not:PATTERN]",
-        )
-    rest = next((name for name, each in settings.items() if not each.match), None)
-    if rest is not None:
-        taken[rest] = left
-    elif forgotten := [p for p in left if p not in never]:
-        raise UsageError(
-            f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}",
-            "They would not learn.",
-            "One optimizer without match takes the rest; or freeze them, by the model's key freeze.",
-        )
-    return {name: {p: parameters[p] for p in theirs} for name, theirs in taken.items()}
+    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or rest for p in parameters}
+    if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
+        fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
+        raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
+    if forgotten := [p for p, names in takers.items() if not names and p not in never]:
+        fix = "One optimizer without match takes the rest; or freeze them, by the model's key freeze."
+        raise UsageError(f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}", "", fix)
+    return {name: {p: parameters[p] for p, names in takers.items() if name in names} for name in settings}
 
 
 def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | None = None) -> torch.optim.Optimizer:
@@ -75,21 +66,18 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     kind, own = OPTIMIZERS.find(settings.name), names_code(settings.name)
     known = [] if own else [name for name in inspect.signature(kind).parameters if name != "params"]
     left = dict(model.named_parameters()) if parameters is None else dict(parameters)
-    names, available = {id(parameter): name for name, parameter in left.items()}, listed(list(left), 8)
+    names = {id(parameter): name for name, parameter in left.items()}
     groups: list[dict[str, Any]] = []
     for rule in settings.groups:  # the first that matches wins
         options = rule.model_extra or {}
         if wrong := [name for name in options if known and name not in known]:  # it would keep it, and never look at it
-            raise UsageError(
-                f"optim.groups: {kind.__name__} has no option {wrong[0]!r}", f"It has: {', '.join(known)}."
-            )
+            what = f"optim.groups: {kind.__name__} has no option {wrong[0]!r}"
+            raise UsageError(what, f"It has: {', '.join(known)}.")
         matching = parameters_matching(model, rule.match, "optim.groups")
         chosen = {name: left.pop(name) for name in matching if name in left}
         if not chosen:
-            raise UsageError(
-                f"optim.groups: {rule.match!r} matches no parameter outside the earlier groups",
-                f"Available: {available}.",
-            )
+            what = f"optim.groups: {rule.match!r} matches no parameter outside the earlier groups"
+            raise UsageError(what, f"Available: {listed(list(names.values()), 8)}.")
         groups.append({"params": list(chosen.values()), **options})
     if left:
         groups.append({"params": list(left.values())})
@@ -99,11 +87,8 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if sorted(held) != sorted(names):
         left_out = [name for key, name in names.items() if key not in held]
-        raise UsageError(
-            f"optim: {settings.name} does not step the parameters that it was given",
-            f"It left out {listed(left_out)}." if left_out else "It has others, too.",
-            "Each of them is in one group of the optimizer.",
-        )
+        why = f"It left out {listed(left_out)}." if left_out else "It has others, too."
+        raise UsageError(f"optim: {settings.name} does not step the parameters that it was given", why)
     for group in made.param_groups:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     if own and callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
@@ -233,29 +218,6 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
     return made
 
 
-# Schedules that end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
-_ENDS = {
-    "warmup_cosine": ("total", "0", "floor"),
-    "warmup_linear": ("total", "0", "floor"),
-    "PolynomialLR": ("total_iters", "0", ""),
-    "CosineAnnealingLR": ("T_max", "rising again", ""),
-    "OneCycleLR": ("total_steps", "not defined, and the run stops", ""),
-}
-
-
-def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str) -> str:
-    """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
-    name = settings.name if settings.name in SCHEDULES.built_in else type(schedule).__name__
-    argument, rate, floor = _ENDS.get(name, ("", "", ""))
-    end = settings.args.get(argument)
-    if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
-        return ""
-    return (
-        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
-        f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
-    )
-
-
 # State ---------------------------------------------------------------------------------------------------------------
 
 
@@ -335,9 +297,9 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the weights, and both back afterwards; nothing is copied."""
+        """Puts the average in the place of the weights, and both back afterwards."""
         live = self.model.state_dict(keep_vars=True)
-        pairs = {id(live[name]): (live[name], value) for name, value in self.values.items()}.values()
+        pairs = {id(value): (live[name], value) for name, value in self.values.items()}.values()
         try:
             _swap(pairs)
             yield
@@ -357,10 +319,7 @@ class Average:
 
 
 def _swap(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for one, other in pairs:
-        if is_divided(one):  # FSDP2 has views of it
-            before = local(one).detach().clone()
-            local(one).data.copy_(local(other))
-            local(other).copy_(before)
-        else:
-            one.data, other.data = other.data, one.data
+    for one, other in pairs:  # by their values: FSDP2 has views of them
+        before = local(one).detach().clone()
+        local(one).data.copy_(local(other))
+        local(other).copy_(before)

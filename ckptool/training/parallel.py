@@ -123,11 +123,7 @@ def device_of(name: str, key: str = "device") -> torch.device:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"{key}: {name!r} is not a device of this machine: {reason}",
-            "",
-            "For example: cpu, cuda, cuda:1, mps, auto",
-        ) from None
+        raise UsageError(f"{key}: {name!r} is not a device of this machine: {reason}", "", "For example: cpu") from None
     return torch.device(name)
 
 
@@ -141,11 +137,8 @@ def world_of(config: Config) -> Iterator[World]:
     size = _number("WORLD_SIZE")
     if config.strategy not in TOGETHER:
         if size > 1:
-            raise UsageError(
-                f"torchrun started {size} processes, but strategy is {config.strategy}",
-                "Each would train the whole model and write to the same folder.",
-                f"Set it: {arg(set='strategy=ddp')}; or fsdp, where each is to hold a part of the model",
-            )
+            what = f"torchrun started {size} processes, but strategy is {config.strategy}"
+            raise UsageError(what, "Each would write to the same folder.", f"{arg(set='strategy=ddp')}, or fsdp")
         yield World(device=device_of(config.split.devices[0] if config.split else config.device))
         return
     device = device_of(config.device)
@@ -273,10 +266,8 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     names = list(modules)
     places = [names.index(cut) if cut in names else 0 for cut in settings.at]
     if places != sorted(set(places)) or 0 in places:
-        raise UsageError(
-            f"split.at: {', '.join(settings.at)} are not modules in the order of the model",
-            f"In its order they are {listed(names[1:], 12)}.",
-        )
+        what = f"split.at: {', '.join(settings.at)} are not modules in the order of the model"
+        raise UsageError(what, f"In its order they are {listed(names[1:], 12)}.")
     part_of = {id(module): bisect(places, number) for number, module in enumerate(modules.values())}
     placed: set[int] = set()
     for module in modules.values():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from ckptool.facts import (
 from ckptool.training import HISTORY, METRICS
 
 GOOD = "good"
+MEASURES = 3  # that have a column
 # How kills come: at calls that a preloaded library sees, or by time alone.
 PRELOAD, TIME = "preload", "time"
 ANY = "any moment"  # the place of a kill that waits for no event
@@ -159,13 +160,13 @@ class RunCheckpoint:
     bytes: Bytes
     kept: tuple[str, ...]
 
-    def cells(self, metric: str) -> tuple[str, ...]:
+    def cells(self, metrics: Iterable[str]) -> tuple[str, ...]:
         """Its line in the table of a run; red where it is damaged."""
         cells = (
             f"{self.step:,}",
             "" if self.epoch is None else f"{self.epoch:,}",
             "" if self.loss is None else f"{self.loss:.5g}",
-            f"{self.metrics[metric]:.5g}" if metric in self.metrics else "",
+            *(f"{self.metrics[name]:.5g}" if name in self.metrics else "" for name in metrics),
             size(self.bytes),
             self.problem or ", ".join(self.kept) or "not: prune would delete it",
         )
@@ -231,8 +232,12 @@ class RunReport(Report):
         when = f" at step {self.step:,}" if self.step is not None else ""
         yield f"  {_EVENTS.get(self.event, self.event)}{when}{self._way_on() if self.checkpoints else ''}"
         yield ""
-        heads = ("step", "epoch", "loss", self.metric, "size", "kept")
-        yield Table([one.cells(self.metric) for one in self.checkpoints], heads=heads, right=range(5))
+        metrics = [*dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])][
+            :MEASURES
+        ]
+        heads = ("step", "epoch", "loss", *metrics, "size", "kept")
+        rows = [one.cells(metrics) for one in self.checkpoints]
+        yield Table(rows, heads=heads, right=range(4 + len(metrics)))
 
     def _way_on(self) -> str:
         if self.resumes is None:
@@ -379,11 +384,6 @@ class RunHistory(Report):
     left_out: int = 0
 
     @property
-    def series(self) -> Annotated[dict[str, tuple[Steps, tuple[float, ...]]], LIVE]:
-        """The steps and values of each curve."""
-        return {name: (curve.steps, curve.values) for name, curve in self.curves.items()}
-
-    @property
     def done(self) -> Annotated[Steps, LIVE]:
         """The step at which it was done, where that is the last that happened to it."""
         return (self.step,) if self.event == "done" and self.step is not None else ()
@@ -455,21 +455,18 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
     patterns = {pattern: matcher(pattern) for pattern in only}
     history = (fact for fact in Lines(os.path.join(folder, HISTORY)).read() if _is_step(fact.get("step")))
     events = [fact for fact in history if fact.get("event") in ("start", "resume", "save", *_ENDS)]
-    names: dict[str, set[str]] = {}  # what was logged, in this order, and the patterns that match it
+    names: dict[str, bool] = {}  # what was logged, in this order, and whether it is wanted
     curves: dict[str, CurveBuilder] = {}
-    wanted = 0
 
     def add(fact: Mapping[str, Any], step: Any) -> None:
-        nonlocal wanted
         for name, value in fact.items() if _is_step(step) else ():
             if name == "step" or not (type(value) is float or value in _NOT_FINITE or _is_step(value)):
                 continue
             if name not in names and len(names) < 100 * MOST_CURVES:
-                names[name] = {pattern for pattern, matches in patterns.items() if name == pattern or matches(name)}
-                if names[name] or not (patterns or name == "epoch"):
-                    wanted += 1
-                    if len(curves) < MOST_CURVES:
-                        curves[name] = CurveBuilder()
+                matching = any(name == pattern or matches(name) for pattern, matches in patterns.items())
+                names[name] = matching if patterns else name != "epoch"
+                if names[name] and len(curves) < MOST_CURVES:
+                    curves[name] = CurveBuilder()
             if name in curves:
                 curves[name].add(step, float(value))
 
@@ -479,11 +476,10 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
     for fact in events:  # metrics of your own loop are recorded with its checkpoints
         if fact["event"] == "save" and isinstance(found := fact.get("metrics"), dict):
             add({name: value for name, value in found.items() if name not in logged}, fact["step"])
-    for pattern in patterns:
-        if not any(pattern in found for found in names.values()):
+    for pattern, matches in patterns.items():
+        if pattern not in names and not any(map(matches, names)):
             why = f"It logged {listed(list(names), 20)}." if names else "It has logged nothing."
             raise NoMatch(f"the run has no curve {pattern!r}", why, f"Draw all of them: omit {arg('only')}")
-    drawn = {name: builder.curve() for name, builder in curves.items()}
     steps: dict[str, set[int]] = defaultdict(set)
     event, step = "", None
     for fact in events:
@@ -493,7 +489,8 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
         if is_running and event in ("start", "resume"):
             steps["kills"].add(step)
     marks = {name: tuple(sorted(steps[name])) for name in ("saves", "resumes", "kills", "stops")}
-    return RunHistory(folder, drawn, **marks, event=event, step=step, left_out=wanted - len(drawn))
+    drawn = {name: builder.curve() for name, builder in curves.items()}
+    return RunHistory(folder, drawn, **marks, event=event, step=step, left_out=sum(names.values()) - len(drawn))
 
 
 def _is_step(value: Any) -> bool:

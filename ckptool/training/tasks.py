@@ -61,11 +61,8 @@ def inputs_of(batch: Batch) -> tuple[Any, ...]:
 def target_of(batch: Batch) -> torch.Tensor:
     """The target, with which the output is compared. Raises `UsageError` for samples that have none."""
     if not isinstance(batch.data, (tuple, list)) or len(batch.data) < 2:
-        raise UsageError(
-            f"data: a batch is {type(batch.data).__name__}, and the task needs (inputs, target)",
-            "This task compares the output with the second part of a sample.",
-            f"Name a task of your own: {arg(set='task=file.py:NAME')}",
-        )
+        what = f"data: a batch is {type(batch.data).__name__}, and the task needs (inputs, target)"
+        raise UsageError(what, "", f"Name a task of your own: {arg(set='task=file.py:NAME')}")
     found: torch.Tensor = batch.data[1]
     return found
 

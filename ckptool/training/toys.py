@@ -21,26 +21,14 @@ class Arrays(TensorDataset):
         super().__init__(*columns)
         self.about = about
 
-    def __getitem__(self, index: int) -> Any:
-        parts = tuple(column[index] for column in self.tensors)
-        return parts if len(parts) > 1 else parts[0]
-
-    def batch(self, indices: list[int]) -> Any:
-        """Samples as torch's `default_collate` would put them together: one look-up in each column."""
-        parts = [column[indices] for column in self.tensors]
-        return parts if len(parts) > 1 else parts[0]
-
 
 def digits() -> Arrays:
     """scikit-learn's 1,797 handwritten digits: f32 [1, 8, 8] from 0 to 1, 10 classes. Needs the extra `examples`."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UsageError(
-            "data: digits come with scikit-learn, which is not installed",
-            "",
-            f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'",
-        ) from None
+        fix = f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'"
+        raise UsageError("data: digits come with scikit-learn, which is not installed", "", fix) from None
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
     return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})

@@ -135,21 +135,14 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
     say: called with each note.  fresh: False for one that gets a saved state next, and need not start from another.
     """
-    deterministic(config)
     data, task = load_data(config.data, config.seed), load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
-        raise UsageError(
-            f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name",
-            f"Available: {', '.join(config.models)}.",
-            f"Call it so: models: {{{missing[0]}: …}}",
-        )
+        what = f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name"
+        raise UsageError(what, f"Available: {', '.join(config.models)}.")
     per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
     if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
-        raise UsageError(
-            f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted",
-            "train.epochs, eval.every: epoch and schedules per: epoch need it.",
-            f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}",
-        )
+        what = f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted"
+        raise UsageError(what, "", f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}")
     models, freezing, optimizers, updates = {}, {}, {}, {}
     skipped: list[str] = []
     for name, settings in config.models.items():
@@ -182,33 +175,20 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         skipped=skipped,
     )
     for name, optimizer in optimizers.items():
-        if (planned := config.optim[name].schedule) is None:
-            continue
-        if planned.follows_evaluation and not config.eval.every:
-            raise UsageError(
-                "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0", "", arg(set="eval.every=200")
-            )
-        schedule = trainer.schedules[name] = optim.build_schedule(optimizer, planned)
-        length = trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-        if words := optim.ends_early(schedule, planned, length, f"optim.{name}.schedule"):
-            say(words)
+        if (planned := config.optim[name].schedule) is not None:
+            trainer.schedules[name] = optim.build_schedule(optimizer, planned)
     return trainer
 
 
-def deterministic(config: Config) -> None:
-    """Sets torch's switches so that the same step gives the same bits."""
-    if config.deterministic is False:
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "warn")
-
-
 @contextmanager
-def switches_given_back() -> Iterator[None]:
-    """Restores torch's switches for determinism afterwards, for whoever called this as a library."""
+def deterministic(how: bool | str) -> Iterator[None]:
+    """Sets torch's switches so that the same step gives the same bits, and afterwards back, for whoever calls this."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
+    if how:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=how == "warn")
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
 from ckptool.checkpoint.dtypes import Array
+from ckptool.checkpoint.strided import merged
 from ckptool.errors import LimitExceeded, UsageError, counted
 from ckptool.formats.pieces import assembled
 from ckptool.formats.placements import Piece
@@ -27,15 +28,9 @@ def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
         raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
     if not tensor.numel:
         return replace(tensor, shape=tuple(shape), stride=row_major_strides(tuple(shape)))
-    blocks: list[list[int]] = []  # sizes and steps of dimensions that continue each other
-    for size, step in zip(tensor.shape, tensor.stride, strict=True):
-        if blocks and blocks[-1][1] == size * step:
-            blocks[-1] = [blocks[-1][0] * size, step]
-        elif size != 1:
-            blocks.append([size, step])
     strides: list[int] = []
     place = 0
-    for size, step in blocks:
+    for size, step in zip(*merged(tensor.shape, tensor.stride), strict=True):
         end = place
         while prod(shape[place:end]) < size and end < len(shape):
             end += 1

@@ -21,9 +21,7 @@ from ckptool.formats import CheckpointLike, PathLike, is_in_memory, open_whole, 
 
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
-    from ckptool.training.config import Config as Config
-else:
-    Config = type("Config", (), {})  # pydantic's, which only training needs
+    from ckptool.training.config import Config
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
@@ -250,14 +248,11 @@ def check_harness() -> None:
             raise MissingExtra(f"training needs {name}, which is not installed", "", "pip install 'ckptool[torch]'")
 
 
-def configuration(config: PathLike | dict[str, Any] | Config, changes: Sequence[str]) -> Config:
-    """A configuration from a file, a dictionary of the same keys, or one that was made; with `KEY=VALUE` changes."""
+def configuration(config: PathLike | dict[str, Any], changes: Sequence[str]) -> Config:
+    """A configuration from a file, or a dictionary of the same keys; with `KEY=VALUE` changes."""
     check_harness()
     from ckptool.training import configfile
-    from ckptool.training.config import Config
 
-    if isinstance(config, Config):
-        config = config.dumped()
     if isinstance(config, dict):
         return configfile.changed(config, changes)
     return configfile.read(os.fspath(config), changes)

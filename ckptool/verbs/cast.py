@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
 from ckptool.commands import arg, option, several, verb
-from ckptool.conventions.state_dicts import model_state_dicts
+from ckptool.conventions.state_dicts import model_state_dicts, optimizers
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.facts import size
 from ckptool.formats.model_folder import model_folder, quantization_config
@@ -100,6 +100,8 @@ def cast(
         if quantization_config(change.original) and not written.details:
             elsewhere = f"in a folder ({arg(out='DIR/')}) it does not"
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")
+    if plan.tensors and any(True for _ in optimizers(part.tree)):
+        rows.append("the optimizer's state stays in its own types")
     totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
 

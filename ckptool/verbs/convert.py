@@ -131,6 +131,9 @@ def convert(
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
         rows += lines
     expected = None
+    if ties == "copy" and (all or not container.tensors_only):
+        what = f"{arg(ties='copy')} is for weights alone in a container of tensors; here every tie stays"
+        raise UsageError(what, "Nothing was written.", f"For example: {arg(out='model.safetensors')}")
     if not container.tensors_only:
         compact = not (container.writes_folder or change.live)
         changed, summary, behind, notes = _to_pickle(taken, named, compact, only, exclude, opened.path)

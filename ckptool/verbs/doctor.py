@@ -67,10 +67,10 @@ def doctor(
         if fix:
             what = f"doctor was given both {arg('error')} and {arg('fix')}"
             raise UsageError(what, "A message names no values to write.", "Give the file alone.")
-        devices: list[str] | None = None  # those of the file's tensors, but for the CPU, where it can be opened
+        devices: list[str] | None = None  # of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):
-            places = [tensor.location for _, tensor in tensors(open_file(file).taken.tree)] if file else None
-            devices = None if places is None else [place for place in dict.fromkeys(places) if place != "cpu"]
+            places = {tensor.location for _, tensor in tensors(open_file(file).taken.tree)} if file else None
+            devices = None if places is None else sorted(places - {"cpu"})
         return of_error_text(error, path, devices)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")

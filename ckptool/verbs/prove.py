@@ -12,7 +12,7 @@ from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats import PathLike
 from ckptool.training.reports import Proof
-from ckptool.verbs._options import Config, Say, Set, configuration
+from ckptool.verbs._options import Say, Set, configuration
 
 _WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
 
@@ -28,7 +28,7 @@ def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WO
     from_words=_words,
 )
 def prove(
-    config: PathLike | dict[str, Any] | Config | None = None,
+    config: PathLike | dict[str, Any] | None = None,
     set: Set = (),
     *,
     command: Sequence[str] = (),

@@ -10,9 +10,9 @@ from ckptool.errors import UsageError
 from ckptool.facts import Page
 from ckptool.formats import PathLike
 from ckptool.training.reports import Outcome, Rehearsal
-from ckptool.verbs._options import Config, Lines, Logged, Set, check_harness, configuration
+from ckptool.verbs._options import Lines, Logged, Set, check_harness, configuration
 
-Configuration = PathLike | dict[str, Any] | Config
+Configuration = PathLike | dict[str, Any]
 Resume = Literal["never", "auto", "must"]
 
 

@@ -86,7 +86,7 @@ HOSTILE: list[tuple[Any, type[CkptoolError], str]] = [
     (call("collections", "defaultdict", SYSTEM), UnsafeObject, r"os\.system"),
     (SYSTEM, UnsafeObject, r"os\.system"),
     (call(*ARRAY, state=(1, (1 << 40,), numpy_type("f8", 3, "<", None, None, None, -1, -1, 0), False, bytes(8))),
-     Corrupt, "8 bytes"),
+     UnsafeObject, "other data than its type and shape take"),
     ({1: "a", call("numpy.core.multiarray", "scalar", numpy_type("i8"), (1).to_bytes(8, "little")): "b"}, Conflict, ""),
     ({(1, Object(Global("argparse", "Namespace"), (), "new")): "b"}, Corrupt, "not hashable"),
 ]  # fmt: skip

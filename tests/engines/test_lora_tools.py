@@ -81,8 +81,8 @@ def test_a_full_rank_gives_the_tuned_model(chosen: str, rank: int, tmp_path: Pat
             if not chosen:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
             elif name.removesuffix(".weight") in chosen.split():
-                rank = 1 + ("q" in name[:1])
-                parameter.add_(torch.randn(6, rank) @ torch.randn(rank, 6) * 0.05)
+                own = 1 + ("q" in name[:1])
+                parameter.add_(torch.randn(6, own) @ torch.randn(own, 6) * 0.05)
     files = [tmp_path / "tuned.safetensors", tmp_path / "base.safetensors"]
     for model, file in zip((tuned, base), files, strict=True):
         save_file(model.state_dict(), file)

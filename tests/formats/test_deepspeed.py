@@ -417,6 +417,19 @@ def test_latest_leads_only_to_a_folder_inside(tag: str, tmp_path: Path) -> None:
         ckptool.open(folder)
 
 
+def test_a_pipeline_without_zero_keeps_the_optimizer_of_each_stage(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "deepspeed-pipeline" / "checkpoint" / "global_step2", folder := tmp_path / "tag")
+    for file in folder.glob("*_optim_states.pt"):
+        file.unlink()
+    for number, file in enumerate(sorted(folder.glob("mp_rank_*_model_states.pt"))):
+        states = torch.load(file, weights_only=False)
+        slots = {0: {"exp_avg": torch.full((2,), float(number))}}
+        torch.save(states | {"param_shapes": None, "optimizer": {"state": slots, "param_groups": []}}, file)
+    found = ckptool.open(folder)
+    averages = [found["optimizer"][f"stage {n}"]["state"][0]["exp_avg"].numpy().tolist() for n in range(2)]
+    assert averages == [[0, 0], [1, 1]] and found.metadata["ranks"] == 4
+
+
 @looped(
     ("name", "words"),
     [

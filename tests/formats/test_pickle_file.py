@@ -202,7 +202,7 @@ def weight_arrays() -> dict[str, np.ndarray[Any, Any]]:
         ({"stubs": {"conv1_w": np.ones(2), "conv1_b": np.ones(1)}, "cfg": "…"}, ["stubs"]),
         ({"w": np.ones(2), "b": np.ones(1)}, [""]),
         ({"model": {"a.w": np.ones(2)}, "ema": {"a.w": np.ones(2)}}, ["model", "ema"]),
-        ({"mean": np.ones(3), "std": np.ones(3), "net": {f"l{n}.w": np.ones(2) for n in range(3)}}, ["net"]),
+        ({"mean": np.ones(3), "std": np.ones(3), "net": {f"l{n}.w": np.ones(2) for n in range(3)}}, ["", "net"]),
         ({"deep": [{"x": {"w.w": np.ones(2)}}]}, ["deep/0/x"]),
         ({"optimizer": {"a": np.ones(2)}}, []),
         ({"history": [np.ones(2)]}, []),

@@ -18,11 +18,12 @@ from tests.support.same import assert_same_tree
 @looped("container", FORMATS, ids=lambda container: container.name)
 def test_a_line_agrees_with_its_module(container: Format) -> None:
     code = import_module(f"ckptool.formats.{container.module}")
-    assert container.name == code.NAME
+    is_another = container.name == "deepspeed-universal"  # of the folders that `deepspeed` reads
+    assert is_another or container.name == code.NAME
     never = Format("", "").begins  # of what another format finds in its folder or file
     is_asked = (container.is_folder and container.holds != never.decode()) or container.endings
     is_asked = is_asked or container.begins != never
-    assert callable(code.read) and hasattr(code, "detect") == bool(is_asked)
+    assert callable(code.read) and (is_another or hasattr(code, "detect") == bool(is_asked))
     assert container.writable == hasattr(code, "write") and container.appendable == hasattr(code, "append")
     assert bool(container.suffixes) <= container.writable
 

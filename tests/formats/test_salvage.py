@@ -350,6 +350,9 @@ def test_the_byte_order(tmp_path: Path) -> None:
     assert data[at : at + 3] == b"big"
     with pytest.raises(Corrupt, match="byteorder"):
         salvaged(data[:at] + b"bug" + data[at + 3 : -30], tmp_path / "cut.pt")
+    for name in (b"/byte/rder", b".byteorder", b"/byteordes"):  # no checksum covers a name
+        with pytest.raises(Corrupt, match="byteorder"):
+            salvaged(data[:-30].replace(b"/byteorder", name), tmp_path / "cut.pt")
 
 
 def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:
@@ -385,6 +388,17 @@ def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
     data[len(before) - 10] ^= 1
     with pytest.raises(Corrupt, match="end records"):  # which of its two states is the last?
         salvaged(bytes(data), tmp_path / "d.pt")
+
+
+def test_an_edit_of_which_not_all_was_written_is_undone(tmp_path: Path) -> None:
+    """Whatever block of it did not reach the disk: its pickle, its directory, or all from some byte on."""
+    before, after = edited(tmp_path / "e.pt")
+    at = after.index(b"PK\x07\x08", len(before)) - 20
+    torn = [after[:at] + bytes(16) + after[at + 16 :], after[: len(before)] + bytes(len(after) - len(before))]
+    for data in (*torn, *(after[:end] for end in range(len(before) + 1, len(after), 97))):
+        found = salvaged(data, tmp_path / "t.pt")
+        assert found.how == damaged.UNDONE
+        assert came_back(found) == originals("by torch", tmp_path / "o.pt")
 
 
 def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:

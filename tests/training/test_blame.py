@@ -140,7 +140,7 @@ def test_what_is_returned_anywhere(tmp_path: Path, place: str, odd: str) -> None
 def test_what_is_no_number_is_named(tmp_path: Path) -> None:
     found = told(tmp_path, "facts", "return {'x': None}")
     assert isinstance(found, UsageError)
-    assert "own.py:Hook gave NoneType for x, which is not a number" in found.what
+    assert "own.py:Hook gave no dictionary of numbers: float() argument" in found.what
 
 
 def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ NAMES = {  # key -> a name that is nothing, what may be meant, and what one's ow
     "data.collate": ("padd", "pad", "is called with a list of samples"),
     "data.sampler": ("random", "", "is called with (data set, generator)"),
     "models.main.name": ("mpl", "mlp", "is called with args and gives a torch.nn.Module"),
-    "models.main.init": ("xavier", "xavier_normal", "is called with the model"),
+    "models.main.init": ("defalt", "default", "is called with the model"),
     "task": ("clasify", "classify", "is called without arguments and gives a ckptool.training.tasks.Task"),
     "optim.main.name": ("adamv", "Adam", "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer"),
     "optim.main.schedule.name": ("stpe", "StepLR", "is a function of the step that gives a factor"),

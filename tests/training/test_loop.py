@@ -298,7 +298,7 @@ def test_a_gan_step_is_the_one_that_is_written_by_hand() -> None:
     for step, [given] in enumerate(made.data.stream(made)):
         if step == 3:
             break
-        real = given.data
+        (real,) = given.data
         seed_all(torch.device("cpu"), 3, "step", step, 0, 0, 0)
         good = judge(real)
         bad = judge(generator(torch.randn(len(real), 4)).detach())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import random
 import shutil
 import sys
@@ -22,6 +24,7 @@ from ckptool.training.prove import tracer
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Life, Reference, TracedStep
 from ckptool.training.prove.tracer import Tracer
 from ckptool.training.reports import Proof
+from tests.support.files import written
 
 WATCHED = sys.platform == "linux" and any(map(shutil.which, ("cc", "gcc", "clang")))
 
@@ -281,9 +284,12 @@ def sentences(found: Divergence | None) -> tuple[int, list[str]] | None:
     return found and (found.step, [text for cause in found.causes for text in cause.sentences])
 
 
-def test_variables_are_those_of_the_programs_own_files(tmp_path: Path) -> None:
+def test_variables_are_those_of_the_programs_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Tracer(str(tmp_path)).is_own
-    assert own("/home/me/train.py") and own("train.py")
+    written(b"", tmp_path / "train.py")
+    assert not own("train.py")
+    monkeypatch.chdir(tmp_path)
+    assert own("/home/me/train.py") and own("train.py") and not own("_ops.py")
     assert not any(map(own, (None, 3, json.__file__, torch.__file__, module.__file__, "<frozen importlib._bootstrap>")))
 
 
@@ -292,6 +298,22 @@ def test_a_restart_is_placed_by_its_weights() -> None:
     assert REFERENCE.place_of(step(4, weights="x")) is None
     still = [step(number, weights="0") for number in range(5)]  # lr is 0 at first
     assert Reference(still, still).place_of(still[3]) == 3
+
+
+def test_the_variables_of_a_program_are_its_own_and_few(tmp_path: Path) -> None:
+    """Of thousands of modules some say that they are of a file beside the program: `_ops.py` for all of `torch.ops`."""
+    file = written(b"import numpy, torch\ncount = 3\n", tmp_path / "own_module_of_a_program.py")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None and not os.path.isabs(torch.ops.__file__)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        tool = Tracer(str(tmp_path))
+        for _ in range(2):
+            assert tool.roots()["count"] == 3 and "aten" not in tool.roots()
+    finally:
+        del sys.modules[spec.name]
+    assert "count" not in tool.roots()
 
 
 BATCH = "samples differ: the batch of step 6 is not the one of the unbroken run"

@@ -6,6 +6,7 @@ That a loop of any shape, killed at any line, ends with the same files is in `te
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -362,3 +363,12 @@ def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where
         run.save(every=3, val=measure)
     assert called == [3, 6, 8]
     assert {saved.step: saved.metrics for saved in run.folder.all()} == {3: {"val": 1 / 3}, 8: {"val": 1 / 8}}
+
+
+def test_the_table_of_a_run_has_a_column_for_each_measure(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", model=nn.Linear(2, 1))
+    for step in run.steps(3):
+        run.log(loss=1.0)
+        run.save(every=1, val_acc=0.25 + step, top5=0.75)
+    table = str(ckptool.inspect_run(tmp_path / "r"))
+    assert re.search(r"step +epoch +loss +val_acc +top5 +size +kept", table) and "1.25" in table

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool.errors import Conflict, NoMatch, Unsupported
+from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError
 from fixtures.traps import TRAPS
 from tests.support.files import saved, weights
 from tests.support.looped import looped
@@ -87,3 +87,11 @@ def test_lost_sharing_and_resolved_views_are_noted(name: str, expected: list[str
     _, _, codes = exported(value, tmp_path)
     assert [code for code in codes if code in ("sharing-lost", "resolved-views")] == expected
     assert "sharing-lost" not in exported(value, tmp_path, ties="copy")[2]
+
+
+def test_ties_are_copied_only_where_each_name_has_values_of_its_own(tmp_path: Path) -> None:
+    file = saved(TRAPS["01-full-tie"](), tmp_path / "in.pt")
+    for out, options in (("o.pt", {}), ("o.dcp", {}), ("o.safetensors", {"all": True})):
+        with pytest.raises(UsageError, match="every tie stays"):
+            ckptool.convert(file, tmp_path / out, ties="copy", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt"]

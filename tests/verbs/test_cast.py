@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, NoMatch, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, NoMatch, Unsupported, UsageError
 from ckptool.transforms.dequantize import weight_of
 from fixtures.make import make
 from fixtures.surgery.make_quantized import Case
@@ -62,6 +62,19 @@ def test_what_would_change_something_else_or_nothing_is_refused(
     file = saved(value, tmp_path / "in.pt")
     found = refused(error, tmp_path, lambda: ckptool.cast(file, tmp_path / "out.pt", dtype="f16", **options), says)
     assert "--exclude" in found.fix or "which is not cast" not in str(found)
+
+
+def test_the_state_of_an_optimizer_keeps_its_types(tmp_path: Path) -> None:
+    moments = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]}
+    file = saved({"model": {"a.w": W}, "optimizer": moments}, tmp_path / "in.pt")
+    done = ckptool.cast(file, tmp_path / "out.pt", dtype="bf16")
+    assert "the optimizer's state stays in its own types" in str(done)
+    assert load(tmp_path / "out.pt")["optimizer"]["state"][0]["exp_avg"].dtype is torch.float32
+    assert "own types" not in str(ckptool.cast(f"{file}#model", tmp_path / "m.pt", dtype="bf16"))
+    state = saved(moments, tmp_path / "o.pt")
+    fix = refused(UsageError, tmp_path, lambda: ckptool.convert(state, tmp_path / "o.safetensors"), "optimizer").fix
+    assert "--all" in fix
+    assert "1 tensor;" in str(ckptool.convert(state, tmp_path / "o.safetensors", all=True))
 
 
 UNTOUCHED = (

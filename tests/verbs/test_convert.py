@@ -286,6 +286,9 @@ def test_every_container_that_is_written_is_here() -> None:
 def test_every_name_has_its_values(make: Callable[[Path], Path], container: str, ties: str, tmp_path: Path) -> None:
     """For others all of them, where they are copied; in torch's own file they share memory as they did."""
     file, (name, loaded) = make(tmp_path), CONTAINERS[container]
+    if ties == "copy" and container in ("dcp", "torch-zip"):
+        refused("usage", tmp_path, lambda: ckptool.convert(file, tmp_path / name, container=container, ties=ties))
+        return
     ckptool.convert(file, tmp_path / name, container=container, ties=ties)
     expected = ckptool.load(file)
     for found in (ckptool.load(tmp_path / name), loaded(tmp_path / name) if ties == "copy" else expected):

@@ -286,3 +286,15 @@ def test_quiet_prints_nothing(tmp_path: Path, run: Run) -> None:
             expected = run("diff", a, other, *options).code
             for words in ((*options, "--quiet"), ("-q", *options)):
                 assert run("diff", a, other, *words) == (expected, "", "")
+
+
+def test_the_second_name_of_a_tied_tensor_is_called_so(tmp_path: Path) -> None:
+    weight = torch.ones(3, 2)
+    tied = saved({"emb.weight": weight, "fc.weight": torch.ones(2), "head.weight": weight}, tmp_path / "tied.pt")
+    bare = saved({"module.emb.weight": weight, "module.fc.weight": torch.ones(2)}, tmp_path / "bare.pt")
+    for files in ((tied, bare), (bare, tied)):
+        assert ckptool.diff(*files).differs_by_prefix()
+        found = ckptool.diff(*files, ignore="prefix")
+        assert found.remarks == ("head.weight is tied to emb.weight: a second name for the same values",)
+        other = ckptool.diff(*files, ignore=["prefix"], only="fc.weight")
+        assert other.same and not other.remarks and not other.differs_by_prefix()

@@ -47,7 +47,7 @@ def test_a_run_of_the_harness(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "lr", "val_loss", "val_acc"):
         expected = {line["step"]: line[name] for line in lines if name in line}
-        assert found.series[name] == (tuple(expected), tuple(expected.values()))
+        assert (found.curves[name].steps, found.curves[name].values) == (tuple(expected), tuple(expected.values()))
     assert "epoch" not in found.curves and list(ckptool.plot(tmp_path / "run", only="epoch").curves) == ["epoch"]
     assert found.saves[-1] == 20 and found.done == (20,) and not found.stops and found.resumes == () == found.kills
 

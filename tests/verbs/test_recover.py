@@ -26,7 +26,7 @@ from tests.support.cli import Run, command_lines
 from tests.support.files import load, saved, torch_bytes, weights, written
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
-from tests.support.zips import damaged, record_starts
+from tests.support.zips import PLAIN, damaged, record_starts
 
 
 def cut(path: Path, share: float, out: Path) -> Path:
@@ -143,6 +143,16 @@ def test_a_cut_safetensors_file(tmp_path: Path) -> None:
     assert "recovered-file" in notes(tmp_path / "out.safetensors")
 
 
+def test_a_file_that_lost_its_mark_of_an_earlier_recovery_is_marked_all_the_same(tmp_path: Path) -> None:
+    written(PLAIN[: 2 * len(PLAIN) // 3], tmp_path / "cut.pt")
+    recover(tmp_path / "cut.pt", tmp_path / "r.pt")
+    data = bytearray((tmp_path / "r.pt").read_bytes())
+    data[data.index(b'"lost_count"') + 1] ^= 1
+    written(bytes(data), tmp_path / "d.pt")
+    recover(tmp_path / "d.pt", tmp_path / "again.pt")
+    assert [note.code for note in ckptool.inspect(tmp_path / "again.pt").notes] == ["recovered-file"]
+
+
 def test_an_interrupted_edit_is_undone_byte_for_byte(tmp_path: Path) -> None:
     path = saved({"model": weights("module.a.w", "module.b.w"), "epoch": 1}, tmp_path / "a.pt")
     before = path.read_bytes()
@@ -155,7 +165,7 @@ def test_an_interrupted_edit_is_undone_byte_for_byte(tmp_path: Path) -> None:
     for number, state in enumerate(states):
         done = recover(written(state, tmp_path / "torn.pt"), tmp_path / "out.pt", overwrite=True)
         assert (tmp_path / "out.pt").read_bytes() == before, number
-        assert done.complete and "was not finished" in str(done), number
+        assert done.complete and "is not whole" in str(done), number
 
 
 def test_lost_tensors_are_filled_in_and_the_output_says_so_for_ever(tmp_path: Path) -> None:

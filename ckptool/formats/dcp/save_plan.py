@@ -112,10 +112,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         notes = (Note(KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
     table = table_pickle({name: saving.values[name] for name in flat.values})
-    if len(table) > MAX_METADATA:
-        what = f"the table would have {len(table):,} bytes"
+    if (size := sum(part.length for part in table)) > MAX_METADATA:
+        what = f"the table would have {size:,} bytes"
         raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
-    files[METADATA] = [InlineBytes(table)]
+    files[METADATA] = table
     return Plan(files, saving.checks, notes=notes)
 
 
@@ -372,8 +372,8 @@ def _plain(entry: TensorEntry) -> TensorEntry:
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def table_pickle(values: Mapping[str, _Described]) -> bytes:
-    """The pickle of a `Metadata` of these values, by their flat names."""
+def table_pickle(values: Mapping[str, _Described]) -> list[InlineBytes]:
+    """The pickle of a `Metadata` of these values, by their flat names; in parts, as one that grows is copied."""
     out = _Pickle()
     out.begin("Metadata")
     out.value("state_dict_metadata")
@@ -394,6 +394,7 @@ def table_pickle(values: Mapping[str, _Described]) -> bytes:
                 out.new("ChunkStorageMetadata", offsets=chunk.offsets, sizes=chunk.sizes)
             out.write(b"eub")
         out.write(b"s")
+        out.end_part()
     out.value("planner_data")
     out.write(b"}")
     for name, value in values.items():
@@ -413,6 +414,7 @@ def table_pickle(values: Mapping[str, _Described]) -> bytes:
             at, module = chunk.place, "torch.distributed.checkpoint.filesystem"
             out.new("_StorageInfo", module, relative_path=at.relative_path, offset=at.offset, length=at.length)
             out.write(b"s")
+        out.end_part()
     out.value("storage_meta")
     # What says nothing of the values: torch's own has a random number of the writer, and the path of the folder.
     out.begin("StorageMeta")
@@ -424,17 +426,28 @@ def table_pickle(values: Mapping[str, _Described]) -> bytes:
     out.value("version")
     out.value(VERSION)
     out.write(b"ub.")
-    return out.raw.getvalue()
+    out.end_part(least=0)
+    return out.parts
 
 
 class _Pickle:
     """A pickle of protocol 2 in the making; what is said again is recalled."""
 
     def __init__(self) -> None:
+        self.parts: list[InlineBytes] = []
+        self.recalls: dict[object, bytes] = {}
+        self._begin_part()
+        self.write(b"\x80\x02")
+
+    def _begin_part(self) -> None:
         self.raw = BytesIO()  # which gives its bytes without a copy
         self.write = self.raw.write
-        self.write(b"\x80\x02")
-        self.recalls: dict[object, bytes] = {}
+
+    def end_part(self, least: int = 1 << 20) -> None:
+        """Begins another part if this one has so many bytes."""
+        if self.raw.tell() >= least:
+            self.parts.append(InlineBytes(self.raw.getvalue()))
+            self._begin_part()
 
     def recall(self, key: object) -> bool:
         found = self.recalls.get(key)

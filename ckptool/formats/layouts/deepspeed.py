@@ -1,25 +1,41 @@
 """`deepspeed`: the folder of a tag (`global_step500`) that DeepSpeed wrote, or the one above, whose `latest` names it.
 
-Source: deepspeed/runtime/engine.py (`save_checkpoint`, the names of files), utils/zero_to_fp32.py and
-checkpoint/ds_to_universal.py, 0.10 to 0.19. `mp_rank_00_model_states.pt` holds the model and everything else that was
-saved, of stage 3 one such file for each rank; what a rank has of the optimizer's flat vectors is in its
-`zero_pp_rank_0_mp_rank_00_optim_states.pt`. The tree is that of the first rank's model states, with whole weights under
-`module` and the optimizer's state by name under `optimizer`. `tags` reads a tag of any kind, `zero` puts the vectors of
-ZeRO together.
+`mp_rank_00_model_states.pt` holds the model and everything else that was saved, of stage 3 of ZeRO one such file for
+each rank; what a rank has of the optimizer's flat vectors is in its `zero_pp_rank_0_mp_rank_00_optim_states.pt`, and
+`zero` puts these together. The tree is that of the first rank's model states, with whole weights under `module` and the
+optimizer's state by name under `optimizer`.
+
+Of a pipeline there are the files of every layer, and for each stage the model states, with an empty `module`, and the
+shares of its own ranks. A universal folder has files for every parameter, whatever the world: `zero/NAME/fp32.pt`,
+`exp_avg.pt`, `exp_avg_sq.pt` are a tensor, or a dictionary that has it under `param`; of stage 3 they are flat.
+`step.pt` is there of stages 1 and 2. `zero/optimizer_state.pt` holds the parameter groups. Buffers and frozen
+parameters may lie there in f32 as well; those in the model states beside them are of the type that they have.
+
+Source: deepspeed/runtime/engine.py (`save_checkpoint`, the names of files; `_save_moe_checkpoint`),
+utils/zero_to_fp32.py and checkpoint/ds_to_universal.py, 0.10 to 0.19; deepspeed/runtime/pipe/module.py
+(`layer_03-model_states.pt`; parameters are called `3.weight`, those of tied layers `tied_modules.KEY.weight`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
+from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
-from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, counted, listed
-from ckptool.formats.folder import names_in
+from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
+from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
+from ckptool.formats.layouts import zero
+from ckptool.formats.layouts.zero import StageFiles
+from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
+from ckptool.formats.placements import Piece
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
@@ -29,6 +45,15 @@ UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
 _STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:optim|model)_states\.pt")
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
+_WEIGHT, _COMMON = "fp32", "optimizer_state.pt"
+COPIES, NO_OPTIMIZER, NO_BUFFERS = "copies-not-shown", "no-optimizer-files", "no-buffers"  # of the notes
+ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
+_OF_LAYERS = re.compile(r"layer_\d{1,7}-(?:.+-)?model_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
+_OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -84,10 +109,8 @@ def read(source: Folder) -> Checkpoint:
     `latest` that leads elsewhere; `Conflict` for files of several steps, stages or world sizes; `Unsupported` for
     tensor parallelism and what else is not joined; what opening a rank's file raises.
     """
-    from ckptool.formats.layouts import tags
-
     tag = source if _has_states(source.names) else Folder(os.path.join(source.path, _tag(source)))
-    found = tags.read(tag)
+    found = read_tag(tag)
     if tag is source:
         return found
     source.adopt(os.path.basename(tag.path), tag)
@@ -116,3 +139,312 @@ def _tag(folder: Folder) -> str:
     what = f"{path} names {name[:200]!r}, which is no folder beside it"
     why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
     raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', folder.path)}")
+
+
+# The folder of a tag -------------------------------------------------------------------------------------------------
+
+
+class Tag:
+    """The files in a tag's folder by kind; by stage of a pipeline, or rank of tensor parallelism, those of ranks.
+
+    Raises `Conflict` for two of one rank, `Corrupt` where those of the model are missing.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.joiner = folder, Joiner(folder)
+        kinds = (_EXPERT, _OF_LAYERS, _OTHER)
+        self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
+        ranked = [found for name in folder.names if (found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
+        self.stages = {
+            int(number): StageFiles(self.joiner) for number in sorted({found["mp"] for found in ranked}, key=int)
+        }
+        for found in ranked:
+            stage, rank, name = self.stages[int(found["mp"])], int(found["rank"] or 0), found[0]
+            files = stage.models if found.re is _MODEL else stage.optimizers
+            if files.setdefault(rank, name) != name:
+                raise mixed(folder, files[rank], name, "both are of one rank")
+        if 0 not in self.stages or not self.stages[0].models:
+            raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
+        self.first = self.stages[0]
+
+
+def read_tag(folder: Folder) -> Checkpoint:
+    """The checkpoint of a tag's folder of any kind; see `read`."""
+    tag = Tag(folder)
+    if UNIVERSAL in folder:
+        return _universal(tag)
+    stages, states = tag.stages, tag.first.states
+    is_pipeline = len(stages) > 1 or bool(tag.layers)
+    if "offloaded_tensors" in folder or states.get("ds_autoep_layers"):
+        what = "experts in AutoEP" if states.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
+        why = "Its values are laid out in another way than those of ZeRO, which is not read."
+        raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
+    own = _layers(tag) if is_pipeline else _with_experts(tag)
+    weights: dict[str, TensorEntry] = {}  # a parameter that several stages have is that of the first
+    optimizer: dict[str, Any] | None = None
+    for number, stage in stages.items():
+        if not stage.shares:
+            continue
+        joined, more = zero.trained(stage, own)
+        for name, entry in joined.items():
+            each = Piece(entry, (0,) * len(entry.shape), f"stage {number}")
+            earlier = [replace(each, tensor=weights[name], owner="an earlier stage")] if name in weights else []
+            weights[name] = tag.joiner.replicated(name, [*earlier, each])
+        optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
+        optimizer["state"] = more["state"] | optimizer["state"]
+        for group, other in zip(optimizer["param_groups"], more["param_groups"], strict=False):
+            group["params"] = [*dict.fromkeys([*group["params"], *other["params"]])]
+    engine = ", pipeline" if is_pipeline else ""
+    if not tag.first.shares:
+        if states.get("param_shapes") is not None:
+            what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+            tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
+        if not is_pipeline:
+            weights = zero.masters(tag.first, own)
+        elif any(stage.states.get("optimizer") is not None for stage in stages.values()):  # numbered by each for itself
+            optimizer = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
+        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # the first rank of each saves alone
+        world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
+        return _checkpoint(tag, own, weights, optimizer, {}, 0, world, engine)
+    world = sum(len(stage.shares) for stage in stages.values())
+    share = tag.first.shares[0]
+    kind = 1 if is_pipeline else share.stage
+    found = _checkpoint(tag, own, weights, optimizer, share.rest, kind, world, share.engine + engine)
+    if kind > 2 and not any("step" in zero.undivided(share.state(group)) for group in range(len(share.weights))):
+        return replace(found, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have the weights twice
+    return found
+
+
+def _with_experts(tag: Tag) -> dict[Any, Any]:
+    """The model's own weights, with those of experts, each of which is in a file of its own."""
+    states = tag.first.states
+    for layer, count in enumerate(items(states.get("num_experts"))):
+        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
+        if type(count) is int and len(there) < count:
+            what = f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there"
+            raise lacks(tag.folder, what)
+    if states.get("module") is None:
+        raise damaged(tag.folder, f"{tag.first.file} has no `module` with the weights of a model in it")
+    own: dict[Any, Any] = dict(states["module"])
+    experts: set[Any] = set()
+    for name in tag.experts:
+        expert = tag.joiner.open(name).tree
+        if not isinstance(expert, dict) or experts & expert.keys():
+            raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
+        experts |= expert.keys()
+        own |= expert
+    return same_kind(states["module"], own)
+
+
+# A pipeline ----------------------------------------------------------------------------------------------------------
+
+
+def _layers(tag: Tag) -> dict[Any, Any]:
+    """The tensors of all layers of a pipeline by their full names.
+
+    Raises `Corrupt` where one that the ranks' files name is in no layer's file, `Conflict` for stages of several steps,
+    `Unsupported` where layers are divided by tensor parallelism.
+    """
+    stages, first = tag.stages, tag.first
+    if lacking := next((number for number, stage in stages.items() if not stage.models), None):
+        raise lacks(tag.folder, f"mp_rank_{lacking:02}_model_states.pt")
+    degrees = first.states.get("checkpoint_parallel_dimensions")
+    wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
+    if odd := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (wide and [first.file]):
+        raise Unsupported(
+            f"{tag.folder} was saved with tensor parallelism, which {odd[0]} is of",
+            "Each rank has parts of the weights, and how those are joined depends on the model.",
+            "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
+        )
+    count = fields(degrees).get("pp_degree")
+    complete(tag.folder, stages, count if type(count) is int else len(stages), first.file)
+    facts: dict[str, Any] = {}
+    known: dict[str, Any] = {}  # the buffers, and the parameters that the optimizer has
+    parameters: dict[str, Any] = {}
+    for stage in stages.values():
+        of_ranks = stage.shares[0].counts if stage.shares else None
+        about = {"step": stage.states.get("global_steps"), "number of ranks": of_ranks}
+        facts = facts or about
+        refuse_other(tag.folder, (first.file, facts), (stage.file, about))
+        known |= dict.fromkeys(n for n in items(stage.states.get("buffer_names")) if type(n) is str)
+        parameters |= {name: shape for group in stage.groups for name, shape in group.items()}
+    known |= parameters
+    found: dict[Any, Any] = {}
+    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # of those in a layer
+    for name, shape in parameters.items():
+        if name.startswith("tied_modules.") and name.count(".") > 1:
+            tied_by_name.setdefault(name.split(".", 2)[2], []).append((name, shape))
+    for layer, file in sorted((int(named["layer"]), name) for name in tag.layers if (named := _LAYER.fullmatch(name))):
+        if not isinstance(tree := tag.joiner.open(file).tree, dict):
+            raise damaged(tag.folder, f"{file} has no weights of a layer")
+        for name, value in tree.items():
+            full, shapes = f"{layer}.{name}", (None, value.shape if isinstance(value, TensorEntry) else None)
+            tied = [each for each, shape in tied_by_name.get(name, ()) if shape in shapes]
+            found.setdefault(tied[0] if full not in parameters and len(tied) == 1 else full, value)
+    of_layers = {(n.partition(".")[2], v.shape if isinstance(v, TensorEntry) else None) for n, v in found.items()}
+    for name, shape in known.items():
+        number, _, rest = name.partition(".")
+        # A tied one whose layer cannot be told from its name is under that of the layer.
+        is_tied = number == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
+        if name not in found and (number.isdecimal() or number == "tied_modules") and not is_tied:
+            file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
+            what = f"{tag.folder} lacks {name}, which the ranks' files name"
+            raise Corrupt(what, f"It is in {file}, which is not there or is another's.", "Copy all files of the run.")
+    return found
+
+
+# The checkpoint ------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(
+    tag: Tag,
+    own: dict[Any, Any],
+    trained: dict[str, TensorEntry],
+    optimizer: Any,
+    rest: Mapping[str, Any],
+    stage: int,
+    ranks: int,
+    engine: str,
+) -> Checkpoint:
+    """What the first rank saved, with the whole model and the optimizer by name in their places.
+
+    own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
+    """
+    first = tag.first.states
+    more: dict[str, Any] = {"module": _module_of(tag, own, trained, stage, ranks)}
+    more |= {} if optimizer is None else {"optimizer": optimizer}
+    more |= {ZERO: rest} if rest else {}
+    more |= {name: tag.joiner.open(name).tree for name in tag.others}
+    tree = {key: value for key, value in first.items() if key != "frozen_param_fragments"} | more
+    version = first.get("ds_version")
+    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
+    return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
+
+
+def _module_of(
+    tag: Tag, own: dict[Any, Any], trained: dict[str, TensorEntry], stage: int, world: int
+) -> dict[Any, Any]:
+    """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved."""
+    first, states = tag.first, tag.first.states
+    frozen = {n: s for each in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in each.items()}
+    values: dict[str, Any] = dict(trained)
+    fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
+    if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
+        complete(tag.folder, first.models, world, first.file)
+    for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
+        each = first.model(file) if facts else states
+        about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
+        about["list of parameters"] = first.shapes_in(each, file)
+        facts = facts or about
+        refuse_other(tag.folder, (first.file, facts), (file, about))
+        module, parts = fields(each.get("module")), fields(each.get("frozen_param_fragments"))
+        named = {name: module.get(name) for name in items(each.get("buffer_names")) if type(name) is str}
+        for kind, entries in ((fragments, parts), (buffers, named)):
+            for name, entry in entries.items():
+                if isinstance(entry, TensorEntry):
+                    kind.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
+    for name, shape in frozen.items():
+        given = fragments.get(name, [])
+        if given and (stage > 2 or name not in own):
+            vectors = [Vector([(each.entry, each.owner)]) for each in given if len(each.entry.shape) == 1]
+            whole = len(given) == 1 and given[0].entry.shape == shape
+            values[name] = given[0].entry if whole else tag.joiner.flat(name, shape, zero.pieces(vectors, shape))
+    values |= {name: tag.joiner.replicated(name, each) for name, each in buffers.items()}
+    # The other names of shared parameters have the values of those that are stored.
+    ties = dict(fields(states.get("shared_params")))
+    views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
+    for name, entry in own.items():
+        if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
+            ties.setdefault(name, views[entry.view])
+    for name, source in ties.items():
+        if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
+            values[name] = value
+    if copies := Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel):
+        what = counted(copies.total(), "weight is shown as", "weights are shown as")
+        compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
+        tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
+    module = same_kind(own, {**own, **values})
+    empty = [n for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,)]
+    empty = [str(name) for name in empty if name not in frozen and name not in buffers]
+    if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
+        what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
+        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
+        raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
+    return module
+
+
+# A universal folder --------------------------------------------------------------------------------------------------
+
+
+def _universal(tag: Tag) -> Checkpoint:
+    """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
+    folder, first = tag.folder, tag.first.states
+    groups = tag.first.shapes_in(first, tag.first.file)
+    own = same_kind(first.get("module"), dict(first.get("module") or {}))
+    if first.get("module") is None:
+        message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
+        tag.joiner.notes.append(Note(NO_BUFFERS, message))
+    # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
+    for stage, file in ((each, file) for each in [*tag.stages.values()][1:] for file in each.models.values()):
+        states = fields(tag.joiner.open(file).tree)
+        for number, shapes in enumerate(stage.shapes_in(states, file)):
+            groups.extend({} for _ in range(number + 1 - len(groups)))
+            groups[number].update(shapes)
+        trained = {name for shapes in groups for name in shapes}
+        for name, value in fields(states.get("module")).items():
+            other: Any = own.setdefault(name, value)
+            both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
+            if name not in trained and both and agree(other, value, read=True) is False:
+                what = f"{folder}: {name!s} is another tensor in {file}, and is not trained"
+                why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
+                raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
+    inside = Folder(os.path.join(folder.path, UNIVERSAL))
+    if missing := [name for shapes in groups for name in shapes if name not in inside]:
+        raise lacks(inside, counted(len(missing), "parameter"), missing)
+    common = fields(tag.joiner.open(_COMMON, inside).tree if _COMMON in inside else {})
+    once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
+    weights: dict[str, TensorEntry] = {}
+    state: dict[str, dict[str, Any]] = {}
+    stepped: tuple[str, dict[str, Any]] | None = None
+    for number, shapes in enumerate(groups):
+        for name, shape in shapes.items():
+            slots = _parameter(tag, inside, name, shape)
+            weights[name] = slots.pop(_WEIGHT)
+            state[name] = zero.undivided(once.get(number)) | slots
+            if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
+                stepped = stepped or (name, {"step": step})
+                refuse_other(inside, stepped, (name, {"step": step}))
+    parameters = zero.named_groups(common.get("param_groups"), dict(enumerate(groups)))
+    optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
+    world = first.get("dp_world_size")
+    size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.first.models) + 1
+    folder.adopt(UNIVERSAL, inside)
+    rest = {str(key): zero.plain(value) for key, value in common.items() if key not in _JOINED}
+    kind = 3 if "zero_pp_rank" in tag.first.file else 2
+    found = _checkpoint(tag, own, weights, optimizer, rest, kind, size, ", universal")
+    return replace(found, container=f"{NAME}-universal")
+
+
+# Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.
+_JOINED = ("param_groups", "optimizer_state_dict", "fp32_flat_groups", "group_paddings", "param_alignment_paddings")
+
+
+def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The values of a parameter by the names of their files, in its shape."""
+    files = Folder(os.path.join(inside.path, name))
+    slots: dict[str, Any] = {}
+    for file in (file for file in files.names if file.endswith(".pt")):
+        value = tag.joiner.open(file, files).tree
+        value = zero.bare(value.get("param") if isinstance(value, dict) else value)
+        if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
+            value = value.reshape(shape)
+        slots[file.removesuffix(".pt")] = value
+    inside.adopt(name, files)
+    weight = slots.get(_WEIGHT)
+    if not isinstance(weight, TensorEntry):
+        raise damaged(files, f"has no tensor in {_WEIGHT}.pt")
+    wrong = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in (weight.shape, ())]
+    if wrong or len(weight.shape) != len(shape):
+        meant = list(weight.shape if wrong else shape)
+        raise damaged(files, f"has {listed(wrong or [_WEIGHT])} of another shape than {meant}")
+    return slots

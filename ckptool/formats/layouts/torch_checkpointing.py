@@ -16,24 +16,15 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
-from ckptool.checkpoint.dtypes import BY_TORCH, DType
+from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder, Input, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, LimitExceeded, counted, listed, printable
+from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import (
-    MAX_MESH,
-    Piece,
-    RankFile,
-    RankShare,
-    axis_of,
-    distributed,
-    row_major_axes,
-    sizes_of,
-)
+from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes, sizes_of
 from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage
 
@@ -190,7 +181,10 @@ def _opened(joiner: Joiner, path: str, kind: str) -> Any:
 
 
 def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | None:
-    """The blocks that the plain tensors of an item are, by the table; None for an item that is not in it."""
+    """The blocks that the plain tensors of an item are, by the table; None for an item that is not in it.
+
+    Raises `Unsupported` for tensors that are divided without a mesh.
+    """
     paths = inside(table.get("metadata", {}).get(item), "nested_path_to_metadata")
     if paths is None:
         return None
@@ -203,51 +197,23 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
         raise damaged(folder, f"its {TABLE} does not say how the tensors of {item} are divided") from None
 
     def share_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
-        sharding = by_rank.get((".".join(map(str, path[1:])), file.rank))
+        sharding, name = by_rank.get((".".join(map(str, path[1:])), file.rank)), "/".join(map(str, path))
         if sharding is None:
             return None
         try:
-            data = sharding["data"]
+            kind, data = sharding["type"], sharding["data"]
+            if kind != "DTensorShardingMetadata":
+                what = f"{folder}: {name} is divided as {str(kind)[:40]} says"
+                raise Unsupported(what, "Only what a mesh divides (DTensorShardingMetadata) is joined.")
             dtype, shape = BY_TORCH[data["dtype"].removeprefix("torch.")], sizes_of(data["global_shape"])
-            if shape is None:
+            sizes, ranks = (sizes_of(data["mesh_spec"][key], MAX_MESH) for key in ("mesh_shape", "mesh_data"))
+            if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
                 raise ValueError
-            share: RankShare | None = _SHARDINGS[sharding["type"]](file, entry, data, shape, dtype)
-            return share
+            placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
+            mesh = file.mesh(ranks, row_major_axes(sizes))
+            share = file.divided(entry, shape, dtype, mesh, placements, entry.flags)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            what = f"its {TABLE} does not say how {'/'.join(map(str, path))} is divided"
-            raise damaged(folder, what) from None
+            raise damaged(folder, f"its {TABLE} does not say how {name} is divided") from None
+        return share if any(share.agreed[1]) else None  # replicas
 
     return share_of
-
-
-def _of_dtensor(
-    file: RankFile, entry: TensorEntry, data: dict[str, Any], shape: tuple[int, ...], dtype: DType
-) -> RankShare | None:
-    """The blocks of a local tensor by its mesh and placements; None for a replica."""
-    mesh = data["mesh_spec"]
-    sizes, ranks = sizes_of(mesh["mesh_shape"]), sizes_of(mesh["mesh_data"], MAX_MESH)
-    placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
-    axes = tuple(axis_of(*each, len(shape)) for each in placements)
-    if sizes is None or ranks is None or prod(sizes) != len(ranks) or len(axes) != len(sizes):
-        raise ValueError
-    mesh_of = file.mesh(ranks, row_major_axes(sizes))
-    return file.divided(entry, shape, dtype, mesh_of, axes, {}, entry.flags) if any(axes) else None
-
-
-def _of_boxes(
-    file: RankFile, entry: TensorEntry, data: dict[str, Any], shape: tuple[int, ...], dtype: DType
-) -> RankShare:
-    """The blocks of a local tensor whose places are listed."""
-    chunks = []
-    for lists in zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True):
-        begin, at, sizes = map(sizes_of, lists)
-        if begin is None or at is None or sizes is None or not len(at) == len(sizes) == len(entry.shape) == len(shape):
-            raise ValueError
-        if any(lo + n > full for lo, n, full in zip(at, sizes, entry.shape, strict=True)):
-            raise ValueError
-        own = Piece(entry, (0,) * len(shape)).part((at, sizes))
-        chunks.append(Piece(own, begin, file.owner))
-    return RankShare(file, shape, dtype, (), (), [chunks], entry.flags)
-
-
-_SHARDINGS: dict[str, Any] = {"DTensorShardingMetadata": _of_dtensor, "default_tensor_v1": _of_boxes}

@@ -1,39 +1,30 @@
-"""A tag's folder as DeepSpeed saves it: what each rank has of the flat vectors, as pieces of the tensors in them.
+"""The flat vectors of ZeRO: what each rank has of them, as pieces of the tensors that lie in them.
 
 Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`), bf16_optimizer.py, engine.py
-(`_save_checkpoint`, `_save_moe_checkpoint`), utils/groups.py (which ranks share an expert). Stages 1 and 2 lay the
-parameters of a group one after the other and divide that vector; the last ranks leave out its padding. Stage 3 divides
-every parameter by itself, as many elements to each rank, the last filled up.
+(`_save_checkpoint`), utils/groups.py (which ranks share an expert). Stages 1 and 2 lay the parameters of a group one
+after the other and divide that vector; the last ranks leave out its padding. Stage 3 divides every parameter by itself,
+as many elements to each rank, the last filled up.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import accumulate, chain, repeat
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.nodes import Global, Object, fields, items, same_kind
-from ckptool.commands import other_program
-from ckptool.errors import Corrupt, Unsupported, counted, listed, printable
-from ckptool.facts import dataclass, field, replace
+from ckptool.checkpoint import Composite, Note, TensorEntry
+from ckptool.checkpoint.nodes import Global, Object, fields, items
+from ckptool.errors import Unsupported, counted
+from ckptool.facts import replace
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
 from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
 from ckptool.formats.placements import Piece, sizes_of
 from ckptool.pickles.torch_objects import BUILDERS
 
-NAME = "deepspeed"
-COPIES, STEPS, NO_OPTIMIZER = "copies-not-shown", "steps-differ", "no-optimizer-files"  # of the notes
-ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
-_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
-_LAYER = re.compile(r"layer_\d{1,7}-(?:.+-)?model_states\.pt")
-_OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+STEPS = "steps-differ"  # of the note
 _LOCAL_EXPERT = re.compile(r"(?P<module>.*\.deepspeed_experts\.)(?P<number>\d{1,9})(?P<rest>\..*)", re.DOTALL)
 _VECTORS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
@@ -45,36 +36,32 @@ Shapes = dict[str, tuple[int, ...]]
 """The shapes of tensors by name, in the order in which they lie in a vector."""
 
 
-# The files -----------------------------------------------------------------------------------------------------------
+class StageFiles:
+    """What the ranks of one stage of a pipeline saved; without a pipeline, all of them. `models`, `optimizers`: their
+    files by rank. Below stage 3 of ZeRO there are model states of the first rank alone."""
 
-
-@dataclass(slots=True, eq=False)
-class Tag:
-    """The files in a tag's folder by kind and rank."""
-
-    folder: Folder
-    joiner: Joiner
-    models: dict[int, str] = field(default_factory=dict)  # by rank; of stages below 3, of rank 0
-    optimizers: dict[int, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
-    layers: list[str] = field(default_factory=list)
-    stages: dict[int, Tag] = field(default_factory=dict)  # of a pipeline, or ranks of tensor parallelism, but the first
-    others: list[str] = field(default_factory=list)
+    def __init__(self, joiner: Joiner) -> None:
+        self.joiner, self.folder = joiner, joiner.folder
+        self.models: dict[int, str] = {}
+        self.optimizers: dict[int, str] = {}
 
     @property
-    def first(self) -> str:
+    def file(self) -> str:
         """The file of the first rank's model states."""
         return self.models[min(self.models)]
 
-    def model(self, file: str, *, layered: bool = False) -> dict[str, Any]:
-        """A rank's model states. layered: the weights may be in other files. Raises `Corrupt` for something else."""
-        tree = self.joiner.open(file).tree
-        module = tree.get("module", ()) if isinstance(tree, dict) else ()
-        if not isinstance(module, dict) and not (layered and module is None):
-            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
-        states: dict[str, Any] = tree
-        return states
+    @cached_property
+    def states(self) -> dict[str, Any]:
+        return self.model(self.file)
 
+    def model(self, file: str) -> dict[str, Any]:
+        """A rank's model states; of a pipeline, `module` is None. Raises `Corrupt` for something else."""
+        tree: dict[str, Any] = fields(self.joiner.open(file).tree)
+        if not isinstance(tree.get("module", ()), (dict, type(None))):
+            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
+        return tree
+
+    @cached_property
     def shares(self) -> list[Share]:
         """What all ranks have of the optimizer. Raises `Conflict` for shares of several checkpoints, `Corrupt` where
         some are missing."""
@@ -85,23 +72,25 @@ class Tag:
             complete(self.folder, self.optimizers, max(found[0].counts), found[0].file)
         return found
 
+    @cached_property
+    def groups(self) -> list[dict[str, tuple[int, ...] | None]]:
+        """The names and shapes of the parameters of each group; no shapes where only the order of their pieces is
+        recorded."""
+        if self.states.get("param_shapes") is not None or not self.shares:
+            return [{**group} for group in self.shapes_in(self.states, self.file)]
+        groups = range(len(self.shares[0].mappings))
+        return [{name: None for share in self.shares for name in share.placed(group)} for group in groups]
 
-def tag_files(folder: Folder) -> Tag:
-    """The files in a tag's folder. Raises `Conflict` for two of one rank, `Corrupt` where the model's are missing."""
-    tag = Tag(folder, joiner := Joiner(folder))
-    for name in folder.names:
-        for pattern, names in ((_EXPERT, tag.experts), (_LAYER, tag.layers), (_OTHER, tag.others)):
-            if pattern.fullmatch(name):
-                names.append(name)
-        if found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name):
-            number, rank = int(found["mp"]), int(found["rank"] or 0)
-            mine = tag.stages.setdefault(number, Tag(folder, joiner)) if number else tag
-            files = mine.models if found.re is _MODEL else mine.optimizers
-            if files.setdefault(rank, name) != name:
-                raise mixed(folder, files[rank], name, "both are of one rank")
-    if not tag.models:
-        raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
-    return tag
+    def shapes_in(self, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
+        """The shapes that a file has by name, for each group. Raises `Corrupt` for what is no shape."""
+        groups = states.get(key) or ()
+        found: list[Shapes] = []
+        for group in groups if isinstance(groups, (list, tuple)) else (groups,):
+            shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
+            found.append({name: shape for name, shape in shapes.items() if type(name) is str and shape is not None})
+            if len(found[-1]) < len(shapes):
+                raise damaged(self.folder, f"{file} has {key} that are no names and shapes")
+        return found
 
 
 # A rank's share ------------------------------------------------------------------------------------------------------
@@ -204,60 +193,53 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
     ]
 
 
-def shapes_of(tag: Tag, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
-    """The shapes of a file's parameters by name, for each group. Raises `Corrupt` for what is no shape."""
-    groups = states.get(key) or ()
-    found = []
-    for group in groups if isinstance(groups, (list, tuple)) else (groups,):
-        shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
-        if not all(type(name) is str and shape is not None for name, shape in shapes.items()):
-            raise damaged(tag.folder, f"{file} has {key} that are no names and shapes")
-        found.append({name: shape for name, shape in shapes.items() if shape is not None})
-    return found
-
-
-# The pieces of trained tensors ---------------------------------------------------------------------------------------
-
+# The tensors in the vectors ------------------------------------------------------------------------------------------
 
 _Placed = tuple[str, tuple[int, ...], int, int]  # a tensor of a group, and where it begins in its vectors
-_Run = tuple[dict[str, list[Vector]], list[_Placed], int]
-"""Tensors in a row, and by key ("" for the weights) the vectors that each of them is divided over evenly: one that the
-ranks have together, or of stage 3 one of every rank. With the number of elements that the vectors are filled up to."""
+_Run = tuple[list[list["Share"]], Iterable[int], list[_Placed], int]
+"""Tensors in a row: the ranks, together or each by itself, and the groups whose vectors these are; each tensor is
+divided evenly over them. With the number of elements that the vectors are filled up to."""
 
 
-def joined_groups(
-    tag: Tag, first: dict[str, Any], shares: list[Share], own: dict[Any, Any]
-) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     """Every parameter that the optimizer has, by name, and the optimizer's state. own: the model's copies of them.
 
     Raises `Corrupt` where the parameters take more or less than the vectors have, `Conflict` where the optimizer has
     taken more steps than the model; fewer are noted (a restart).
     """
-    share, total, skipped = shares[0], first.get("global_steps"), first.get("skipped_steps", 0)
+    states, share = stage.states, stage.shares[0]
+    total, skipped = states.get("global_steps"), states.get("skipped_steps", 0)
     steps = [n for group in range(len(share.weights)) if (n := number_in(share.state(group).get("step")))]
     if type(total) is int and type(skipped) is int and steps and max(steps) != total - skipped:
         what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
         if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
-            raise mixed(tag.folder, tag.first, share.file, what)
+            raise mixed(stage.folder, stage.file, share.file, what)
         why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
-        tag.joiner.notes.append(Note(STEPS, f"{what}: {why}"))
+        stage.joiner.notes.append(Note(STEPS, f"{what}: {why}"))
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
-    for rows, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(tag, first, shares):
-        world, length = len(rows[""]), rows[""][0].length
-        needed = max((begin + -(-prod(shape) // world) for _, shape, _, begin in laid), default=0)
+    sized = {name: entry.shape for name, entry in own.items() if isinstance(entry, TensorEntry)}
+    if lacking := [n for group in stage.groups for n, shape in group.items() if shape is None and n not in sized]:
+        raise lacks(stage.folder, "the file of the layer", lacking)
+    shapes = [{n: sized[n] if shape is None else shape for n, shape in group.items()} for group in stage.groups]
+    for teams, groups, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
+        slots = teams[0][0].state(min(groups, default=0))
+        keys = ["", *(key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape)]
+        rows = {key: [Vector(s.vector(group, key) for s in team for group in groups) for team in teams] for key in keys}
+        length = rows[""][0].length
+        needed = max((begin + -(-prod(shape) // len(teams)) for _, shape, _, begin in laid), default=0)
         if -(-needed // step) != -(-length // step):
             what = f"the parameters of group {laid[0][2] if laid else 0} take {counted(needed, 'element')}"
-            raise damaged(tag.folder, f"{what} of the ranks' vectors, which have {length:,}")
+            raise damaged(stage.folder, f"{what} of the ranks' vectors, which have {length:,}")
         for name, shape, group, begin in laid:
             if name in weights:
-                raise damaged(tag.folder, f"{name} is in two groups of the optimizer")
+                raise damaged(stage.folder, f"{name} is in two groups of the optimizer")
             copy = own.get(name)  # the model's own, to which the optimizer's is compared; stage 3 has none
             if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
                 copy = None
             values = {
-                key: tag.joiner.flat(f"{name} {key}".strip(), shape, _pieces(row, begin, shape), None if key else copy)
+                key: stage.joiner.flat(f"{name} {key}".strip(), shape, pieces(row, shape, begin), None if key else copy)
                 for key, row in rows.items()
             }
             weights[name] = values.pop("")
@@ -267,26 +249,13 @@ def joined_groups(
     return weights, {"state": state, "param_groups": named_groups(share.groups, names)}
 
 
-def _pieces(vectors: list[Vector], begin: int, shape: tuple[int, ...]) -> Iterator[Piece]:
+def pieces(vectors: list[Vector], shape: tuple[int, ...], begin: int = 0) -> Iterator[Piece]:
     """What each of the vectors has of a tensor that they divide evenly, without the padding of the last."""
     total = prod(shape)
     each = -(-total // len(vectors)) if vectors else 0
     for number, vector in enumerate(vectors):
         if number == 0 or number * each < total:
             yield from vector.cut(begin, min(each, total - number * each), number * each)
-
-
-def _rows(team: list[Share], groups: Iterable[int], *, divided: bool) -> dict[str, list[Vector]]:
-    """By key the vectors that these ranks have: one of all of them, or where each tensor is divided, one of each."""
-    groups = [*groups]
-    state = team[0].state(min(groups, default=0))
-    keys = ["", *(key for key, value in state.items() if isinstance(value, TensorEntry) and value.shape)]
-    teams = [[share] for share in team] if divided else [team]
-
-    def vector(team: list[Share], key: str) -> Vector:
-        return Vector(share.vector(group, key) for share in team for group in groups)
-
-    return {key: [vector(each, key) for each in teams] for key in keys}
 
 
 def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: Iterable[int] = ()) -> list[_Placed]:
@@ -296,44 +265,56 @@ def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: 
     return [(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
 
 
-def _whole_vectors(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Iterator[_Run]:
+def _divided_each(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
+    """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
+    teams, world = [[share] for share in stage.shares], len(stage.shares)
+    lengths = [entry.shape[0] for entry in stage.shares[0].weights]
+    needed = [sum(-(-prod(shape) // world) for shape in named.values()) for named in shapes]
+    begins = repeat(0) if needed == lengths else accumulate(needed, initial=0)
+    laid = [_in_a_row(*each, world, begin) for each, begin in zip(enumerate(shapes), begins, strict=False)]
+    if needed == lengths:
+        yield from ((teams, [group], each, 1) for group, each in enumerate(laid))
+    else:  # where a parameter is in two vectors, they are read as one
+        yield teams, range(len(lengths)), [*chain(*laid)], 1
+
+
+def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
     """Stages 1 and 2: each group is a vector, of which every rank of a team has a piece.
 
     Raises `Conflict` where ranks say that they lay the tensors out otherwise.
     """
-    share, world, config = shares[0], len(shares), fields(first.get("ds_config"))
-    shapes = shapes_of(tag, first, tag.first)
+    shares, share, config = stage.shares, stage.shares[0], fields(stage.states.get("ds_config"))
     if len(shapes) != len(share.weights):
         groups = f"one has {counted(len(shapes), 'group')}, the other {len(share.weights):,}"
-        raise mixed(tag.folder, tag.models[0], share.file, groups)
+        raise mixed(stage.folder, stage.file, share.file, groups)
     # DeepSpeed's own record of the pieces has another order than its vectors.
     mapped = not fields(config.get("zero_optimization")).get("round_robin_gradients")
     for group, named in enumerate(shapes):
         size = share.counts[group] if group < len(share.counts) else max(share.counts)
-        size = world if size >= world or world % size else size
-        teams = world // size  # of experts, several, with experts of their own
+        size = len(shares) if size >= len(shares) or len(shares) % size else size
+        teams = len(shares) // size  # of experts, several, with experts of their own
         laid = _in_a_row(group, named, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
         where = {name: (at, prod(shape)) for name, shape, _, at in laid}
         for number in range(teams):
             in_blocks = config.get("use_data_before_expert_parallelism")
             team = shares[number * size : (number + 1) * size] if in_blocks else shares[number::teams]
-            rows = _rows(team, [group], divided=False)
-            for each, low in zip(team, rows[""][0].begins, strict=True) if mapped else ():
-                high = low + each.weights[group].shape[0]
-                for name, place in each.placed(group).items():  # of the rank's own alone: there may be a thousand ranks
-                    at, size = where.get(name, (high, 0))
-                    begin, end = max(at, low), min(at + size, high)
+            high = 0
+            for each in team:
+                low, high = high, high + each.weights[group].shape[0]
+                for name, place in each.placed(group).items() if mapped else ():  # of the rank's own alone
+                    at, count = where.get(name, (high, 0))
+                    begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):
-                        raise mixed(tag.folder, tag.models[0], each.file, f"{name} lies elsewhere")
-            every = [(_global_name(tag, each[0], number, named), *each[1:]) for each in laid] if teams > 1 else laid
-            yield rows, every, 2 * size
+                        raise mixed(stage.folder, stage.file, each.file, f"{name} lies elsewhere")
+            every = [(_global_name(stage, each[0], number, named), *each[1:]) for each in laid] if teams > 1 else laid
+            yield [team], [group], every, 2 * size
 
 
-def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
+def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) -> str:
     """The name of an expert among all of them, of its name among those of its ranks."""
     found = _LOCAL_EXPERT.fullmatch(name)
     if found is None:
-        what = f"{tag.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
+        what = f"{stage.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
         why = "Which ranks have which part of it is not known here."
         raise Unsupported(what, why, "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
@@ -341,24 +322,10 @@ def _global_name(tag: Tag, name: str, team: int, names: Iterable[str]) -> str:
     return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
 
 
-def _divided_each(tag: Tag, first: dict[str, Any], shares: list[Share]) -> Iterator[_Run]:
-    """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
-    world, lengths = len(shares), [entry.shape[0] for entry in shares[0].weights]
-    shapes = shapes_of(tag, first, tag.first)
-    needed = [sum(-(-prod(shape) // world) for shape in named.values()) for named in shapes]
-    if needed == lengths:
-        for group, named in enumerate(shapes):
-            yield _rows(shares, [group], divided=True), _in_a_row(group, named, world), 1
-    else:  # where a parameter is in two vectors, they are read as one
-        begins = accumulate(needed, initial=0)
-        laid = [_in_a_row(*each, world, begin) for each, begin in zip(enumerate(shapes), begins, strict=False)]
-        yield _rows(shares, range(len(lengths)), divided=True), [*chain(*laid)], 1
-
-
-def masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, TensorEntry]:
+def masters(stage: StageFiles, own: dict[Any, Any]) -> dict[str, TensorEntry]:
     """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
     itself or those of a group in a row."""
-    state, buffers = fields(first.get("optimizer")), first.get("buffer_names") or ()
+    state, buffers = fields(stage.states.get("optimizer")), stage.states.get("buffer_names") or ()
     single = [(each, False) for group in items(state.get("fp32_groups")) for each in items(group)]
     left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
     found: dict[str, TensorEntry] = {}
@@ -373,98 +340,8 @@ def masters(tag: Tag, first: dict[str, Any], own: dict[Any, Any]) -> dict[str, T
             alike = [name for name, entry in left.items() if entry.shape == master.shape]
             names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
         if not names or sum(left[name].numel for name in names) != master.numel:
-            raise damaged(tag.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
+            raise damaged(stage.folder, f"the optimizer has f32 weights {master!r:.100} that are none of the model's")
         row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
         for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
-            found[name] = tag.joiner.flat(name, shape, _pieces(row, at, shape), own[name])
+            found[name] = stage.joiner.flat(name, shape, pieces(row, shape, at), own[name])
     return found
-
-
-# The checkpoint ------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_of(
-    tag: Tag,
-    first: dict[str, Any],
-    own: dict[Any, Any],
-    trained: dict[str, TensorEntry],
-    optimizer: Any,
-    rest: Mapping[str, Any],
-    stage: int,
-    ranks: int,
-    engine: str,
-) -> Checkpoint:
-    """What the first rank saved, with the whole model and the optimizer by name in their places.
-
-    own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
-    """
-    more: dict[str, Any] = {"module": _module_of(tag, first, own, trained, stage, ranks)}
-    more |= {} if optimizer is None else {"optimizer": optimizer}
-    more |= {ZERO: rest} if rest else {}
-    more |= {name: tag.joiner.open(name).tree for name in tag.others}
-    tree = {key: value for key, value in first.items() if key != "frozen_param_fragments"} | more
-    version = first.get("ds_version")
-    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
-    return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
-
-
-def _module_of(
-    tag: Tag, first: dict[str, Any], own: dict[Any, Any], trained: dict[str, TensorEntry], stage: int, world: int
-) -> dict[Any, Any]:
-    """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved.
-
-    A frozen parameter of stage 3 is divided over the ranks; a buffer is saved whole by each.
-    """
-    frozen: dict[str, list[tuple[TensorEntry, str]]] = {}
-    buffers: dict[str, list[Piece]] = {}
-    facts: dict[str, Any] = {}
-    if stage > 2:
-        complete(tag.folder, tag.models, world, tag.first)
-    for rank, file in sorted(tag.models.items())[: None if stage > 2 else 1]:
-        states, owner = tag.model(file) if facts else first, f"rank {rank:,}"
-        about = {"step": states.get("global_steps"), "size of the world": states.get("dp_world_size")}
-        about["list of parameters"] = shapes_of(tag, states, file)
-        facts = facts or about
-        refuse_other(tag.folder, (tag.first, facts), (file, about))
-        for name, entry in fields(states.get("frozen_param_fragments")).items():
-            if isinstance(entry, TensorEntry):
-                frozen.setdefault(name, []).append((entry, owner))
-        for name in items(states.get("buffer_names")):
-            if type(name) is str and isinstance(entry := fields(states["module"]).get(name), TensorEntry):
-                buffers.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), owner))
-    values: dict[str, Any] = dict(trained)
-    known = {n: s for each in shapes_of(tag, first, tag.first, "frozen_param_shapes") for n, s in each.items()}
-    for name, shape in known.items():
-        if pieces := frozen.get(name):
-            if stage < 3 and isinstance(own.get(name), TensorEntry):
-                values[name] = own[name]
-            elif len(pieces) == 1 and pieces[0][0].shape == shape:
-                values[name] = pieces[0][0]
-            else:
-                vectors = [Vector([piece]) for piece in pieces if len(piece[0].shape) == 1]
-                values[name] = tag.joiner.flat(name, shape, _pieces(vectors, 0, shape))
-    values |= {name: tag.joiner.replicated(name, pieces) for name, pieces in buffers.items()}
-    # The other names of shared parameters have the values of those that are stored.
-    ties = dict(fields(first.get("shared_params")))
-    views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
-    for name, entry in own.items():
-        if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
-            ties.setdefault(name, views[entry.view])
-    for name, source in ties.items():
-        if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
-            values[name] = value
-    if copies := Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel):
-        what = counted(copies.total(), "weight is shown as", "weights are shown as")
-        compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
-        tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
-    module = same_kind(own, {**own, **values})
-    empty = [
-        str(name)
-        for name, value in module.items()
-        if isinstance(value, TensorEntry) and value.shape == (0,) and name not in known and name not in buffers
-    ]
-    if empty and (stage > 2 or any("zero_pp_rank" in name for name in tag.models.values())):
-        what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
-        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
-        raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
-    return module

@@ -121,7 +121,8 @@ class CommandRuns:
 
     def unbroken(self, name: str) -> Life:
         """A run to its end, which is put away under a name."""
-        self.say(f"unbroken run: {name}")
+        took = f" (the first took {self.proof.seconds:.1f} s)" if self.proof.seconds else ""
+        self.say(f"unbroken run: {name}{took}")
         os.mkdir(self.run)
         life = self.live()
         if life.late:
@@ -181,7 +182,8 @@ class CommandRuns:
             whole = [name for name, row in self.checkpoints().items() if row.state in (GOOD, MEMBER, PART)]
             if target is not None and self.length and lives:
                 target = max(target, lives[-1].reached + 1)
-            self.say(f"{place} at {target:.0f}" if target is not None else "to the end")
+            step = f", after step {target:,.0f} of {self.length:,}" if target is not None and self.length else ""
+            self.say(f"a run that is killed: {place}{step}" if target is not None else "started again, to its end")
             copy = os.path.join(self.folder, f"before-{self.proof.starts + 1}")
             if lives:
                 shutil.copytree(self.run, copy, symlinks=True)

@@ -42,6 +42,8 @@ class Tracer:
         self.file: Any = None
         self.moving: Any = None
         self.rng: Any = None
+        self.modules: list[Any] = []  # of the program itself
+        self.looked_at = 0  # modules
         self.libraries = (sysconfig.get_path("stdlib"), FOLDER, "<frozen")
 
     @property
@@ -198,16 +200,19 @@ class Tracer:
             if self.is_own(frame.f_code.co_filename):
                 found = {**frame.f_locals, **found}
             frame = frame.f_back
-        for module in list(sys.modules.values()):
-            if self.is_own(getattr(module, "__file__", None)):
-                found = {**vars(module), **found}
+        if len(sys.modules) != self.looked_at:  # there are thousands
+            every, self.looked_at = list(sys.modules.values()), len(sys.modules)
+            self.modules = [module for module in every if self.is_own(getattr(module, "__file__", None))]
+        for module in self.modules:
+            found = {**vars(module), **found}
         return {name: value for name, value in found.items() if not name.startswith("__")}
 
     def is_own(self, file: Any) -> bool:
-        """True for a file of the program itself, not of a library."""
+        """True for a file of the program itself: of no library, and one that is there (`torch.ops` says `_ops.py`)."""
         packages = ("/site-packages/", "/dist-packages/", "/ckptool/")
         library = not isinstance(file, str) or file.startswith(self.libraries)
-        return not library and not any(part in file for part in packages)
+        is_there = not library and (os.path.isabs(file) or os.path.isfile(file))
+        return is_there and not any(part in file for part in packages)
 
     # Their values ---------------------------------------------------------------------------------------------------
 
