@@ -291,6 +291,7 @@ class CommandRuns:
         life = Life(os.path.join(self.folder, f"trace-{self.proof.starts}"))
         os.mkdir(life.traces)
         told = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **plan}
+        told["walked"] = [step.weights for step in self.reference.steps if not step.age] or None
         _write_plan(life, told)
         env = {**os.environ, "CKPTOOL_PROVE_TRACE": life.traces}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (self.tools, env.get("PYTHONPATH"))))

@@ -56,7 +56,7 @@ class TracedStep:
     """The state before an optimizer step: digests, and what `moving.snapshot` found.
 
     inputs: of what the models were given since the step before.  saved: a file of the run's folder was written since
-    then, other than by adding to it.  time: in seconds.
+    then, other than by adding to it.  time: in seconds.  age: of `found`, in steps.
     """
 
     optimizer: str
@@ -68,6 +68,7 @@ class TracedStep:
     found: dict[str, str]
     saved: bool
     time: float
+    age: int
 
     def facts(self) -> dict[Key, str]:
         """(kind, name) -> entry, for everything but the weights."""
@@ -145,6 +146,8 @@ class Reference:
         # A global generator that nothing drew from is no cause.
         idle = {key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before}
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
+        if self.steps[place].age != other.age:  # the variables were looked at in other steps
+            keys = {key for key in keys if key[1] not in other.found or key[0] != kind_of(other.found[key[1]])}
         return {key for key in keys if mine[key] != theirs[key]}
 
     def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
@@ -176,7 +179,8 @@ class Reference:
             return []
         keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
         moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > length})
+        looked = sum(not step.age for step in self.steps)
+        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > looked})
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
