@@ -63,10 +63,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def harness() -> Iterator[None]:
-    """For tests that train: torch's switches are given back."""
-    from ckptool.training.start import switches_given_back
+    """For tests that train: torch's switches are those of a run, and given back."""
+    from ckptool.training.trainer import deterministic
 
-    with switches_given_back():
+    with deterministic(True):
         yield
 
 

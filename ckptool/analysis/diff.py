@@ -15,7 +15,7 @@ from ckptool.analysis.words import entry_text, grouped, type_name
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.progress import reading
-from ckptool.checkpoint.tree import module_attributes, storages
+from ckptool.checkpoint.tree import module_attributes, second_names, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
@@ -408,7 +408,7 @@ def diff_of_parts(
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
     for part, entries in zip(parts, (report.only_left, report.only_right), strict=True):
-        if second := differences.second_names(part.tree, entries):
+        if second := second_names(part.tree, {each.path for each in entries}):
             remarks.append(f"{listed(second, 3)}: a second name for the same values")
     if report.left == report.right and a.at != b.at:  # two parts of one file
         names = ["#".join(filter(None, (report.left, each.at))) for each in (a, b)]

@@ -438,14 +438,6 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size != 1)
 
 
-def second_names(tree: Any, only: Collection[Unpaired]) -> list[str]:
-    """Of the tensors that one side alone has, those that are tied to one that both have: `a is tied to b`."""
-    alone = {each.path: each for each in only if isinstance(each.node, TensorEntry)}
-    entries = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if alone else []
-    both = {node.view: address(path) for path, node in entries if path not in alone}
-    return [f"{each.address} is tied to {both[each.node.view]}" for each in alone.values() if each.node.view in both]
-
-
 def ties(left: Any, right: Any, by_bare_name: bool) -> Iterator[Tie]:
     """Groups of names that share a storage on one side only, among the names that both sides have."""
     lefts, rights = (

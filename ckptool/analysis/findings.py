@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.paths import absolute, is_url, parted
 from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, command
-from ckptool.errors import printable
+from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
 from ckptool.formats import NOT_WRITTEN
 
@@ -312,12 +312,20 @@ def first_line(text: str, known: KnownError | None = None) -> str:
     return printable((named or errors or lines or [""])[0])[:200]
 
 
-def of_error_text(text: str, file: str = "") -> Diagnosis:
-    """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT."""
+def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
+    """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
+    devices: those that the file's tensors were saved on, where they are known."""
     known = recognised(text)
     if known is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
-    else:
-        finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
+        return Diagnosis(file, "", (finding.filled(Chain(file)),))
+    finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
+    if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
+        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        finding = replace(finding, what=f"{finding.what} {what}.")
+        if not devices and finding.code != "gpu-memory":
+            what += ": the message is of another file, or the code itself asks for the device."
+            advice = "Name the file that the code loads."
+            finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice=advice)
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

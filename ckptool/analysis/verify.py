@@ -166,18 +166,7 @@ class Verification(Report):
         yield bold(self.file or "in memory"), ": ", *verdict, f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
             yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
-        groups: dict[tuple[str, str] | int, list[Problem]] = {}
-        for number, problem in enumerate(self.problems):  # a cut loses hundreds of records for one reason
-            groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
-        for group in list(groups.values())[:SHOWN]:
-            first = group[0]
-            at = f", at byte {first.offset:,}" if first.offset is not None else ""
-            more = f", and {counted(len(group) - 1, 'other record')}" if len(group) > 1 else ""
-            yield "  ", yellow(first.code), f": {first.what}{at}{more}"
-            places = [name or WHOLE for problem in group for name in problem.tensors]
-            yield f"    {listed(places, 5)}" if places else None
-            yield ("    ", dim(first.why)) if first.why else None
-        yield MORE.format(f"{len(groups) - SHOWN:,}") if len(groups) > SHOWN else None
+        yield from problem_lines(self.problems)
         if self.non_finite:
             rows = [
                 (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
@@ -208,6 +197,22 @@ class Verification(Report):
             yield Table([(each.sha256, each.dtype, shape, each.name()) for each, shape in pairs], indent=0)
         yield from (("  ", cyan(" ".join(map(quoted, fix)))) for fix in self.fixes)
         yield from self.notes
+
+
+def problem_lines(problems: Iterable[Problem]) -> Told:
+    """What is wrong, with the tensors concerned: the first of a kind, and how many others there are."""
+    groups: dict[tuple[str, str] | int, list[Problem]] = {}
+    for number, problem in enumerate(problems):  # a cut loses hundreds of records for one reason
+        groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
+    for group in list(groups.values())[:SHOWN]:
+        first = group[0]
+        at = f", at byte {first.offset:,}" if first.offset is not None else ""
+        more = f", and {counted(len(group) - 1, 'other record')}" if len(group) > 1 else ""
+        yield "  ", yellow(first.code), f": {first.what}{at}{more}"
+        places = [name or WHOLE for problem in group for name in problem.tensors]
+        yield f"    {listed(places, 5)}" if places else None
+        yield ("    ", dim(first.why)) if first.why else None
+    yield MORE.format(f"{len(groups) - SHOWN:,}") if len(groups) > SHOWN else None
 
 
 # What is checked ------------------------------------------------------------------------------------------------------

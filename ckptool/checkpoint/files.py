@@ -555,35 +555,32 @@ def source_of(file: Any) -> Source:
     if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
         raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
     raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
-    what = f"{shown} is at its end, so there is nothing to read"
-    at_end = Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+    at = 0
     try:
+        with suppress(AttributeError, OSError):  # a pipe stands nowhere
+            at = file.tell()
         if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             if not file.readable():
                 raise io.UnsupportedOperation("it is open for writing only")
             if file.writable():
                 file.flush()
-            at = file.tell()
-            if at >= file.seek(0, os.SEEK_END) and at:
-                raise at_end
-            return Source(shown, os.dup(raw.fileno()), at)
-        import shutil
-        import tempfile  # with all kinds of random numbers
+            source = Source(shown, os.dup(raw.fileno()), at)
+            file.seek(0, os.SEEK_END)
+        else:
+            import shutil
+            import tempfile  # with all kinds of random numbers
 
-        on_linux = hasattr(os, "memfd_create")
-        with open(os.memfd_create("ckptool"), "wb") if on_linux else tempfile.TemporaryFile() as copy:
-            try:
+            on_linux = hasattr(os, "memfd_create")
+            with open(os.memfd_create("ckptool"), "wb") if on_linux else tempfile.TemporaryFile() as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
-            except TypeError:
-                raise UsageError(f"{shown} gives no bytes", "A checkpoint is bytes.", _BINARY) from None
-            copy.flush()
-            if not copy.tell() and file.seekable() and file.tell():
-                raise at_end
-            return Source(shown, os.dup(copy.fileno()))
-    except CkptoolError:
-        raise
-    except (OSError, ValueError) as error:
+                copy.flush()
+                source = Source(shown, os.dup(copy.fileno()))
+    except (OSError, ValueError, TypeError) as error:
         why = str(error)[:200]
-        if isinstance(error, io.UnsupportedOperation) or not isinstance(error, OSError):
-            raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
-        raise FileProblem(f"cannot read {shown}", why) from error
+        if isinstance(error, OSError) and not isinstance(error, io.UnsupportedOperation):
+            raise FileProblem(f"cannot read {shown}", why) from error
+        raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
+    if at and source.size <= 0:
+        what = f"{shown} is at its end, so there is nothing to read"
+        raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+    return source

@@ -44,7 +44,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
         return FileRange(data.file, data.offset + offset, length, data.confirm)
     if isinstance(data, InlineBytes):
         return InlineBytes(data.content[offset : offset + length])
-    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))))
+    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))), data.inputs)
 
 
 def row_major(entry: TensorEntry) -> Data:
@@ -64,7 +64,18 @@ def row_major(entry: TensorEntry) -> Data:
     row = prod(sizes[axis + 1 :]) * size
     make = partial(_rows, whole, sizes, strides, axis, size)
     made = MadeBlocks(entry.nbytes, _BLOCK // row * row, make, sizes[axis] * row)
-    return Computed(entry.nbytes, made.read, view=made.view)
+    return Computed(entry.nbytes, made.read, (entry.storage,), made.view)
+
+
+def apart(entry: TensorEntry) -> TensorEntry:
+    """The tensor in row-major order on a storage of its own, with which the checksum of the old one is checked.
+
+    A range of a file without a checksum stays one, which the kernel copies.
+    """
+    data = row_major(entry)
+    if entry.storage.crc is not None and data.length:
+        data = Computed(data.length, data.read, (entry.storage,), data.view if isinstance(data, Computed) else None)
+    return entry.with_values(data)
 
 
 def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:

@@ -6,7 +6,7 @@ an address is its text, `state_dict/fc.weight`, with `/` and `~` in a key writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -96,6 +96,14 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
     for path, node in walk(tree):
         if isinstance(node, (TensorEntry, Composite)):
             yield path, node
+
+
+def second_names(tree: Any, names: Collection[Path]) -> list[str]:
+    """Of the tensors at these paths, those that are tied to one that is at none of them: `a is tied to b`."""
+    every = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if names else []
+    others = {node.view: address(path) for path, node in every if path not in names}
+    second = [(path, others.get(node.view)) for path, node in every if path in names]
+    return [f"{address(path)} is tied to {other}" for path, other in second if other is not None]
 
 
 def check_names(names: int, tensors: int) -> None:

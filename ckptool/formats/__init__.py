@@ -156,7 +156,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
-    from ckptool.formats.folder import CODE, FOLDER, as_part
+    from ckptool.formats.folder import CODE, FOLDER, as_part, led_elsewhere
 
     with while_open(), unchanged(source):
         found = read_alone(source)
@@ -171,20 +171,13 @@ def read_source(source: Input) -> Checkpoint:
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
         found = replace(found, part=part, notes=(*found.notes, note))
     if isinstance(source, Folder):
-        if not source.far and (links := _led_elsewhere(source)):
+        real = {} if source.far else {name: led_elsewhere(source.path, name) for name in source.files}
+        if links := [f"{name} → {place}" for name, place in real.items() if place]:
             what = counted(len(links), "file is a link that leads", "files are links that lead")
             note = Note("link-elsewhere", f"{what} out of the folder: {listed(links, 3)}")
             found = replace(found, notes=(*found.notes, note))
         found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
     return found
-
-
-def _led_elsewhere(folder: Folder) -> list[str]:
-    """The files of a folder that are links to files outside of it, but for the `blobs` of a hub's cache."""
-    here = os.path.realpath(folder.path)
-    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
-    real = {name: os.path.realpath(os.path.join(here, name)) for name in folder.files}
-    return [f"{name} → {real[name]}" for name in real if not real[name].startswith((here + os.sep, cache + os.sep))]
 
 
 def read_alone(source: Input) -> Checkpoint:

@@ -88,6 +88,14 @@ def names_in(folder: str) -> list[str]:
         return []
 
 
+def led_elsewhere(folder: str, name: str) -> str:
+    """The file that a link in a folder leads to, if it is outside of it, but for the `blobs` of a hub's cache."""
+    here = os.path.realpath(folder)
+    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
+    real = os.path.realpath(os.path.join(here, name))
+    return "" if real.startswith((here + os.sep, cache + os.sep)) else real
+
+
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
     """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
     known."""
@@ -333,7 +341,7 @@ def _facts_of(tree: Any) -> _Facts:
             from ckptool.formats.placements import distributed  # which few files need
 
             if (found := distributed(node)) is not None:
-                rank, world = found.ranks
+                rank, world = found.rank, found.world
                 facts.tensors += 1
                 facts.shared += not found.is_whole
                 facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank

@@ -49,13 +49,8 @@ class Memory(LiveReader):
             if isinstance(made, collections.OrderedDict):  # with `_metadata`
                 vars(made).update(vars(given))
             return made
-        fix = "For example: 'model.pt', model.state_dict(), model"
-        if callable(getattr(given, "state_dict", None)):
-            fix = "Take its state: .state_dict()"
-        elif isinstance(given, (bytes, bytearray, memoryview)):
-            fix = "Open the bytes of a file: io.BytesIO(data)"
-        is_short = isinstance(given, (bool, int, float))
-        what = repr(given) if is_short else f"an object of the type {type(given).__name__}"
+        what = repr(given) if isinstance(given, (bool, int, float)) else f"an object of the type {type(given).__name__}"
+        fix = "For example: 'model.pt', model.state_dict(), model, io.BytesIO(data)"
         raise UsageError(f"{what} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
 
     def read(self, tree: Any) -> Any:

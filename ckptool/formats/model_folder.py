@@ -23,7 +23,7 @@ from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.formats.folder import names_in
+from ckptool.formats.folder import led_elsewhere, names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
@@ -185,11 +185,7 @@ def _companion(place: str, name: str) -> FileRange | str:
     path = os.path.join(place, name)
     if not (os.path.isfile(path) or is_url(place)):
         return "not a file"
-    # Only what is in the folder itself, or in the blobs of the hub's cache that the folder belongs to.
-    folder, real = os.path.realpath(place), os.path.realpath(path)
-    snapshots = os.path.dirname(folder)
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs") if os.path.basename(snapshots) == "snapshots" else folder
-    if os.path.dirname(real) not in (folder, blobs):
+    if led_elsewhere(place, name):
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:

@@ -103,46 +103,26 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distributed:
-    """A tensor of torch.distributed as one rank saved it.
+    """A tensor of torch.distributed as one rank saved it, and what it says of how it is divided; nothing is checked.
 
-    tensor: with the shape of the whole.  state: of a DTensor its fields, of a ShardedTensor its parts.
-    flags: those of the parameter, where it is one.
+    tensor: with the shape of the whole.  local: the tensors that are here, of a ShardedTensor each with its place.
+    rank, world: its rank and the number of ranks.  flags: those of the parameter, where it is one.  is_whole: this rank
+    alone has all values.
+    mesh, placements, order: of a DTensor, the placements as kinds, dimensions and split factors.
+    facts: of a ShardedTensor, its metadata.
     """
 
     tensor: Composite
     is_dtensor: bool
-    state: Any
     flags: Flags
-
-    @property
-    def spec(self) -> dict[Any, Any]:
-        return fields(self.state.get("_spec")) if self.is_dtensor else {}
-
-    @property
-    def ranks(self) -> tuple[Any, Any]:
-        """Its rank and the number of ranks, as far as it says."""
-        if self.is_dtensor:
-            return inside(self.spec, "mesh._rank"), _size_of_mesh(fields(self.spec.get("mesh")))
-        group = self.state[2] if len(self.state) > 2 else None
-        return inside(group, "global_rank"), inside(group, "global_world_size")
-
-    @property
-    def local(self) -> list[tuple[Any, Any]]:
-        """The tensors that are here; of a ShardedTensor each with its place."""
-        if self.is_dtensor:
-            return [(self.state.get("_local_tensor"), None)]
-        return [(inside(shard, "tensor"), inside(shard, "metadata")) for shard in items(self.state[0])]
-
-    @property
-    def is_whole(self) -> bool:
-        """True where this rank alone has all values."""
-        tensors = [tensor for tensor, _ in self.local]
-        if self.is_dtensor:
-            kinds = [_kind(each) for each in items(self.spec.get("placements"))]
-            same = isinstance(tensors[0], (TensorEntry, Composite)) and tensors[0].shape == self.tensor.shape
-            return bool(self.spec) and same and not any(kind.endswith("Partial") for kind in kinds)
-        here = sum(tensor.numel for tensor in tensors if isinstance(tensor, TensorEntry))
-        return self.tensor.shape is not None and here >= prod(self.tensor.shape)
+    local: list[tuple[Any, Any]]
+    rank: Any
+    world: Any
+    is_whole: bool
+    mesh: Any = None
+    placements: list[tuple[str, Any, Any]] = field(default_factory=list)
+    order: Order = field(default_factory=dict)
+    facts: dict[Any, Any] = field(default_factory=dict)
 
 
 def distributed(value: Any) -> Distributed | None:
@@ -161,26 +141,42 @@ def distributed(value: Any) -> Distributed | None:
         return None
     if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
         return None
-    facts = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
+    about = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
     state, named = args[3], dict[Any, Any]()
     for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
         if isinstance(each, dict):
             named |= each
-    flags = Flags(flags.requires_grad or facts[7] is True, flags.parameter or named.get("_is_param") is True)
-    if args[1].name == "DTensor":
-        return Distributed(value, True, named, flags)
-    return Distributed(value, False, state if len(items(state)) > 1 else ((), None), flags)
+    flags = Flags(flags.requires_grad or about[7] is True, flags.parameter or named.get("_is_param") is True)
+    if args[1].name == "ShardedTensor":
+        shards, facts, group = (*items(state), None, None, None)[:3] if len(items(state)) > 1 else ((), None, None)
+        local = [(inside(shard, "tensor"), inside(shard, "metadata")) for shard in items(shards)]
+        here = sum(tensor.numel for tensor, _ in local if isinstance(tensor, TensorEntry))
+        is_whole = value.shape is not None and here >= prod(value.shape)
+        ranks = inside(group, "global_rank"), inside(group, "global_world_size")
+        return Distributed(value, False, flags, local, *ranks, is_whole, facts=fields(facts))
+    spec, tensor = fields(named.get("_spec")), named.get("_local_tensor")
+    placements = []
+    for each in items(spec.get("placements")):
+        dim, given = inside(each, "dim"), each.args if isinstance(each, Object) else ()
+        kind = each.name.rpartition(".")[2].lstrip("_") if isinstance(each, Object) else ""
+        placements.append((kind, given[0] if dim is None and given else dim, fields(each).get("split_factor", 1)))
+    pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
+    order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
+    same = isinstance(tensor, (TensorEntry, Composite)) and tensor.shape == value.shape
+    is_whole = bool(spec) and same and not any(kind.endswith("Partial") for kind, *_ in placements)
+    mesh = fields(spec.get("mesh"))
+    ranks = mesh.get("_rank"), _size_of(_rank_table(mesh))
+    return Distributed(value, True, flags, [(tensor, None)], *ranks, is_whole, spec.get("mesh"), placements, order)
 
 
-def _kind(node: Any) -> str:
-    return node.name.rpartition(".")[2] if isinstance(node, Object) else ""
+def _rank_table(mesh: dict[Any, Any]) -> Any:
+    """The table of the ranks of a mesh; its name differs between versions of torch."""
+    tables = (mesh.get(name) for name in ("mesh", "_rank_map", "_flatten_rank_map"))
+    return next((table for table in tables if isinstance(table, (TensorEntry, tuple, list))), ())
 
 
-def _size_of_mesh(mesh: dict[Any, Any]) -> int | None:
-    """The number of devices of a mesh; the name of its table differs between versions of torch."""
-    tables = (mesh.get(name) for name in ("_flatten_rank_map", "mesh", "_rank_map"))
-    table = next((table for table in tables if isinstance(table, (TensorEntry, tuple, list))), None)
-    return table.numel if isinstance(table, TensorEntry) else None if table is None else len(table)
+def _size_of(table: Any) -> int:
+    return table.numel if isinstance(table, TensorEntry) else len(table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,7 +235,7 @@ class RankFile:
         if not found.is_dtensor:
             places, chunks = self._shards(name, found, shape)
             return RankShare(self, shape, dtype, places, (), [chunks], found.flags)
-        spec, (local, _) = found.spec, found.local[0]
+        ((local, _),) = found.local
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
             raise Unsupported(
@@ -247,26 +243,18 @@ class RankFile:
                 "Only parts that are plain tensors are joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
-        node = spec.get("mesh")
-        if id(node) not in self._meshes:
-            self._meshes[id(node)] = node, self._read_mesh(name, fields(node))
-        mesh = self._meshes[id(node)][1]
-        placements = []
-        for each in items(spec.get("placements")):
-            kind = _kind(each)
-            if kind not in ("Shard", "_StridedShard", "Replicate"):
+        if id(found.mesh) not in self._meshes:
+            self._meshes[id(found.mesh)] = found.mesh, self._read_mesh(name, fields(found.mesh))
+        for kind, *_ in found.placements:
+            if kind not in ("Shard", "StridedShard", "Replicate"):
                 raise Unsupported(
-                    f"{self.path}: {name} has the placement {kind.lstrip('_')}",
+                    f"{self.path}: {name} has the placement {kind}",
                     "Only shards and replicas are joined; of a Partial each rank has a summand.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
-            dim = inside(each, "dim")
-            dim = each.args[0] if dim is None and each.args else dim
-            placements.append((kind.lstrip("_"), dim, fields(each).get("split_factor", 1)))
-        pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
-        order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
+        mesh = self._meshes[id(found.mesh)][1]
         try:
-            return self.divided(local, shape, dtype, mesh, placements, found.flags, order)
+            return self.divided(local, shape, dtype, mesh, found.placements, found.flags, found.order)
         except ValueError as error:
             raise damaged(self.path, f"{name} cannot be divided as it says: {error}") from None
 
@@ -318,9 +306,8 @@ class RankFile:
         return f"rank {self.rank}"
 
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
-        own = facts.get("mesh")
-        table = own if isinstance(own, TensorEntry) else facts.get("_rank_map", facts.get("_flatten_rank_map"))
-        if (_size_of_mesh(facts) or 0) > MAX_MESH or (isinstance(table, TensorEntry) and table.numel > MAX_MESH):
+        own, table = facts.get("mesh"), _rank_table(facts)
+        if _size_of(table) > MAX_MESH:
             what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
             raise LimitExceeded(what, "Larger ones are not read.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
@@ -345,10 +332,9 @@ class RankFile:
 
     def _shards(self, name: str, found: Distributed, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[Piece]]:
         """Where the shards of all ranks are in a ShardedTensor, and those that are here."""
-        facts = fields(found.state[1])
-        if sizes_of(facts.get("size")) not in (None, shape):
+        if sizes_of(found.facts.get("size")) not in (None, shape):
             raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
-        places = tuple(map(_place, items(facts.get("shards_metadata"))))
+        places = tuple(map(_place, items(found.facts.get("shards_metadata"))))
         chunks: list[Piece] = []
         for local, metadata in found.local:
             place = _place(metadata)

@@ -189,27 +189,22 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
         what = f"{source} is a JSON text without a weight_map"
         why = "It may be an error message or another kind of index; it is not an index of shards."
         raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
-    if not isinstance(names, dict) or not all(type(file) is str for file in names.values()):
-        raise Corrupt(f"{source}: its weight_map is not a list of names and files", "It cannot be followed.")
-    if not names:
-        raise Corrupt(f"{source}: its weight_map is empty", "It names no tensor at all.")
+    is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
+    if not names or not is_table or not isinstance(metadata, dict):
+        raise Corrupt(f"{source}: its weight_map or metadata is none of an index", "It was damaged.")
     if len(names) > (most := safetensors.MAX_TENSORS):
         raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
-    if not isinstance(metadata, dict):
-        raise Corrupt(f"{source}: its metadata is not a list of names and values", "It was damaged.")
     return names, metadata
 
 
 def _shard(index: str, source: Source) -> Checkpoint:
-    if detect(source.read(0, min(HEAD, source.size)), source):
-        name = os.path.basename(source.path)
-        raise Corrupt(f"{index} names an index as a shard: {name}", "Shards hold tensors, not further shards.")
-    shard = read_alone(source)
+    # An index is none: it may lead back to itself.
+    shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
+    if shard is None or not isinstance(shard.tree, dict):
+        raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
     if shard.container == safetensors.NAME and not shard.tensors_only:
         what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
         raise Unsupported(what, "The two cannot be combined.")
-    if not isinstance(shard.tree, dict):
-        raise Corrupt(f"{source} is a shard of {index}, but holds no dictionary of names", "It is of another kind.")
     return shard
 
 
@@ -252,13 +247,10 @@ def _notes(index: str, folder: Folder, said: Any, tree: Any, shards: dict[str, C
     """The notes of all shards, one of each kind; on files that are named as shards and not in the index; and on a sum
     of bytes that the index gets wrong, as those of many writers do. said: that."""
     notes: list[Note] = []
-    by_code: dict[str, list[str]] = {}
-    for file, shard in shards.items():
-        for note in shard.notes:
-            by_code.setdefault(note.code, []).append(f"{file}: {note.message}")
-    by_code.pop(marks.RECOVERED_NOTE, None)  # the mark is told of all together
-    for code, (message, *others) in by_code.items():
-        notes.append(Note(code, message + (f" (and in {counted(len(others), 'other shard')})" if others else "")))
+    told = [(note.code, f"{file}: {note.message}") for file, shard in shards.items() for note in shard.notes]
+    for code in dict.fromkeys(code for code, _ in told if code != marks.RECOVERED_NOTE):  # it is told of all together
+        first, *others = [message for each, message in told if each == code]
+        notes.append(Note(code, first + (f" (and in {counted(len(others), 'other shard')})" if others else "")))
     stems = {found["stem"] for file in shards if (found := NUMBERED.fullmatch(file))}
     stems.add(os.path.splitext(os.path.basename(index).removesuffix(".index.json"))[0])
     numbered = {name: found["stem"] for name in folder.names if (found := NUMBERED.fullmatch(name))}

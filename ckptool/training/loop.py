@@ -34,7 +34,7 @@ from ckptool.training.rng import seed_all
 from ckptool.training.saving import loaded
 from ckptool.training.store import RunFolder, SavedState, check
 from ckptool.training.tasks import Phase
-from ckptool.training.trainer import Trainer, build, load, switches_given_back
+from ckptool.training.trainer import Trainer, build, deterministic, load
 
 if TYPE_CHECKING:
     from ckptool.training.start import TrainerRun
@@ -333,7 +333,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
     chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
     check(saved, config.save.verify)
-    with name_culprits(), switches_given_back(), world_of(config) as world:
+    with name_culprits(), deterministic(config.deterministic), world_of(config) as world:
         trainer = build(config, world, fresh=False)
         objects = trainer.objects(trains=False)
         load(objects, loaded(saved.path, objects.in_parts), saved.path)

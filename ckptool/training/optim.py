@@ -42,23 +42,20 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     takes, or that two take.
     """
     parameters = dict(model.named_parameters())  # a tied one once, under its first name
-    taken = {
-        name: parameters_matching(model, each.match, f"optim.{name}.match") if each.match else []
+    rest = [name for name, each in settings.items() if not each.match]
+    chosen = {
+        name: set(parameters_matching(model, each.match, f"optim.{name}.match"))
         for name, each in settings.items()
+        if each.match
     }
-    takers = {p: [name for name, theirs in taken.items() if p in theirs] for p in parameters}
-    left = [p for p, names in takers.items() if not names]
-    twice = [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]
-    if twice:
+    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or rest for p in parameters}
+    if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
         fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
         raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
-    rest = next((name for name, each in settings.items() if not each.match), None)
-    if rest is not None:
-        taken[rest] = left
-    elif forgotten := [p for p in left if p not in never]:
+    if forgotten := [p for p, names in takers.items() if not names and p not in never]:
         fix = "One optimizer without match takes the rest; or freeze them, by the model's key freeze."
         raise UsageError(f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}", "", fix)
-    return {name: {p: parameters[p] for p in theirs} for name, theirs in taken.items()}
+    return {name: {p: parameters[p] for p, names in takers.items() if name in names} for name in settings}
 
 
 def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | None = None) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ from ckptool.training.saving import loaded
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
 from ckptool.training.store import RunFolder, SavedState, digest_of_files, file_digest, size_of
-from ckptool.training.trainer import Trainer, build, gathered, restored, switches_given_back
+from ckptool.training.trainer import Trainer, build, deterministic, gathered, restored
 
 
 def start(
@@ -54,7 +54,7 @@ def start(
     with (
         world_of(config) as world,
         name_culprits(),
-        switches_given_back(),
+        deterministic(config.deterministic),
         stopping(config.stop.signals, Stopping(config.stop.after)) as stop,
     ):
         folder = _opened(config, there and resume != "never", asked, world)
@@ -263,7 +263,7 @@ def rehearse(config: Config) -> Rehearsal:
     with (
         tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder,
         name_culprits(),
-        switches_given_back(),
+        deterministic(config.deterministic),
         world_of(config) as world,
     ):
         path = world.broadcast(folder)

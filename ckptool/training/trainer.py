@@ -135,7 +135,6 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
     say: called with each note.  fresh: False for one that gets a saved state next, and need not start from another.
     """
-    deterministic(config)
     data, task = load_data(config.data, config.seed), load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         what = f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name"
@@ -181,20 +180,15 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     return trainer
 
 
-def deterministic(config: Config) -> None:
-    """Sets torch's switches so that the same step gives the same bits."""
-    if config.deterministic is False:
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "warn")
-
-
 @contextmanager
-def switches_given_back() -> Iterator[None]:
-    """Restores torch's switches for determinism afterwards, for whoever called this as a library."""
+def deterministic(how: bool | str) -> Iterator[None]:
+    """Sets torch's switches so that the same step gives the same bits, and afterwards back, for whoever calls this."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
+    if how:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=how == "warn")
     try:
         yield
     finally:

@@ -17,11 +17,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Computed, Data, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Storage, TensorEntry
 from ckptool.checkpoint.arrays import each, fold
 from ckptool.checkpoint.dtypes import Array, DType, dtype_of, numbers, rounded, scratch
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.strided import apart
 from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
 from ckptool.commands import NAME, arg
 from ckptool.conventions.state_dicts import StateDict
@@ -160,9 +160,7 @@ def compact(entry: TensorEntry) -> TensorEntry:
     if entry.is_contiguous and entry.span() == (0, entry.storage.nbytes):
         return entry
     _refuse_expanded(entry)
-    data = row_major(entry)
-    made: Data = Computed(data.length, data.read, (entry.storage,)) if data.length else InlineBytes(b"")
-    return entry.with_values(made)
+    return apart(entry)
 
 
 def _refuse_expanded(entry: TensorEntry) -> None:

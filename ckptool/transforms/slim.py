@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import row_major
@@ -70,7 +70,7 @@ def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
     first, kinds = shown[0], {entry.layout for entry in shown}
     begin, end = first.span()
     if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none
-        dense = Storage(Computed(first.nbytes, row_major(first).read, (storage,)), storage.location)
+        dense = Storage(row_major(first), storage.location)
         strides = row_major_strides(first.shape)
         return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
     # What is shown, in whole elements of the widest type, so that every view stays aligned.

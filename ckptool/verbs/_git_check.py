@@ -8,11 +8,11 @@ from typing import Annotated
 
 from ckptool.analysis.git import POINTER, SMALL, git
 from ckptool.analysis.scan import scan
-from ckptool.analysis.verify import Problem, Verification, problem_of, verified
+from ckptool.analysis.verify import Problem, Verification, problem_lines, problem_of, verified
 from ckptool.checkpoint.files import Source
 from ckptool.commands import argument, option, repeated, verb
 from ckptool.errors import CkptoolError, counted, listed, quoted
-from ckptool.facts import WHOLE, Report, Told, bold, dataclass, green, red, yellow
+from ckptool.facts import WHOLE, Report, Told, bold, dataclass, green, red
 from ckptool.facts import size as size_text
 
 
@@ -33,13 +33,9 @@ class GitCheck(Report):
 
     def told(self) -> Told:
         """A line for a file that may be committed; for any other its problems."""
-        if self.fine:
-            yield bold(self.file), ": ", green("fine"), ", a git-lfs pointer" if self.pointer else ""
-        else:
-            yield bold(self.file), ": ", red(counted(len(self.problems), "problem"))
-        for problem in self.problems:
-            yield "  ", yellow(problem.code), f": {problem.what}"
-            yield f"    {problem.why}" if problem.why else None
+        verdict = green("fine") if self.fine else red(counted(len(self.problems), "problem"))
+        yield bold(self.file), ": ", verdict, ", a git-lfs pointer" if self.pointer and self.fine else ""
+        yield from problem_lines(self.problems)
 
 
 @verb(

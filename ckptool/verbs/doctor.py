@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckptool import commands
 from ckptool.analysis.findings import Diagnosis, Finding, Fix, Stage, of_error_text
 from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint.tree import tensors
 from ckptool.commands import FILE, OUT, VERBS, Command, Slot, Use, arg, argument, as_argument, command, option, verb
 from ckptool.errors import CkptoolError, Unsupported, UsageError, counted, quoted
 from ckptool.formats import CheckpointLike, Opened, for_output, marks, named, open_file, shown
@@ -65,7 +67,11 @@ def doctor(
         if fix:
             what = f"doctor was given both {arg('error')} and {arg('fix')}"
             raise UsageError(what, "A message names no values to write.", "Give the file alone.")
-        return of_error_text(error, path)
+        devices: list[str] | None = None  # of the file's tensors, but for the CPU, where it can be opened
+        with suppress(CkptoolError):
+            places = {tensor.location for _, tensor in tensors(open_file(file).taken.tree)} if file else None
+            devices = None if places is None else sorted(places - {"cpu"})
+        return of_error_text(error, path, devices)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     asked: Any = {"out": out, "dtype": dtype, **options}

@@ -169,7 +169,7 @@ def test_what_gives_no_bytes_is_refused(tmp_path: Path) -> None:
             io.StringIO("text"): "open as text",
             3: "neither a path nor an open file",
             None: "neither a path nor an open file",
-            odd: "gives no bytes",
+            odd: "a bytes-like object is required",
             writable: "cannot be read from",
             text: "open as text",
         }.items():

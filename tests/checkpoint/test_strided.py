@@ -25,10 +25,11 @@ from ckptool.checkpoint.arrays import TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name, dtype_of
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numpy_arrays import array, array_type
-from ckptool.errors import BadTensor, LimitExceeded, Unsupported
+from ckptool.errors import BadTensor, Corrupt, LimitExceeded, Unsupported
 from ckptool.formats import read
 from tests.support.hidden_effects import Call, torch_saved
 from tests.support.looped import examples, looped
+from tests.support.zips import damaged
 
 KINDS = ("literal", "file", "computed")
 
@@ -256,3 +257,21 @@ F4 = np.dtype("f4")
 def test_a_scalar_has_the_bytes_of_its_type_or_is_said(kind: Any, data: Any, fine: bool, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(torch_saved(Call(scalar, (kind, data))))
     assert (not ckptool.scan(tmp_path / "a.pt").findings) == fine
+
+
+# Checksums ------------------------------------------------------------------------------------------------------------
+
+
+@looped("view", [lambda x: x, lambda x: x.t(), lambda x: x[:, :32], lambda x: x[:32], lambda x: x[:, None, ::2]])
+@pytest.mark.parametrize("suffix", ["safetensors", "npz", "pt"])
+def test_what_is_computed_of_any_view_notices_damage(view: Any, suffix: str, tmp_path: Path) -> None:
+    torch.save({"w": view(torch.arange(4096.0).reshape(64, 64))}, tmp_path / "a.pt")
+    damaged(tmp_path / "a.pt", "a/data/0")
+    with pytest.raises(Corrupt, match="does not match its checksum"):
+        ckptool.cast(tmp_path / "a.pt", tmp_path / f"out.{suffix}", dtype="f16")
+    entry = ckptool.open(tmp_path / "a.pt")["w"]
+    with pytest.raises(Corrupt, match="does not match its checksum"):
+        ckptool.save({"w": entry.to("f16")}, tmp_path / f"out.{suffix}")
+    with pytest.raises(Corrupt, match="does not match its checksum"):
+        entry.T.reshape((entry.numel,)).numpy()
+    assert not (tmp_path / f"out.{suffix}").exists()

@@ -328,25 +328,28 @@ def _module_of(
     first, states = tag.first, tag.first.states
     frozen = {n: s for each in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in each.items()}
     values: dict[str, Any] = dict(trained)
-    if stage > 2:  # a frozen parameter is divided over the ranks; a buffer is saved whole by each
+    fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
+    if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
         complete(tag.folder, first.models, world, first.file)
-        fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
-        for rank, file in sorted(first.models.items()):
-            each = first.model(file) if facts else states
-            about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
-            about["list of parameters"] = first.shapes_in(each, file)
-            facts = facts or about
-            refuse_other(tag.folder, (first.file, facts), (file, about))
-            module, parts = fields(each.get("module")), fields(each.get("frozen_param_fragments"))
-            named = {name: module.get(name) for name in items(each.get("buffer_names")) if type(name) is str}
-            for kind, entries in ((fragments, parts), (buffers, named)):
-                for name, entry in entries.items():
-                    if isinstance(entry, TensorEntry):
-                        kind.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
-        for name in fragments.keys() & frozen.keys():
-            vectors = [Vector([(each.entry, each.owner)]) for each in fragments[name] if len(each.entry.shape) == 1]
-            values[name] = tag.joiner.flat(name, frozen[name], zero.pieces(vectors, frozen[name]))
-        values |= {name: tag.joiner.replicated(name, each) for name, each in buffers.items()}
+    for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
+        each = first.model(file) if facts else states
+        about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
+        about["list of parameters"] = first.shapes_in(each, file)
+        facts = facts or about
+        refuse_other(tag.folder, (first.file, facts), (file, about))
+        module, parts = fields(each.get("module")), fields(each.get("frozen_param_fragments"))
+        named = {name: module.get(name) for name in items(each.get("buffer_names")) if type(name) is str}
+        for kind, entries in ((fragments, parts), (buffers, named)):
+            for name, entry in entries.items():
+                if isinstance(entry, TensorEntry):
+                    kind.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
+    for name, shape in frozen.items():
+        given = fragments.get(name, [])
+        if given and (stage > 2 or name not in own):
+            vectors = [Vector([(each.entry, each.owner)]) for each in given if len(each.entry.shape) == 1]
+            whole = len(given) == 1 and given[0].entry.shape == shape
+            values[name] = given[0].entry if whole else tag.joiner.flat(name, shape, zero.pieces(vectors, shape))
+    values |= {name: tag.joiner.replicated(name, each) for name, each in buffers.items()}
     # The other names of shared parameters have the values of those that are stored.
     ties = dict(fields(states.get("shared_params")))
     views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
@@ -361,8 +364,8 @@ def _module_of(
         compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
     module = same_kind(own, {**own, **values})
-    fixed = {*frozen, *(name for name in items(states.get("buffer_names")) if type(name) is str)}
-    empty = [str(n) for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in fixed]
+    empty = [n for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,)]
+    empty = [str(name) for name in empty if name not in frozen and name not in buffers]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
         why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."

@@ -81,16 +81,6 @@ class StageFiles:
         groups = range(len(self.shares[0].mappings))
         return [{name: None for share in self.shares for name in share.placed(group)} for group in groups]
 
-    def shapes(self, own: Mapping[Any, Any]) -> list[Shapes]:
-        """The shapes of each group. own: the model's copies of the parameters, in which those are that have none."""
-        found: list[Shapes] = []
-        for group in self.groups:
-            whole = {name: getattr(own.get(name), "shape", None) if s is None else s for name, s in group.items()}
-            if lacking := [name for name, shape in whole.items() if shape is None]:
-                raise lacks(self.folder, "the file of the layer", lacking)
-            found.append({name: shape for name, shape in whole.items() if shape is not None})
-        return found
-
     def shapes_in(self, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
         """The shapes that a file has by name, for each group. Raises `Corrupt` for what is no shape."""
         groups = states.get(key) or ()
@@ -229,7 +219,10 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
-    shapes = stage.shapes(own)
+    sized = {name: entry.shape for name, entry in own.items() if isinstance(entry, TensorEntry)}
+    if lacking := [n for group in stage.groups for n, shape in group.items() if shape is None and n not in sized]:
+        raise lacks(stage.folder, "the file of the layer", lacking)
+    shapes = [{n: sized[n] if shape is None else shape for n, shape in group.items()} for group in stage.groups]
     for teams, groups, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
         slots = teams[0][0].state(min(groups, default=0))
         keys = ["", *(key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape)]

@@ -11,10 +11,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Computed, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import each, resolved
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import numbers
+from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import dataclass, field, replace
@@ -223,21 +224,11 @@ def after_chain(
 
 
 def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
-    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are verified on the way.
-
-    A range of a file without checksums stays one, which the kernel copies.
-    """
+    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are verified on the way."""
     flags = inputs[0].flags._replace(conj=False, neg=False)
     if any(entry.storage is each.storage and entry.layout == each.layout for each in inputs):
         return entry.with_flags(flags)  # as it was, with what it shares
-    if not entry.nbytes:
-        return entry.with_values(InlineBytes(b"")).with_flags(flags)
-    data = entry.row_major()
-    storages = tuple({id(each.storage): each.storage for each in inputs}.values())
-    if isinstance(data, FileRange) and all(each.crc is None for storage in storages for each in storage.below()):
-        return entry.with_values(data).with_flags(flags)
-    view = data.view if isinstance(data, Computed) else None
-    return entry.with_values(Computed(data.length, data.read, storages, view)).with_flags(flags)
+    return apart(entry).with_flags(flags)
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
