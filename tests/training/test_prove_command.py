@@ -398,7 +398,6 @@ def test_a_line_that_a_kill_cut_off_does_not_count(tmp_path: Path) -> None:
     found = Life(str(tmp_path))
     found.read(REFERENCE)
     assert [each.found for each in found.steps] == [{"a": "x: 1", "c": "x: 3"}, {"a": "x: 1", "b": "x: 2"}]
-    found.close()
 
 
 # The tracer, in this process ------------------------------------------------------------------------------------------

@@ -145,14 +145,17 @@ class Tracer:
         with suppress(Exception):
             line = self.facts(optimizer) | {"saved": self.saved(), "time": time.monotonic()}
             line |= {"inputs": self.inputs, "random": self.moving.random_states()}
-            found, self.age = self.last, self.age + 1
+            line |= {"found": {}, "gone": []}
+            self.age += 1
             if self.is_due(line["weights"], line["saved"], id(optimizer)):
-                (found, objects), self.age = self.walk(), 0
+                found, objects = self.walk()
                 named = {id(one): name for name, one in of_class(objects, type(optimizer)).items()}
                 self.names |= {id(optimizer): type(optimizer).__name__, **named}
+                line["found"] = dict(found.items() - self.last.items())
+                line["gone"] = [*(self.last.keys() - found.keys())]
+                self.last, self.age = found, 0
             line |= {"optimizer": self.names[id(optimizer)], "age": self.age}
-            line |= {"found": dict(found.items() - self.last.items()), "gone": [*(self.last.keys() - found.keys())]}
-            self.last, self.inputs, self.depth = found, [], 0
+            self.inputs, self.depth = [], 0
             if self.file is None:
                 several: Any = sys.modules.get("torch.distributed")
                 several = several if several is not None and several.is_available() else None
