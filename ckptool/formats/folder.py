@@ -99,22 +99,19 @@ def led_elsewhere(folder: str, name: str) -> str:
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
     """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
     known."""
-    sets: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
-        if (found := pattern.fullmatch(name)) and "rank" in found.groupdict():
-            sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = name
-            world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
+    sets: dict[tuple[str, str], dict[int, re.Match[str]]] = {}
+    for found in filter(None, map(pattern.fullmatch, names)):
+        sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = found
+        world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
     missing: list[str] = []
     for ranks in sets.values():
         example = next(iter(ranks.values()))
-        place = pattern.fullmatch(example)
-        assert place is not None
-        for rank in range(world):
-            if len(missing) >= 10 * MOST_NAMED:  # names are made up as easily as numbers in them
-                return missing
-            if rank not in ranks:
-                width = len(place["rank"]) if place["rank"].startswith("0") else 1
-                missing.append(f"{example[: place.start('rank')]}{rank:0{width}}{example[place.end('rank') :]}")
+        name, (start, end) = example.string, example.span("rank")
+        width = end - start if name[start] == "0" else 1
+        absent = (rank for rank in range(world) if rank not in ranks)
+        # Names are made up as easily as numbers in them.
+        for rank in islice(absent, 10 * MOST_NAMED - len(missing)):
+            missing.append(f"{name[:start]}{rank:0{width}}{name[end:]}")
     return missing
 
 

@@ -404,7 +404,7 @@ def step_of(folder: str) -> dict[str, Any]:
 
 # What they would run --------------------------------------------------------------------------------------------------
 
-MAX_FILES, MAX_DEPTH = 10_000, 4  # that are judged; each is opened
+MAX_FILES = 10_000  # that are judged; each is opened
 _OF_DCP = (".distcp", ".metadata")
 
 
@@ -431,7 +431,10 @@ def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str
     uses, failed = list[tuple[NameUse, str]](), list[str]()
     known = checkpoint.source.files if isinstance(checkpoint.source, Folder) and checkpoint.source.far else {}
     if "beside" not in checkpoint.kept:
-        for name in _names_below(folder) if folder else ():
+        for count, name in enumerate(_names_below(folder) if folder else ()):
+            if count == MAX_FILES:
+                failed.append(f"{name} and all after it")
+                break
             try:
                 source = known.get(name) or Source(os.path.join(folder, name))
                 source.share_descriptors()  # there may be thousands of them
@@ -454,19 +457,18 @@ def is_pickled(source: Source) -> bool:
 
 
 def _names_below(folder: str) -> Iterator[str]:
-    """The files below a folder by their names in it, not those of hidden folders."""
-    stack, count = [("", 0)], 0
+    """The files below a folder by their names in it, not those of hidden folders. Links to folders are not followed."""
+    stack = [""]
     while stack:
-        below, depth = stack.pop()
+        below = stack.pop()
         try:
-            inside = [os.path.join(below, name) for name in Folder(os.path.join(folder, below)).names]
+            names = Folder(os.path.join(folder, below)).names
         except CkptoolError:
             continue
-        for name in inside:
-            path = os.path.join(folder, name)
+        for name in names:
+            path = os.path.join(folder, below, name)
             if folder_at(path):
-                if depth < MAX_DEPTH and not os.path.basename(name).startswith(".") and not os.path.islink(path):
-                    stack.append((name, depth + 1))
-            elif not name.endswith(_OF_DCP) and count < MAX_FILES:
-                count += 1
-                yield name
+                if not name.startswith(".") and not os.path.islink(path):
+                    stack.append(os.path.join(below, name))
+            elif not name.endswith(_OF_DCP):
+                yield os.path.join(below, name)

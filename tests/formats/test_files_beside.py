@@ -134,6 +134,19 @@ def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
         assert "not-judged" in str(report.notes)
 
 
+def test_files_are_judged_however_deep_and_more_than_are_judged_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path)
+    (deep := tmp_path / "a" / "b" / "c" / "d" / "e" / "f").mkdir(parents=True)
+    (deep / "state").write_bytes(program(CALL))
+    assert [note.code for note in ckptool.inspect(tmp_path).notes if "a/b/c/d/e/f/state" in note.message] == [
+        "unsafe-global"
+    ]
+    monkeypatch.setattr("ckptool.formats.members.MAX_FILES", 2)
+    assert "and all after it" in str(ckptool.inspect(tmp_path).notes)
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "weird.xyz", "below/state"])
 def test_a_pickle_of_any_name_is_judged_where_the_folder_is_no_checkpoint(name: str, tmp_path: Path, run: Run) -> None:
     save_file(WEIGHTS, tmp_path / "model.safetensors")

@@ -70,31 +70,25 @@ def belonging(folder: Folder) -> set[str]:
 
 def other_tags(folder: Folder) -> set[str]:
     """The tags in a folder beside the one that is read there: checkpoints of their own."""
-    tag = tag_of(folder)
-    return {name for name in _tags(folder) if name != tag} if tag is not None else set()
-
-
-def _tags(folder: Folder) -> list[str]:
-    return [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
-
-
-def _has_states(names: Iterable[str]) -> bool:
-    return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
+    tags, _, name = _tags(folder)
+    return {*tags} - {name}
 
 
 def tag_of(folder: Folder) -> str | None:
-    """The tag that a folder's `latest` names, or the only one in it; empty where that leads nowhere; None for other
-    folders."""
-    tags = _tags(folder)
-    for latest in LATEST:
-        if latest in folder and (tags or SCRIPTS[0] in folder or _is_tag(folder, _named_by(folder, latest))):
-            name = _named_by(folder, latest)
-            return name if _is_tag(folder, name) else ""
-    return tags[0] if len(tags) == 1 else "" if tags else None
+    """The tag that is read in a folder; empty where `latest` leads nowhere; None for other folders."""
+    tags, latest, name = _tags(folder)
+    return name if _is_tag(folder, name) else "" if tags or latest else None
 
 
-def _named_by(folder: Folder, latest: str) -> str:
-    return read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG).decode(errors="replace").strip()
+def _tags(folder: Folder) -> tuple[list[str], str, str]:
+    """The tags in a folder; the file that names one of them (`latest`), and what it says. Without it the only one."""
+    tags = [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+    for latest in (each for each in LATEST if each in folder):
+        text = read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG)
+        name = text.decode(errors="replace").strip()
+        if tags or SCRIPTS[0] in folder or _is_tag(folder, name):
+            return tags, latest, name
+    return tags, "", tags[0] if len(tags) == 1 else ""
 
 
 def _is_tag(folder: Folder, name: str) -> bool:
@@ -102,43 +96,40 @@ def _is_tag(folder: Folder, name: str) -> bool:
     return name in folder and _has_states(names_in(os.path.join(folder.path, name)))
 
 
+def _has_states(names: Iterable[str]) -> bool:
+    return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
+
+
 def read(source: Folder) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that `latest` names in the folder above.
 
     Reads the tables of every rank's files, no tensor data. Raises `Corrupt` for ranks that are missing, and for a
-    `latest` that leads elsewhere; `Conflict` for files of several steps, stages or world sizes; `Unsupported` for
-    tensor parallelism and what else is not joined; what opening a rank's file raises.
+    `latest` that leads elsewhere; `Ambiguous` for several tags without it; `Conflict` for files of several steps,
+    stages or world sizes; `Unsupported` for tensor parallelism and what else is not joined; what opening a rank's file
+    raises.
     """
-    tag = source if _has_states(source.names) else Folder(os.path.join(source.path, _tag(source)))
-    found = read_tag(tag)
-    if tag is source:
-        return found
-    source.adopt(os.path.basename(tag.path), tag)
-    notes = found.notes
-    if others := sorted(other_tags(source)):
-        beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
-        notes += (Note(OTHER_TAGS, f"{os.path.basename(tag.path)} was read; {beside}"),)
-    return replace(found, source=source, notes=notes)
-
-
-def _tag(folder: Folder) -> str:
-    """The tag in a folder. Raises `Corrupt` where `latest` leads nowhere, `Ambiguous` for several tags without it."""
-    if name := tag_of(folder):
-        return name
-    tags = _tags(folder)
-    advice = f"Name one: {command('inspect', os.path.join(folder.path, tags[-1]))}" if tags else ""
-    latest = next((latest for latest in LATEST if latest in folder), None)
-    if latest is None:
-        shown = listed(tags, 3)
-        what = f"{folder} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {shown}"
+    if _has_states(source.names):
+        return read_tag(source)
+    tags, latest, name = _tags(source)
+    advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
+    if not latest and not name:
+        what = f"{source} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {listed(tags, 3)}"
         raise Ambiguous(what, "The file `latest`, which names one of them, is not beside them.", advice)
-    name, path = _named_by(folder, latest), os.path.join(folder.path, latest)
-    if name in folder:
-        what = f"{path} names {name}, which has none of DeepSpeed's files in it"
-        raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
-    what = f"{path} names {name[:200]!r}, which is no folder beside it"
-    why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
-    raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', folder.path)}")
+    if not _is_tag(source, name):
+        path = os.path.join(source.path, latest)
+        if name in source:
+            what = f"{path} names {name}, which has none of DeepSpeed's files in it"
+            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
+        what = f"{path} names {name[:200]!r}, which is no folder beside it"
+        why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
+        raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', source.path)}")
+    found = read_tag(tag := Folder(os.path.join(source.path, name)))
+    source.adopt(name, tag)
+    notes = found.notes
+    if others := [each for each in tags if each != name]:
+        beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
+        notes += (Note(OTHER_TAGS, f"{name} was read; {beside}"),)
+    return replace(found, source=source, notes=notes)
 
 
 # The folder of a tag -------------------------------------------------------------------------------------------------
