@@ -122,8 +122,7 @@ class AcceleratorCheckpoints:
     def _rotate(self) -> None:
         """Deletes what is older than the checkpoint of this step and not to be kept."""
         if self.accelerator.is_main_process and self.keep_last:
-            there = saved_folders(self.folder, _NAME)
-            rotate([saved.path for saved in there if saved.step < self.step], self.keep_last - 1)
+            rotate(self.folder, _NAME, self.step, self.keep_last)
 
     def _load(self, path: str) -> None:
         accelerator, tree = self.accelerator, loaded(os.path.join(path, _OURS))

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -61,10 +61,13 @@ def committed(target: str, step: int, main: bool, wait: Callable[[], Any]) -> It
     wait()
 
 
-def rotate(paths: Sequence[str], keep: int) -> None:
-    """Deletes all but the last `keep` checkpoints. Each loses its name first: no kill leaves a part of it visible."""
-    for path in paths[: max(0, len(paths) - max(0, keep))]:
-        with _staging(os.path.dirname(path)) as hidden:
+def rotate(folder: str, name: re.Pattern[str], step: int, keep: int, stay: Collection[str] = ()) -> None:
+    """Deletes all but the last `keep` checkpoints up to a step. Each loses its name first: no kill leaves a part of it
+    visible. name: see `saved_folders`.  stay: the paths of some of those that are kept.
+    """
+    there = [saved.path for saved in saved_folders(folder, name) if saved.step <= step and saved.path not in stay]
+    for path in there[: max(0, len(there) - max(0, keep - len(stay)))]:
+        with _staging(folder) as hidden:
             os.rename(path, os.path.join(hidden, os.path.basename(path)))
 
 

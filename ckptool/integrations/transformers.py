@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerState
-from transformers.trainer_utils import TrainOutput, sort_checkpoints
+from transformers.trainer_utils import TrainOutput
 
 from ckptool.errors import Conflict, UsageError
 from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
@@ -52,7 +52,7 @@ class DurableCheckpoints:
                 self._load_from_checkpoint(resume)
                 self.state = state
                 if resume_from_checkpoint is True:  # it may have been killed between its last save and this
-                    self._rotate(folder, resume)
+                    self._rotate(folder, resume, state.global_step)
                 if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                     self._load_best_model()
                 return TrainOutput(state.global_step, 0.0, {})
@@ -105,15 +105,13 @@ class DurableCheckpoints:
                 self.state.best_model_checkpoint = target
                 if main:
                     self.state.save_to_json(os.path.join(temporary, _STATE))
-        self._rotate(run, target)
+        self._rotate(run, target, step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
 
-    def _rotate(self: Any, run: str, newest: str) -> None:
+    def _rotate(self: Any, run: str, newest: str, step: int) -> None:
         if self.args.should_save and (limit := self.args.save_total_limit):
-            kept = {newest, self.state.best_model_checkpoint} - {None}
-            others = [path for path in sort_checkpoints(run, use_mtime=True) if path not in kept]
-            rotate(others, limit - len(kept))
+            rotate(run, _NAME, step, limit, {newest, self.state.best_model_checkpoint} - {None})
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         if self._staged is None:

@@ -10,6 +10,7 @@ import re
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +20,18 @@ from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, form, listed
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    Corrupt,
+    LimitExceeded,
+    Truncated,
+    UnsafeObject,
+    Unsupported,
+    counted,
+    form,
+    listed,
+)
 from ckptool.facts import dataclass, field
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
@@ -270,20 +282,19 @@ _FRAME, _STOP = 0x95, 0x2E
 
 
 @cache
-def _run_of_opcodes(lines: bytes, but: bytes = b"") -> re.Pattern[bytes]:
+def _run_of_opcodes() -> re.Pattern[bytes]:
     """Matches opcodes with short arguments of fixed width or in lines, thousands at a time (a match remembers each)."""
     widths: dict[int, list[int]] = {}
     for opcode, width in _FIXED.items():
-        if opcode not in but:
-            widths.setdefault(width, []).append(opcode)
+        widths.setdefault(width, []).append(opcode)
     kinds = [b"[" + re.escape(bytes(opcodes)) + b"]" + b"." * width for width, opcodes in widths.items()]
+    lines = rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n"
     return re.compile(b"(?:" + b"|".join([*kinds, lines]) + b"){0,4096}", re.DOTALL)
 
 
 class _Lexer:
     """Walks the opcodes through a window: `buffer` begins at byte `base` of the data; the next opcode is at `pos`."""
 
-    runs: tuple[bytes, ...] = (rb"[ILFpgPSV][^\n]{0,99}\n|[ci][^\n]{0,99}\n[^\n]{0,99}\n",)  # for `_run_of_opcodes`
     __slots__ = ("base", "buffer", "data", "frame", "parts", "pos", "size", "spots", "stubs")
 
     def __init__(self, data: Data, offset: int) -> None:
@@ -315,7 +326,7 @@ class _Lexer:
 
     def _skip(self) -> int:
         """Goes over what is short; the next opcode, or -1 where the window or the frame ends."""
-        pos, buffer, run_of_opcodes = self.pos, self.buffer, _run_of_opcodes(*self.runs).match
+        pos, buffer, run_of_opcodes = self.pos, self.buffer, _run_of_opcodes().match
         limit = min(len(buffer), self.frame - self.base) if self.frame >= 0 else len(buffer)
         while True:
             run = run_of_opcodes(buffer, pos, limit)
@@ -423,51 +434,25 @@ class _Lexer:
 
 # Bytes that need not be a pickle --------------------------------------------------------------------------------------
 
-_NAMES = re.compile(rb"[\w.]{1,200}\n[\w.]{1,200}\n")
-_STACK_GLOBAL, _CALLS = 0x93, b"Rob\x81\x92"  # REDUCE, OBJ, BUILD, NEWOBJ, NEWOBJ_EX
 
+class _NoCall(dict[Global, Builder]):
+    """The builders of a pickle that calls nothing of what it names."""
 
-class _Reached(Exception):
-    """The walk came to a call."""
-
-
-class _CallFinder(_Lexer):
-    """Stops at the first call of what was named, and at a line that pickle would not take."""
-
-    __slots__ = ("named",)
-    runs = (
-        rb"[pgI]-?\d{1,18}\n|[LF][-+.\deL]{1,30}\n|S'[^\n\\]{0,99}'\n|V[^\n]{0,99}\n",
-        bytes([_STACK_GLOBAL]) + _CALLS,
-    )
-
-    def _other(self, op: int) -> None:
-        if op in b"ci":
-            self._need(min(403, self.data.length - self.base - self.pos))
-            names = _NAMES.match(self.buffer, self.pos + 1)
-            if names is None:
-                raise self._error("a line that is no name")
-            self.named = True
-            if op == ord("i"):
-                raise _Reached
-            self.pos = names.end()
-            return
-        if op in _LINES and op != ord("V"):
-            raise self._error("a line that is no value")
-        if op in _CALLS and self.named:
-            raise _Reached
-        self.named |= op == _STACK_GLOBAL
-        super()._other(op)
+    def get(self, fn: Any, default: Any = None) -> Any:
+        raise UnsafeObject(f"a call of {fn}")
 
 
 def reaches_a_call(data: Data) -> bool:
     """True where pickle, reading from the first byte, comes to a call before it comes to what it cannot read: whatever
     else the bytes are, `torch.load` makes that call."""
-    finder = _CallFinder(data, 0)
-    finder.named = False
+    lexer = _Lexer(data, 0)
     try:
-        finder.run()
-    except (_Reached, LimitExceeded):  # or to a text of many megabytes, which pickle would read
+        with suppress(Corrupt, Truncated, Unsupported):  # whatever stands in front of that is run
+            lexer.run()
+        reader = PickleReader(b"".join([*lexer.parts, lexer.buffer[: lexer.pos]]))
+        objects = ObjectMaker(reader, _NoCall(), FREE_OPCODES, True)
+        with suppress(Corrupt, Truncated, Unsupported, Conflict, LookupError, struct.error, UnicodeDecodeError):
+            Machine(reader, objects, lambda _: None, FREE_OPCODES, lexer.stubs).run()
+        return bool(objects.objects)
+    except (UnsafeObject, LimitExceeded):  # or to a text of many megabytes, which pickle would read
         return True
-    except CkptoolError:
-        pass
-    return False

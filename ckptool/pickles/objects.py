@@ -217,10 +217,10 @@ class ObjectMaker:
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
         """The result of NEWOBJ for a class: its builder's, or an inert object."""
+        builder = self.builders.get(cls) if type(cls) is Global else None
         if type(args) is not tuple or not (kwargs is None or isinstance(kwargs, dict)):
             raise self.reader.corrupt(pos, "an object without an argument tuple")
-        builder = self.builders.get(cls) if type(cls) is Global and not kwargs else None
-        value = builder(args) if builder is not None else NotImplemented
+        value = builder(args) if builder is not None and not kwargs else NotImplemented
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
@@ -236,8 +236,10 @@ class ObjectMaker:
                 target.items = {}
                 self._used(target)
             mapping = target.items
+        elif not items:  # which nothing is asked for
+            return
         else:
-            raise self.reader.corrupt(pos, f"items set on a {_kind(target)}")
+            raise self._misused(target, pos, "items set on")
         if len(items) % 2:
             raise self.reader.corrupt(pos, "a key without a value")
         keys = items[::2] if not self.stubs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
@@ -279,7 +281,9 @@ class ObjectMaker:
 
     def _extend(self, target: Any, items: list[Any], pos: int, what: str) -> None:
         if type(target) is not Object:
-            raise self.reader.corrupt(pos, f"{what} a {_kind(target)}")
+            if not items:
+                return
+            raise self._misused(target, pos, what)
         if target.elements is None:
             target.elements = []
         target.elements.extend(items)
@@ -299,7 +303,8 @@ class ObjectMaker:
             target.items.extend(items)
         else:
             self._extend(target, items, pos, "values added to")
-            target.adds = True
+            if items:
+                target.adds = True
 
     def set_state(self, target: Any, state: Any, pos: int) -> None:
         """Sets what BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
@@ -316,9 +321,16 @@ class ObjectMaker:
         ):
             target.attributes = state
         elif type(target) is not TensorEntry or not set_tensor_state(target, state):
-            raise self.reader.corrupt(pos, f"a state set on a {_kind(target)}")
+            raise self._misused(target, pos, "a state set on")
         else:
             self.gradients += len(state) == 5 and state[1] is not None
+
+    def _misused(self, target: Any, pos: int, what: str) -> CkptoolError:
+        """The error for what is done to a value that does not take it; on a name it would call methods."""
+        if type(target) is Global:
+            self.reader.at = pos
+            return UnsafeObject(f"{what} {target} itself", "Loading the file would change what that name stands for.")
+        return self.reader.corrupt(pos, f"{what} a {_kind(target)}")
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
         """The objects and names that are not inert and not in the tree: loading makes and imports them all the same."""

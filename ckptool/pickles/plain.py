@@ -289,16 +289,15 @@ def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -
 MAX_JSON_DEPTH = 100
 MAX_JSON_NODES = 100_000
 MAX_JSON_BYTES = 4_096
-MAX_JSON_REPEATED = 4 << 20  # characters of what stands there already
-SHORT = 256
+SHORT = 256  # characters: a text counts as one value for each so many
 
 
 def to_json(value: Any) -> Any:
     """The value as JSON can say it: keys are texts, NaN and infinities the texts "NaN", "Infinity", "-Infinity".
 
-    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values, an object `{"...": what}` stands
-    for the rest. Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors `{"tensor": dtype, "shape": …}`,
-    unknown objects `{"object": name, …}`.
+    Bounded, whatever the value refers to: below 100 levels, and after 100,000 values (a long text counts as several),
+    an object `{"...": what}` stands for the rest. Bytes are `{"base64": …}` (`{"bytes": n}` beyond 4 KiB), tensors
+    `{"tensor": dtype, "shape": …}`, unknown objects `{"object": name, …}`.
     """
     return to_jsons([value])[0]
 
@@ -312,17 +311,14 @@ def to_jsons(values: Sequence[Any]) -> list[Any]:
 class _Json:
     def __init__(self, left: int) -> None:
         self.left = left
-        self.repeated = MAX_JSON_REPEATED
-        self.written: dict[int, Any] = {}  # long texts and numbers, by id (and kept alive for it)
 
-    def _affordable(self, value: Any, size: int) -> bool:
-        """False for a long text or number that was written before, once such repetitions have come to too much."""
-        if size <= SHORT:
-            return True
-        if id(value) in self.written:
-            self.repeated -= size
-        self.written[id(value)] = value
-        return self.repeated >= 0
+    def _affordable(self, size: int) -> bool:
+        """Takes what a text costs from what is left; False where that is more."""
+        cost = size // SHORT
+        if cost > max(0, self.left):
+            return False
+        self.left -= cost
+        return True
 
     def value(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -330,9 +326,9 @@ class _Json:
             return value
         if kind is float:
             return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
-        if kind is str and self._affordable(value, len(value)):
+        if kind is str and self._affordable(len(value)):
             return _without_surrogates(value)
-        if kind is int and self._affordable(value, value.bit_length() // 4):
+        if kind is int and self._affordable(value.bit_length() // 4):
             return hex(value)
         self.left -= kind is not str and kind is not int
         if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.left < 0:
@@ -344,7 +340,7 @@ class _Json:
                 items = value.items if isinstance(value, Set) else value
                 return [self.value(item, depth + 1) for item in self._some(items)]
             case bytes() | bytearray():
-                small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
+                small = len(value) <= MAX_JSON_BYTES and self._affordable(len(value))
                 return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
             case complex(real=real, imag=imag):
                 return [self.value(real, depth), self.value(imag, depth)]
@@ -375,7 +371,7 @@ class _Json:
 
     def _key(self, key: Any, owner: dict[Any, Any]) -> str:
         if type(key) is str:
-            return _without_surrogates(key) if self._affordable(key, len(key)) else summary(key, SHORT)
+            return _without_surrogates(key) if self._affordable(len(key)) else summary(key, SHORT)
         text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
         while text in owner:  # 0 beside '0'
             text = f"{text} ({type(key).__name__})"

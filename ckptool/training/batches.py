@@ -24,7 +24,6 @@ from ckptool.training.data import signals_blocked
 if TYPE_CHECKING:
     from ckptool.training.run import Run
 
-_EPOCH_AWARE = ("sampler", "batch_sampler", "dataset")  # parts of a loader that may have `set_epoch`, or a state
 _END = object()
 
 
@@ -87,24 +86,29 @@ def make_ready(loader: Any) -> None:
         loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
 
 
+def parts_of(loader: Any) -> dict[str, Any]:
+    """A loader and what it is made of, by name; those that may have a state, a generator, or `set_epoch`."""
+    found = {
+        "loader": loader,
+        **{name: getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")},
+    }
+    return {**found, "batch_sampler.sampler": getattr(found["batch_sampler"], "sampler", None)}
+
+
 def generators_of(loader: Any) -> dict[str, Any]:
     """The generators that a loader and its samplers draw from, by name."""
     found: dict[str, Any] = {}
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    places = {"loader": loader, "sampler": getattr(loader, "sampler", None), "batch_sampler": batch_sampler}
-    places["batch_sampler.sampler"] = getattr(batch_sampler, "sampler", None)
-    for name, owner in places.items():
-        generator = getattr(owner, "generator", None)
+    for name, owner in parts_of(loader).items():
+        generator = getattr(owner, "generator", None) if name != "dataset" else None
         if rng.is_generator(generator) and all(generator is not known for known in found.values()):
             found[f"{name}.generator"] = generator
     return found
 
 
 def epochs_of(loader: Any) -> list[str]:
-    """The names of the attribute `epoch` in everything with `set_epoch`."""
-    parts = {"loader": loader, **{f"loader.{name}": getattr(loader, name, None) for name in _EPOCH_AWARE}}
-    parts |= {"loader.batch_sampler.sampler": getattr(parts["loader.batch_sampler"], "sampler", None)}
-    return [f"{name}.epoch" for name, part in parts.items() if callable(getattr(part, "set_epoch", None))]
+    """The names of the attribute `epoch` in everything with `set_epoch`, as they are reached from `loader`."""
+    aware = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
+    return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in aware]
 
 
 def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
@@ -146,9 +150,9 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
 
 def _begun(loader: Any, position: Position) -> Iterator[Any]:
     """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
-    for owner in (loader, *(getattr(loader, name, None) for name in _EPOCH_AWARE)):
-        if callable(getattr(owner, "set_epoch", None)):
-            owner.set_epoch(position.epoch)
+    for part in {id(each): each for each in parts_of(loader).values()}.values():
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(position.epoch)
     make_ready(loader)
     if position.loader_state is not None and has_state(loader):
         try:

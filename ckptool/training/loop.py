@@ -76,12 +76,9 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
             fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
         run.log(**{name: value for name, value in fact.items() if name not in place})
         hooks.logged(trainer, fact, rate)
-    if config.save.seconds is not None:
-        run.save(seconds=config.save.seconds)
-    if is_due(trainer, config.save.every) or trainer.is_stale:
-        run.save()
-    if trainer.is_stale:
+    if trainer.is_stale:  # the last step is always saved
         run.length["steps"] = trainer.step
+    run.save(every=config.save.every, seconds=config.save.seconds)
 
 
 def is_due(trainer: Trainer, every: int) -> bool:

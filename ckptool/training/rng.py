@@ -42,13 +42,15 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _global_generators() -> dict[str, Any]:
+    """The global generators on the CPU: Python's, torch's, and numpy's where it is imported."""
+    numpy = {"numpy": sys.modules["numpy"].random.mtrand._rand} if "numpy" in sys.modules else {}
+    return {"python": random._inst, "torch": torch.default_generator, **numpy}
+
+
 def global_states() -> State:
     """The states of all global generators of this process: Python's, numpy's, torch's on each device."""
-    state: State = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        import numpy
-
-        state["numpy"] = _get_state(numpy.random.mtrand._rand)
+    state: State = {name: _get_state(each) for name, each in _global_generators().items()}
     for name in _ACCELERATORS:
         module = getattr(torch, name)
         if module.is_available() and (name == "mps" or module.is_initialized()):
@@ -58,21 +60,15 @@ def global_states() -> State:
 
 def restore(state: State, generators: Mapping[str, Any]) -> None:
     """Sets generators to states that `capture` returned."""
-    if "python" in state:
-        random.setstate(_as_tuples(state["python"]))
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy
-
-        _set_state(numpy.random.mtrand._rand, state["numpy"])
+        import numpy  # noqa: F401  its generator is one of those
+    for known, states in ((_global_generators(), state), (generators, state["generators"])):
+        for name in known.keys() & states.keys():
+            _set_state(known[name], states[name])
     for name in _ACCELERATORS:
         module = getattr(torch, name)
         if name in state and module.is_available():
             (module.set_rng_state if name == "mps" else module.set_rng_state_all)(state[name])
-    for name, saved in state["generators"].items():
-        if name in generators:
-            _set_state(generators[name], saved)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ckptool.training import LOOP, moving, rng, run_folder
 from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, loaded, number, refuse_not_plain, retention, to_cpu
+from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
 from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
@@ -110,22 +110,15 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._held: list[dict[str, Any]] = []  # lines from before that: they are there already, if a loop follows
         self._snapshot: dict[str, str] = {}
         self._notes_given: set[str] = set()
         self._options = self.objects.options()
         self._window = Window(self.objects)
-        if isinstance(folder, RunFolder):  # of the harness, which opens it by its configuration
-            self.folder = folder
-        else:
+        if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
             keep = keep_last, keep_best, keep_every
-            rules = retention(keep, os.fspath(folder), verify, signals, seed, stop_after)
-            where = absolute(folder)  # since scripts change directory; only the first process makes and locks it
-            if (before := _OPEN.pop(where, None)) is not None:
-                before.close()  # a notebook cell that is run again
-            opened: list[RunFolder] = []
-            self.world.first(lambda: opened.append(_open_folder(where, rules)))
-            self.folder = opened[0] if opened else run_folder.reopen(where, rules, write=False, elsewhere=ELSEWHERE)
+            rules = checked_rules(keep, os.fspath(folder), verify, signals, seed, stop_after)
+            folder = _opened(absolute(folder), rules, self.world)  # absolute, since scripts change directory
+        self.folder = folder
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
@@ -150,39 +143,35 @@ class Run:
             if self.world.is_first:
                 self._note_begin()
         except BaseException:
-            self.close()
+            self.folder.close()
             raise
         _OPEN[self.folder.folder] = self
         # A run that is dropped holds no lock.
-        weakref.finalize(self, _finish, self._saver, self.folder, self._held, self.say)
+        weakref.finalize(self, self._saver.finish, self.say)
 
     # Opening -----------------------------------------------------------------------------------------------------
 
-    def _note_begin(self) -> None:
+    def _note_begin(self, **facts: Any) -> None:
         """Notes in the first process that the run begins, or where it goes on."""
-        if self.resumed:
-            self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
         self.folder.refuse_others(self.step, self.step + 1)
-        facts = environment(self.world.size, self.world.device)
+        facts |= environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
         self.folder.metrics.cut_back(self.step, self._logged)
+        self._logged = self.folder.metrics.size
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the lock; nothing more can be saved.
 
         Raises what went wrong in the save at `break`.
         """
-        if hasattr(self, "_saver"):
-            if self._loop and not self._closed and self._saver.step != self.step:
-                self.say(
-                    f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
-                    "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
-                    "for … in tqdm(run.batches(…))"
-                )
-            self._caught.close()
-            _finish(self._saver, self.folder, self._held, self.say)
-        elif hasattr(self, "folder"):
-            self.folder.close()
+        if self._loop and not self._closed and self._saver.step != self.step:
+            self.say(
+                f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
+                "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
+                "for … in tqdm(run.batches(…))"
+            )
+        self._caught.close()
+        self._saver.finish(self.say)
         failed, self._failed, self._closed = self._failed, None, True
         if failed is not None:
             raise failed
@@ -209,12 +198,6 @@ class Run:
         self.values[name] = value
         if self._resumed is not None and name in self._resumed.values:
             self._resumed.overwritten.add(name)
-
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.values
@@ -313,6 +296,7 @@ class Run:
         self.position.restore(tree["data_state"], own)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
         self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
+        self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -329,10 +313,6 @@ class Run:
 
         Each is the number of steps that are complete when the body ends: the first is 1.
         """
-        if self._loop == "run.epochs":
-            raise UsageError(
-                "run.steps counts the steps of the whole run", "", "Inside run.epochs: run.batches(loader)"
-            )
 
         def draws() -> Generator[None]:
             self._restore_random(self._random, self._generators())
@@ -348,11 +328,12 @@ class Run:
         loader: a DataLoader, anything that can be iterated once for each epoch, or a function that returns an iterator.
         Exactly one of `steps` and `epochs`; inside `run.epochs` neither. Calls `set_epoch` of samplers and data sets.
         """
-        if (nested := self._loop == "run.epochs") and (steps is not None or epochs is not None):
-            raise UsageError("run.batches inside run.epochs takes neither steps nor epochs", "It yields one epoch.")
-        if not nested and (steps is None) == (epochs is None):
+        nested = self._loop == "run.epochs"
+        asked = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
+        if len(asked) != (not nested):
+            takes = "neither steps nor epochs inside run.epochs" if nested else "exactly one of steps and epochs"
             raise UsageError(
-                "run.batches takes exactly one of steps and epochs",
+                f"run.batches takes {takes}",
                 "",
                 "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
             )
@@ -365,7 +346,6 @@ class Run:
         self.position.loader = loader
         if nested:
             return self._one_epoch(self._epoch_of(loader), {})
-        asked = {"steps": steps} if steps is not None else {"epochs": epochs or 0}
         return self._flat(lambda: self._epoch_of(loader), asked)
 
     def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
@@ -378,7 +358,8 @@ class Run:
         loop, is_nested = loop_frame(), name == "run.epochs"
         ((kind, count),) = asked.items()
         done = self.step if kind == "steps" else self.position.epoch
-        self._held.clear()
+        if not self._goes_on and self.world.is_first:  # what was logged since is there already
+            self.folder.metrics.cut_back(self.step, self._logged)
         self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
         if self._resumed is not None and self._goes_on and self._is_over(asked) and self._ended is None:
             self._say_once(
@@ -599,7 +580,6 @@ class Run:
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()
-        _write(self._held, self.folder)
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
 
@@ -683,9 +663,7 @@ class Run:
         self.loss = found.get("loss", self.loss)
         repeated = self._resumed is not None and self._loop == "run.epochs"  # of an epoch that is resumed inside
         if self.world.is_first and not repeated:
-            self._held.append({"step": self.step if step is None else step, "epoch": self.epoch, **found})
-            if self._goes_on:
-                _write(self._held, self.folder)
+            self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **found})
 
     @contextmanager
     def evaluating(self, *modules: nn.Module) -> Iterator[None]:
@@ -706,18 +684,6 @@ class Run:
 
 
 _END = object()
-
-
-def _write(lines: list[dict[str, Any]], folder: RunFolder) -> None:
-    while lines:
-        folder.metrics.add(lines.pop(0))
-
-
-def _finish(saver: Saver, folder: RunFolder, lines: list[dict[str, Any]], say: Callable[[str], Any]) -> None:
-    try:
-        _write(lines, folder)
-    finally:
-        saver.finish(say)
 
 
 class _Resumed(NamedTuple):
@@ -741,13 +707,14 @@ def _world(objects: Objects) -> World:
     return World(distributed.get_rank(), distributed.get_world_size(), device, True)
 
 
-def _open_folder(folder: str, rules: Retention) -> RunFolder:
-    """The folder of an existing run, or of a new one."""
-    if run_folder.is_run(folder):
-        return run_folder.reopen(folder, rules, elsewhere=ELSEWHERE)
+def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
+    """The folder of a new run, or of an existing one."""
+    if (before := _OPEN.pop(folder, None)) is not None:
+        before.close()  # a notebook cell that is run again
     settings = {
         LOOP: os.path.basename(sys.argv[0]) or "python",
         "save": {"keep_last": rules.last, "keep_best": rules.best, "keep_every": rules.every},
         "eval": {"metric": rules.metric, "mode": rules.mode},
     }
-    return run_folder.create(folder, settings, rules, ELSEWHERE)
+    goes_on = world.first(lambda: run_folder.is_run(folder))
+    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on, elsewhere=ELSEWHERE)

@@ -16,14 +16,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ckptool import __version__
-from ckptool.checkpoint.files import read_small_text
+from ckptool.checkpoint.files import open_regular, read_small_text
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
@@ -34,7 +34,6 @@ from ckptool.training import is_run as seems_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
 from ckptool.training.store import (
     OTHER_RUN,
-    Lines,
     Retention,
     RunFolder,
     SavedState,
@@ -47,6 +46,8 @@ from ckptool.training.store import (
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptool.training.parallel import World
 
 MAX_CONFIG = 1 << 20
 _ID = re.compile(r"# ckptool run ([0-9a-f]{32})\n")
@@ -93,6 +94,28 @@ def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: 
     if write:
         sweep_folder(run.checkpoints)
     return run
+
+
+def opened(
+    folder: str,
+    settings: dict[str, Any],
+    retention: Retention,
+    world: World,
+    *,
+    goes_on: bool,
+    elsewhere: str | Command = OTHER_RUN,
+) -> RunFolder:
+    """A new run, or with `goes_on` an existing one. Only the first process makes it, and has the right to write."""
+    found: list[RunFolder] = []
+
+    def open_first() -> None:
+        if goes_on:
+            found.append(reopen(folder, retention, elsewhere=elsewhere))
+        else:
+            found.append(create(folder, settings, retention, elsewhere))
+
+    world.first(open_first)
+    return found[0] if found else reopen(folder, retention, write=False, elsewhere=elsewhere)
 
 
 def is_run(folder: str) -> bool:
@@ -172,21 +195,17 @@ def _begun(folder: str, elsewhere: str | Command) -> str | None:
     return None
 
 
-def _refuse_foreign(folder: str, names: Sequence[str], elsewhere: str | Command) -> None:
-    """Raises `Conflict` for files of lines of which none is a run's, with its key."""
-    wrong = []
+def _refuse_foreign(folder: str, names: Iterable[str], elsewhere: str | Command) -> None:
+    """Raises `Conflict` for files of lines that do not begin as a run's; one may have been killed in its first line."""
+    foreign = []
     for name in names:
-        path, key, is_ours = os.path.join(folder, name), {HISTORY: "event", METRICS: "step"}[name], False
-        if not os.path.lexists(path) or (os.path.isfile(path) and not os.path.getsize(path)):
-            continue
-        with suppress(CkptoolError):
-            lines = list(Lines(path).read())
-            torn = read_small_text(path, "lines", 1 << 20) if not lines else ""
-            # Or a run was killed in its first line.
-            is_ours = any(key in line for line in lines) or (torn.startswith('{"') and "\n" not in torn)
-        wrong += [] if is_ours else [name]
-    if wrong:
-        raise not_ours(folder, wrong, elsewhere)
+        path, begin, head = os.path.join(folder, name), {HISTORY: b'{"event": ', METRICS: b'{"step": '}[name], None
+        with suppress(CkptoolError, OSError), open(open_regular(path, "a file of lines"), "rb") as file:
+            head = file.read(len(begin))
+        if os.path.lexists(path) and (head is None or not begin.startswith(head)):
+            foreign.append(name)
+    if foreign:
+        raise not_ours(folder, foreign, elsewhere)
 
 
 def _signed(number: str, settings: dict[str, Any]) -> str:

@@ -213,10 +213,10 @@ def not_plain(value: Any) -> str:
     return ""
 
 
-def retention(
+def checked_rules(
     keep: tuple[int, Any, int], folder: str, verify: str, signals: Sequence[str], seed: Any, after: float | None
 ) -> Retention:
-    """The retention that `ckptool.Run` is given. Raises `UsageError` for any argument of it that means nothing."""
+    """What `ckptool.Run` is to keep. Raises `UsageError` for any argument of it that means nothing."""
     last, best, every = keep
     metric, mode, count = (*(best or ("", "min", 0)), 1)[:3]
     is_best = mode in ("min", "max") and isinstance(metric, str) and count >= 0

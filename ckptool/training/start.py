@@ -87,19 +87,11 @@ def resume(
     return start(config, resume="must", asked=asked, progress=progress, say=say)
 
 
-def _opened(config: Config, there: bool, asked: Sequence[str], world: World) -> RunFolder:
-    """The run's folder; in all processes but the first without its lock."""
-    opened, rules = list[RunFolder](), retention_of(config)
-
-    def open_first() -> None:
-        if not there:
-            opened.append(run_folder.create(config.run, config.dumped(), rules))
-            return
-        refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run)
-        opened.append(run_folder.reopen(config.run, rules))
-
-    world.first(open_first)
-    return opened[0] if opened else run_folder.reopen(config.run, rules, write=False)
+def _opened(config: Config, goes_on: bool, asked: Sequence[str], world: World) -> RunFolder:
+    """The run's folder. Raises `Conflict` where it is not to go on, or cannot with this configuration."""
+    if goes_on:
+        world.first(lambda: refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run))
+    return run_folder.opened(config.run, config.dumped(), retention_of(config), world, goes_on=goes_on)
 
 
 class TrainerRun(Run):
@@ -126,7 +118,6 @@ class TrainerRun(Run):
         )
         self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
         self._saver.resume = f"resume: {command('resume', folder.folder)}"
-        self.step = trainer.step
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
 
     @property
@@ -155,6 +146,7 @@ class TrainerRun(Run):
     def _restore(self, saved: SavedState) -> None:
         trainer, sidecar = self.trainer, saved.sidecar or {}
         restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
+        self.step = trainer.step
         before, now = sidecar.get("environment") or {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
         if keys:
@@ -167,7 +159,7 @@ class TrainerRun(Run):
         if self._changed:
             self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
 
-    def _note_begin(self) -> None:
+    def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
         for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
@@ -178,9 +170,7 @@ class TrainerRun(Run):
             self.revision += 1
             folder.note(CHANGED, changes=noted, config=config.dumped(), revision=self.revision)
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
-        facts |= environment(trainer.world.size, trainer.world.device)
-        folder.note("resume" if self.resumed else "start", step=trainer.step, **facts)
-        folder.metrics.cut_back(trainer.step, self._logged)
+        super()._note_begin(**facts)
 
     def _point(self) -> Point:
         return Point(self.trainer.place, {}, {})

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training import moving
-from ckptool.training.batches import saves
+from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator
@@ -79,7 +79,7 @@ class Objects:
 
     def parts_of(self, loader: Any) -> dict[str, Any]:
         """The states of the objects that are a loader, its data set or a sampler of it, copied."""
-        known = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
+        known = parts_of(loader).values()
         parts = {name: each for name, each in self.named.items() if any(each is part for part in known)}
         return {name: to_cpu(each.state_dict(), copied=True) for name, each in parts.items()}
 
@@ -187,10 +187,13 @@ class Objects:
                     f"It was saved from a different {name}.",
                 ) from error
 
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The groups of parameters of all optimizers, each with the name of its optimizer."""
+        return ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
+
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
-        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
-        return next((name for name, group in groups if group.get("train_mode") is False), "")
+        return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
 
     @property
     def _knows_all_kinds(self) -> bool:
@@ -218,8 +221,7 @@ class Objects:
         """The name of an optimizer whose schedule was not given; empty for none."""
         if self.of(Schedule) or not self._knows_all_kinds:
             return ""
-        groups = ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
-        return next((name for name, group in groups if "initial_lr" in group), "")
+        return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
         """The plain options of every optimizer's groups, as the script gives them: `lr`, `fused`."""
@@ -255,12 +257,11 @@ class Window:
     def __init__(self, objects: Objects) -> None:
         self._optimizers = list(objects.of(Optimizer).values())
         self._scalers = list(objects.of(GradScaler).values())
-        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient, and the version of that, in a step
-        self._used_by_own: dict[int, tuple[Any, int]] = {}  # the same, in the last step of its own optimizer
+        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient that was used, and the version of that
         self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
         self._stepped: set[int] = set()  # the optimizers, by number, in this body
         self.zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
-        self.renewing: set[int] = set()  # those that begin anew; saved, as saves depend on it
+        self.renewing: set[int] = set()  # of several, those that begin anew; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
@@ -269,22 +270,20 @@ class Window:
 
     def note_step(self, number: int) -> None:
         """An optimizer has used its gradients."""
-        self._used = {key: (weakref.ref(each), each._version) for key, each in self._gradients(*self._optimizers)}
         self._counts[number] += 1
-        if len(self._optimizers) == 1:
-            self._used_by_own = self._used
-            return
-        own = dict(self._gradients(self._optimizers[number]))
-        self._used_by_own |= {key: self._used[key] for key in own}
         self._stepped.add(number)
-        kept = any(key in self._kept and self._kept[key]() is each for key, each in own.items())
-        (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+        if len(self._optimizers) > 1:
+            own = self._gradients(number)
+            kept = any(key in self._kept and self._kept[key]() is each for key, each in own)
+            (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+        settled = self._gradients(*self._stepped, *self.renewing)
+        self._used |= {key: (weakref.ref(each), each._version) for key, each in settled}
 
     def begin(self) -> None:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*self._optimizers)}
+            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*range(len(self._optimizers)))}
 
     @property
     def steps(self) -> int:
@@ -296,15 +295,16 @@ class Window:
         """True where an optimizer has gradients that it will use. A step that a scaler skipped uses them."""
         if self._updates() != self._scaled:
             return False
-        settled = self._stepped | self.renewing
-        return any(
-            _is_any(self._gradients(each), self._used if number in settled else self._used_by_own)
-            for number, each in enumerate(self._optimizers)
-        )
+        for key, each in self._gradients(*range(len(self._optimizers))):
+            used, version = self._used.get(key, (None, 0))
+            is_new = used is None or used() is not each or version != each._version
+            if is_new and bool(local(each._values() if each.is_sparse else each).any()):
+                return True
+        return False
 
-    def _gradients(self, *which: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for optimizer in which for group in optimizer.param_groups)
+        groups = (group for number in numbers for group in self._optimizers[number].param_groups)
         return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
 
     def _updates(self) -> int:
@@ -332,16 +332,6 @@ def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alo
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def _is_any(gradients: Iterable[tuple[int, torch.Tensor]], used: Mapping[int, tuple[Any, int]]) -> bool:
-    """True if one of these gradients was not used as it is now, and is not zero."""
-    for key, each in gradients:
-        reference, version = used.get(key, (None, 0))
-        known = reference is not None and reference() is each and version == each._version
-        if not known and bool(local(each._values() if each.is_sparse else each).any()):
-            return True
-    return False
-
-
 # What was not given ---------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +344,7 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> li
     known = {id(each) for each in given}
     for each in list(given):
         known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
-        known |= {id(getattr(each, name, None)) for name in ("dataset", "sampler", "batch_sampler")}
+        known |= set(map(id, parts_of(each).values()))
     frame: FrameType | None = sys._getframe(1)  # to the innermost whose code is neither ours nor a library's
     while frame is not None and (
         str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"

@@ -237,52 +237,32 @@ class Retention:
 class Lines:
     """A file of JSON lines that only grows, except when a run goes on from an earlier step.
 
-    It stays open once something was added. Each line is one write: readers see it at once, and a kill tears no other.
+    Each line is one write: readers see it at once, and a kill tears no other.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd, self._status = -1, os.stat_result(range(10))
 
     def add(self, fact: dict[str, Any], *, sync: bool = False) -> None:
-        """Adds a line. Raises `FileProblem`, on a full disk too; what was written of the line is cut off by the next.
+        """Adds a line to the file that has the name now, after its last whole line.
 
-        Where the file was deleted or moved away meanwhile, it begins anew under its name.
+        Raises `FileProblem`, on a full disk too; what was written of the line is cut off by the next.
         """
         line = (json.dumps(_finite(fact), allow_nan=False, default=str) + "\n").encode()
         with _problems(self.path, "write to"):
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
-                fd = self._open()
+                end = size = os.fstat(fd).st_size
+                while end and os.pread(fd, 1, end - 1) != b"\n":  # hardly ever more than a few bytes
+                    end -= 1
+                if end < size:
+                    os.ftruncate(fd, end)
                 while line:
                     line = line[os.write(fd, line) :]
                 if sync:
                     os.fsync(fd)
-            except BaseException:  # half a line may be there
-                self.close()
-                raise
-
-    def _open(self) -> int:
-        """The file that has the name now, after its last whole line."""
-        with suppress(FileNotFoundError):
-            if self._fd >= 0 and os.path.samestat(self._status, os.stat(self.path)):
-                return self._fd
-        self.close()
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        end = size = os.fstat(self._fd).st_size
-        while end and os.pread(self._fd, 1, end - 1) != b"\n":  # hardly ever more than a few bytes
-            end -= 1
-        if end < size:
-            os.ftruncate(self._fd, end)
-        self._status = os.fstat(self._fd)
-        return self._fd
-
-    def close(self) -> None:
-        """Closes the file; the next line opens it again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    __del__ = close
+            finally:
+                os.close(fd)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every whole line."""
@@ -363,9 +343,7 @@ class RunFolder:
         return os.path.join(self.folder, CHECKPOINTS)
 
     def close(self) -> None:
-        """Closes its files, and releases the lock."""
-        self.history.close()
-        self.metrics.close()
+        """Releases the lock."""
         if self.lock is not None:
             self.lock.release()
 

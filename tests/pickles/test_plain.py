@@ -216,6 +216,10 @@ def test_json_is_bounded() -> None:
     for _ in range(60):
         doubling = [doubling, doubling]
     assert len(json.dumps(to_json(doubling))) < 10_000_000
+    long = "long" * 100_000
+    found = to_json([long] * 1_000 + ["short", 1])
+    assert found[0] == long and list(found[-3]) == ["..."] and found[-2:] == ["short", 1]
+    assert len(json.dumps(found)) < 30_000_000
 
 
 @looped("name", sorted(TRAPS))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, UnsafeObject, Unsupported
 from tests.support.hostile_inputs import (
     CALL,
     HOOKS,
@@ -99,8 +99,8 @@ REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
     "61-add-to-a-dict": (program(b"}(N\x90", 4), Corrupt),
     "61-build-on-an-int": (program(b"K\x01}b"), Corrupt),
     "61-build-on-a-list": (program(b"]}b"), Corrupt),
-    "61-build-on-a-name": (program(name("torch", "float32") + b"}b"), Corrupt),
-    "61-setitem-on-a-name": (program(name("torch", "float32") + b"K\x01Ns"), Corrupt),
+    "61-build-on-a-name": (program(name("torch", "float32") + b"}b"), UnsafeObject),
+    "61-setitem-on-a-name": (program(name("torch", "float32") + b"K\x01Ns"), UnsafeObject),
     "62-underflow": (program(b"\x86"), Corrupt),
     "62-no-mark": (program(b"K\x01t"), Corrupt),
     "62-stop-alone": (b".", Corrupt),
