@@ -43,8 +43,8 @@ _KINDS: tuple[tuple[type[CkptoolError], str, str, dict[bytes, tuple[str, str]]],
         rb"7z\xbc\xaf\x27\x1c": ("a 7-Zip archive, whatever its name says", "7z x"),
         rb"Rar!\x1a\x07": ("a RAR archive, whatever its name says", "unrar x"),
     }),
-    (Unsupported, "Its files are read one by one, when they are unpacked.", "Unpack it: ", {
-        rb".{257}ustar": ("a tar archive, not one of torch's", "tar xf"),
+    (Unsupported, "Its files are read one by one, when they are unpacked.", "See what is in it: ", {
+        rb".{257}ustar": ("a tar archive, not one of torch's", "tar tf"),
     }),
     (NotACheckpoint, "", "", {
         rb"\x89PNG": ("a PNG image, whatever its name says", ""),
@@ -100,9 +100,10 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         for pattern, (what, program) in kinds.items():
             if found := re.match(pattern, head, re.DOTALL):
                 said = " ".join(found[1].decode("utf-8", "replace").split()) if found.re.groups else ""
-                out = f"{source.path}.unpacked" if program.endswith("-dc") else ""
+                inside = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
+                out = inside if inside != source.path else f"{inside}.unpacked"
                 files = () if program.startswith("git") else (source.path,)
-                how = other_program(program, *files, into=out) if program else ""
+                how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
                 return error(f"{source} is {what.format(said)}", why, f"{fix}{how}")
     if source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
         what = f"{source} is the data of a fairseq or Megatron data set, which the .idx file beside it describes"

@@ -91,7 +91,7 @@ TOLD: list[tuple[bytes, type[CkptoolError], tuple[str, ...]]] = [
     (b"7z\xbc\xaf\x27\x1c\0\x04" + bytes(100), Unsupported, ("7-Zip", "scanners")),
     (b"Rar!\x1a\x07\x01\0" + bytes(100), Unsupported, ("RAR", "scanners")),
     *((data, Unsupported, (name,)) for name, data in OTHER_MODELS.items()),
-    (plain_tar(), Unsupported, ("tar archive", "tar xf")),
+    (plain_tar(), Unsupported, ("tar archive", "tar tf")),
     # the first bytes of torch.onnx.export
     (b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016" + bytes(200), Unsupported, ("ONNX",)),
     *((magic + bytes(200), NotACheckpoint, (name, "whatever its name says")) for magic, name in (
