@@ -453,6 +453,12 @@ PYTHON_MODULES = sys.stdlib_module_names | PYTHON2 | frozenset(f"{PYTHON3} {INST
 SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())
 
 
+def rebuild_functions() -> list[Global]:
+    """torch's functions that make a tensor of storages, arrays and other tensors."""
+    homes = ("torch._utils", "torch._tensor", "torch.tensor")
+    return [Global(home, name) for home, name in _KINDS if home in homes and name.startswith("_rebuild_")]
+
+
 def value_word(name: Any) -> str:
     """The word for what objects of a name are (see `Kind`); empty where the table has none."""
     kind = kind_of(name)

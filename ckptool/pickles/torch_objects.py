@@ -22,6 +22,7 @@ from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import BadTensor, LimitExceeded, counted
 from ckptool.facts import dataclass, replace
 from ckptool.pickles.arguments import no_hooks
+from ckptool.pickles.known import rebuild_functions
 from ckptool.pickles.strings import encoded, key_text
 
 MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
@@ -473,6 +474,7 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
 
 
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
+    **{fn: partial(_composite, fn) for fn in rebuild_functions()},
     Global("torch._utils", "_rebuild_tensor"): lambda args: (
         _strided(*args, NO_FLAGS) if len(args) == 4 else NotImplemented
     ),
@@ -481,20 +483,6 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_PARAMETER: _rebuild_parameter,
     **_PLAIN_BUILDERS,
     **_TENSOR_CLASSES,
-    **{
-        fn: partial(_composite, fn)
-        for module, names in (
-            (
-                "torch._utils",
-                """_rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor _rebuild_sparse_csr_tensor
-                _rebuild_nested_tensor _rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_xla_tensor
-                _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
-            ),
-            ("torch._tensor", "_rebuild_from_type"),
-            ("torch.tensor", "_rebuild_from_type _rebuild_from_type_v2"),
-        )
-        for fn in (Global(module, name) for name in names.split())
-    },
     REBUILD_FROM_TYPE: _from_type,
     **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},

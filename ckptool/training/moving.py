@@ -13,6 +13,7 @@ import gc
 import random
 import sys
 import types
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -88,7 +89,8 @@ def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def random_states() -> dict[str, str]:
     """Library -> digest of the generator that it keeps for all: torch, cuda:0, numpy, python."""
-    found = {"python": digest(repr(random.getstate()).encode())}
+    version, numbers, *more = random.getstate()
+    found = {"python": digest(array("Q", numbers).tobytes() + repr((version, more)).encode())}
     with suppress(Exception):
         numpy = sys.modules["numpy"].random
         found["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))

@@ -417,6 +417,21 @@ def test_latest_leads_only_to_a_folder_inside(tag: str, tmp_path: Path) -> None:
         ckptool.open(folder)
 
 
+@pytest.mark.parametrize("case", ["deepspeed-zero1", "deepspeed-zero2-groups", "deepspeed-round-robin"])
+def test_without_shapes_the_order_of_the_pieces_is_taken_where_it_is_that_of_the_vectors(
+    case: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / case / "checkpoint", folder := tmp_path / "run")
+    whole = ckptool.open(ROOT / case / "checkpoint")["module"]
+    for file in folder.glob("*/mp_rank_*_model_states.pt"):
+        torch.save(torch.load(file, weights_only=False) | {"param_shapes": None}, file)
+    if case == "deepspeed-round-robin":
+        _refused(folder, Conflict, "0 groups")
+    else:
+        found = ckptool.open(folder)["module"]
+        assert all((found[name].numpy() == entry.numpy()).all() for name, entry in whole.items())
+
+
 def test_a_pipeline_without_zero_keeps_the_optimizer_of_each_stage(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "deepspeed-pipeline" / "checkpoint" / "global_step2", folder := tmp_path / "tag")
     for file in folder.glob("*_optim_states.pt"):

@@ -10,6 +10,7 @@ import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy
@@ -199,7 +200,7 @@ with open(os.path.join(traces, "0-1.jsonl"), "w") as trace:
             noise = batch = int(open(plan("values")).read())
         found = {"noise": f"generator: {noise}", "step": f"value: {step}"}
         line = {"optimizer": "sgd", "weights": str(weight), "inputs": [str(batch)], "state": "", "lr": [1.0]}
-        line |= {"random": {}, "found": found, "gone": [], "saved": saved, "time": time.time()}
+        line |= {"random": {}, "found": found, "gone": [], "saved": saved, "time": time.time(), "age": 0}
         print(json.dumps(line), file=trace, flush=True)
         count += 1
         while count >= (plan("hold") or 10**9):
@@ -268,6 +269,7 @@ def step(number: int, **facts: Any) -> TracedStep:
         "random": {"torch": str(number)},
         "saved": False,
         "time": 0.0,
+        "age": 0,
     }
     return TracedStep(**values | {"found": found | facts.pop("found", {})} | facts)
 
@@ -369,6 +371,16 @@ def test_what_differs_by_chance_or_never_moves_is_no_cause() -> None:
     assert sentences(Reference(STEPS, again).divergence(resumed)) == (6, [])
 
 
+def test_variables_that_were_looked_at_in_other_steps_are_not_compared() -> None:
+    """They are older; what is noted at each step is compared all the same."""
+    change: dict[str, Any] = {"found": {"a.rng": "generator: x", "i": "value: x"}, "random": {"torch": "x"}}
+    told = sentences(REFERENCE.divergence(life(4, step(4), step(5, **change, age=3), step(6, weights="x"))))
+    assert told == (6, ["the global generator of torch is in another state"])
+    old = Reference([step(number, age=number % 4) for number in range(10)], STEPS)
+    told = sentences(old.divergence(life(4, step(4), step(5, **change, age=1), step(6, weights="x"))))
+    assert told and "`a.rng`, a generator, is in another state" in told[1]
+
+
 def test_an_average_that_no_checkpoint_holds_is_found_at_the_end() -> None:
     """One that changes with every step; the best model so far, which changes now and then, is not one."""
     lost = {"ema": "weights: EMA x"}
@@ -386,10 +398,29 @@ def test_a_line_that_a_kill_cut_off_does_not_count(tmp_path: Path) -> None:
     found = Life(str(tmp_path))
     found.read(REFERENCE)
     assert [each.found for each in found.steps] == [{"a": "x: 1", "c": "x: 3"}, {"a": "x: 1", "b": "x: 2"}]
-    found.close()
 
 
 # The tracer, in this process ------------------------------------------------------------------------------------------
+
+
+def test_variables_are_looked_at_as_often_as_the_time_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first run; also where a checkpoint was written. In another one where it has the same weights."""
+    now = iter(range(1000))
+    monkeypatch.setattr(tracer, "time", Namespace(monotonic=lambda: float(next(now))))
+
+    def looked(walked: list[str] | None, costs: float) -> list[int]:
+        (tmp_path / "plan.json").write_text(json.dumps({"walked": walked}))
+        tool, places = Tracer(str(tmp_path)), []
+        for tool.count in range(40):
+            if tool.is_due(str(tool.count), tool.count == 30, 7):
+                places.append(tool.count)
+                tool.names[7], tool.spent = "optimizer", tool.spent + costs
+        return places
+
+    assert looked(None, costs=0.0) == [*range(40)]
+    first = looked(None, costs=2.0)
+    assert first[0] == 0 and 30 in first and len(first) < 8, first
+    assert looked(["3", "30"], costs=0.0) == [0, 3, 30]
 
 
 class Sampler:
@@ -438,7 +469,7 @@ def test_all_that_is_kept_can_be_put_back(tmp_path: Path, monkeypatch: pytest.Mo
     moved(made)
 
     def facts() -> dict[str, Any]:
-        return tool.walk()[0] | tool.facts(made["optimizer"], tool.walk()[1])
+        return tool.walk()[0] | tool.facts(made["optimizer"])
 
     torch.save({"values": tool.values()}, tmp_path / "values")
     before = facts()

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
-from ckptool.checkpoint.nodes import Global, Object, fields, items
+from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import replace
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
@@ -72,11 +72,16 @@ class StageFiles:
             complete(self.folder, self.optimizers, max(found[0].counts), found[0].file)
         return found
 
+    @property
+    def is_mapped(self) -> bool:
+        """False where DeepSpeed's own record of the pieces has another order than its vectors."""
+        return not inside(self.states, "ds_config.zero_optimization.round_robin_gradients")
+
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...] | None]]:
         """The names and shapes of the parameters of each group; no shapes where only the order of their pieces is
         recorded."""
-        if self.states.get("param_shapes") is not None or not self.shares:
+        if self.states.get("param_shapes") is not None or not self.shares or not self.is_mapped:
             return [{**group} for group in self.shapes_in(self.states, self.file)]
         groups = range(len(self.shares[0].mappings))
         return [{name: None for share in self.shares for name in share.placed(group)} for group in groups]
@@ -287,8 +292,6 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
     if len(shapes) != len(share.weights):
         groups = f"one has {counted(len(shapes), 'group')}, the other {len(share.weights):,}"
         raise mixed(stage.folder, stage.file, share.file, groups)
-    # DeepSpeed's own record of the pieces has another order than its vectors.
-    mapped = not fields(config.get("zero_optimization")).get("round_robin_gradients")
     for group, named in enumerate(shapes):
         size = share.counts[group] if group < len(share.counts) else max(share.counts)
         size = len(shares) if size >= len(shares) or len(shares) % size else size
@@ -301,7 +304,7 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
             high = 0
             for each in team:
                 low, high = high, high + each.weights[group].shape[0]
-                for name, place in each.placed(group).items() if mapped else ():  # of the rank's own alone
+                for name, place in each.placed(group).items() if stage.is_mapped else ():  # of the rank's own alone
                     at, count = where.get(name, (high, 0))
                     begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):

@@ -9,13 +9,11 @@ the unbroken run, it is the cause.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from ckptool.analysis.diff import diff_files
 from ckptool.analysis.scan import GOOD, MEMBER, PART, ScannedFile, scan
@@ -46,7 +46,8 @@ PAUSE = 0.002  # seconds between two looks
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
 TAIL = 1500  # characters of the program's own words
 TRIES = 3  # of putting something back
-_HEAD, _FOLDER, _OUTSIDE, _LOG = struct.Struct("2q5i"), 4096, 8192, 1 << 20  # the page that is shared with shim.c
+_NUMBERS = [("total", "i8"), ("from", "i8"), *((name, "i4") for name in ("kind", "dead", "group", "noted", "size"))]
+_PAGE = numpy.dtype([*_NUMBERS, ("folder", "S4096"), ("outside", "S8192"), ("log", "u1", 1 << 20)])  # as in shim.c
 
 Say = Callable[[str], Any]
 
@@ -291,6 +292,7 @@ class CommandRuns:
         life = Life(os.path.join(self.folder, f"trace-{self.proof.starts}"))
         os.mkdir(life.traces)
         told = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **plan}
+        told["walked"] = [step.weights for step in self.reference.steps if not step.age] or None
         _write_plan(life, told)
         env = {**os.environ, "CKPTOOL_PROVE_TRACE": life.traces}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (self.tools, env.get("PYTHONPATH"))))
@@ -337,7 +339,6 @@ class CommandRuns:
         finally:
             _end(process, life.traces)
             life.read(self.reference)
-            life.close()
         life.seconds, life.code = time.monotonic() - begun, None if killed else process.returncode
         return life
 
@@ -410,11 +411,8 @@ class Watch:
     """
 
     def __init__(self, run: str, tools: str) -> None:
-        self.run, self.page, self.library = run, os.path.join(tools, "events"), compiled(tools)
-        self.size = _HEAD.size + _FOLDER + _OUTSIDE + _LOG
-        Path(self.page).write_bytes(bytes(self.size))
-        with open(self.page, "r+b") as file:
-            self.shared = mmap.mmap(file.fileno(), self.size)
+        self.run, self.path, self.library = run, os.path.join(tools, "events"), compiled(tools)
+        self.page: Any = numpy.memmap(self.path, _PAGE, "w+", shape=())
         self.least = 0  # log2 of the bytes of a write that counts: one of a checkpoint, not of a log
 
     @property
@@ -424,35 +422,34 @@ class Watch:
     def begin(self, env: dict[str, str]) -> None:
         """Before a process starts: what it needs goes into `env`."""
         if self.library:
-            folder = os.fsencode(os.path.realpath(self.run))
-            self.shared[:] = (_HEAD.pack(0, -1, 0, 0, 0, 0, self.least) + folder).ljust(self.size, b"\0")
+            self.page[...] = numpy.zeros((), _PAGE)
+            self.page["from"], self.page["size"] = -1, self.least
+            self.page["folder"] = os.fsencode(os.path.realpath(self.run))
             env["LD_PRELOAD"] = ":".join(filter(None, (self.library, env.get("LD_PRELOAD"))))
-            env["CKPTOOL_PROVE_EVENTS"] = self.page
+            env["CKPTOOL_PROVE_EVENTS"] = self.path
 
     def arm(self, kind: str, after: int = 0) -> None:
         """Asks for an end at the next event of a kind (at any of another), once so many events have come."""
-        self.shared[16:20] = struct.pack("i", KINDS.index(kind) if kind in KINDS else -1)
-        self.shared[8:16] = struct.pack("q", after)
+        self.page["kind"] = KINDS.index(kind) if kind in KINDS else -1
+        self.page["from"] = after
 
     def due(self) -> bool:
         """True where that has come."""
-        return bool(_HEAD.unpack(self.shared[: _HEAD.size])[3])
+        return bool(self.page["dead"])
 
     def total(self) -> int:
         """How many events the process had so far."""
-        return int(_HEAD.unpack(self.shared[: _HEAD.size])[0])
+        return int(self.page["total"])
 
     def counts(self) -> Counter[str]:
         """Kind -> how many events of it the process had."""
-        entries = self.shared[self.size - _LOG :][: self.total()]
+        entries = self.page["log"][: self.total()].tolist()
         self.least = max((entry >> 3 for entry in entries), default=2) - 2
         return Counter(KINDS[entry & 7] for entry in entries)
 
     def outside(self) -> list[str]:
         """Files that were opened for writing elsewhere."""
-        begin = _HEAD.size + _FOLDER
-        text = self.shared[begin : begin + _OUTSIDE].rstrip(b"\0")
-        return [os.fsdecode(path) for path in text.split(b"\n")[:-1]]
+        return [os.fsdecode(path) for path in self.page["outside"].item().split(b"\n")[:-1]]
 
 
 def compiled(tools: str) -> str:

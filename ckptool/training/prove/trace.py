@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptool.errors import printable
 from ckptool.training.moving import ATTRIBUTE, BUFFER, GENERATOR, MODULE_ATTRIBUTE, NOT_PERSISTENT, VALUE, kind_of
@@ -56,7 +56,7 @@ class TracedStep:
     """The state before an optimizer step: digests, and what `moving.snapshot` found.
 
     inputs: of what the models were given since the step before.  saved: a file of the run's folder was written since
-    then, other than by adding to it.  time: in seconds.
+    then, other than by adding to it.  time: in seconds.  age: of `found`, in steps.
     """
 
     optimizer: str
@@ -68,6 +68,7 @@ class TracedStep:
     found: dict[str, str]
     saved: bool
     time: float
+    age: int
 
     def facts(self) -> dict[Key, str]:
         """(kind, name) -> entry, for everything but the weights."""
@@ -91,8 +92,8 @@ class Life:
     start: int | None = None
     seconds: float = 0.0
     steps: list[TracedStep] = field(default_factory=list)
-    _file: Any = None
-    _rest: str = ""
+    _file: str = ""
+    _done: int = 0  # bytes of it
 
     @property
     def reached(self) -> int:
@@ -101,25 +102,21 @@ class Life:
 
     def read(self, reference: Reference) -> None:
         """Reads what is new, and finds where in the reference it began. A line that a kill cut off does not count."""
-        if self._file is None:
-            names = sorted(name for name in os.listdir(self.traces) if name.startswith("0-"))
-            if not names:
-                return
-            self._file = open(os.path.join(self.traces, names[0]), encoding="utf-8")  # noqa: SIM115
-        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        self._file = self._file or min(map(str, Path(self.traces).glob("0-*")), default="")
+        if not self._file:
+            return
+        with open(self._file, "rb") as file:
+            file.seek(self._done)
+            lines = file.read().split(b"\n")[:-1]
         for line in lines:
+            self._done += len(line) + 1
             values = json.loads(line)
-            gone = values.pop("gone")
-            before = self.steps[-1].found if self.steps else {}
-            values["found"] = {key: entry for key, entry in before.items() if key not in gone} | values["found"]
+            found, gone, before = values["found"], values.pop("gone"), self.steps[-1].found if self.steps else {}
+            kept = {key: entry for key, entry in before.items() if key not in gone} if gone or found else before
+            values["found"] = kept | found if found else kept
             self.steps.append(TracedStep(**values))
             if len(self.steps) == 1:
                 self.start = reference.place_of(self.steps[0])
-
-    def close(self) -> None:
-        """No more is read."""
-        if self._file is not None:
-            self._file.close()
 
 
 class Reference:
@@ -145,6 +142,8 @@ class Reference:
         # A global generator that nothing drew from is no cause.
         idle = {key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before}
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
+        if self.steps[place].age != other.age:  # the variables were looked at in other steps
+            keys = {key for key in keys if key[1] not in other.found or key[0] != kind_of(other.found[key[1]])}
         return {key for key in keys if mine[key] != theirs[key]}
 
     def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
@@ -176,7 +175,8 @@ class Reference:
             return []
         keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
         moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > length})
+        looked = sum(not step.age for step in self.steps)
+        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > looked})
 
     # Causes ---------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,10 @@ The folder that the variable names holds a plan, too: where the process waits to
 a restart there would need, and what it puts back of that, right before the first training step of a restart. That
 moment is the first call of a model with gradients after an optimizer step: the batch is there, and nothing used it yet.
 Generators are put back where a data loader begins, too, since that draws the order.
+
+To look at all that the program's variables lead to takes longer than a quick step. So the first unbroken run does it as
+often as a share of its time allows, and where a checkpoint was written; all other runs do it where they have the same
+weights, so that what was seen can be compared.
 """
 
 from __future__ import annotations
@@ -25,19 +29,28 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 VARIABLE = "CKPTOOL_PROVE_TRACE"  # the folder that the lines go to
 PATIENCE = 60.0  # seconds that it waits for `prove`
 MOST = 8  # calls of models between two steps that are looked at
+FREE, SHARE = 1.0, 0.15  # seconds, and share of the time since the first step, that looking may take
 
 WEIGHTS, SCHEDULER = "weights", "scheduler"  # of modules that no optimizer trains; kinds like those of `moving`
 
 
 class Tracer:
-    """Hooks into torch; what has happened since the last step. count: the steps so far.  depth: of calls of modules."""
+    """Hooks into torch; what has happened since the last step. count: the steps so far.  depth: of calls of modules.
+
+    age: steps since the variables were looked at.  walked: digests of the weights at which they are.  spent: seconds
+    that it took.  names: of optimizers, by their ids.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.inputs: list[str] = []
         self.last: dict[str, str] = {}
         self.files: dict[str, Any] = {}
-        self.count = self.depth = 0
+        self.count = self.depth = self.age = 0
+        self.walked: set[str] = set()
+        self.spent = self.first = 0.0
+        self.names: dict[int, str] = {}
+        self.seen: tuple[Any, dict[str, Any]] = (None, {})  # the plan, and when it was written
         self.begun: dict[str, Any] = {}  # the generators where the last loader began
         self.file: Any = None
         self.moving: Any = None
@@ -48,9 +61,14 @@ class Tracer:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What `prove` wants: run, a folder; hold, the step to wait in; keep, where; put, what of the file `values`."""
-        with open(os.path.join(self.folder, "plan.json"), encoding="utf-8") as file:
-            return dict(json.load(file))
+        """What `prove` wants: run, a folder; hold, the step to wait in; keep, where; put, what of the file `values`;
+        walked, the weights at which the first run looked at the variables, None for that one."""
+        path = os.path.join(self.folder, "plan.json")
+        status = os.stat(path)
+        if self.seen[0] != (stamp := (status.st_mtime_ns, status.st_ino)):
+            with open(path, encoding="utf-8") as file:
+                self.seen = stamp, json.load(file)
+        return self.seen[1]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Lets the import system find torch, and hooks into it once it was run."""
@@ -88,7 +106,8 @@ class Tracer:
                 if sys.modules["torch"].is_grad_enabled():
                     if not self.count and self.plan["put"]:
                         self.put_back({"random": self.kept()["begun"]})
-                    self.begun = self.generators(self.walk()[1])
+                    if self.plan["hold"]:  # it is to be killed
+                        self.begun = self.generators(self.walk()[1])
             return begin(loader)
 
         loaders.DataLoader.__iter__ = traced
@@ -124,11 +143,19 @@ class Tracer:
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Writes a line; of what was found that which changed since the last. Then it waits, if it is to be killed."""
         with suppress(Exception):
-            found, objects = self.walk()
-            line = self.facts(optimizer, objects) | {"saved": self.saved(), "time": time.monotonic()}
+            line = self.facts(optimizer) | {"saved": self.saved(), "time": time.monotonic()}
             line |= {"inputs": self.inputs, "random": self.moving.random_states()}
-            line |= {"found": dict(found.items() - self.last.items()), "gone": [*(self.last.keys() - found.keys())]}
-            self.last, self.inputs, self.depth = found, [], 0
+            line |= {"found": {}, "gone": []}
+            self.age += 1
+            if self.is_due(line["weights"], line["saved"], id(optimizer)):
+                found, objects = self.walk()
+                named = {id(one): name for name, one in of_class(objects, type(optimizer)).items()}
+                self.names |= {id(optimizer): type(optimizer).__name__, **named}
+                line["found"] = dict(found.items() - self.last.items())
+                line["gone"] = [*(self.last.keys() - found.keys())]
+                self.last, self.age = found, 0
+            line |= {"optimizer": self.names[id(optimizer)], "age": self.age}
+            self.inputs, self.depth = [], 0
             if self.file is None:
                 several: Any = sys.modules.get("torch.distributed")
                 several = several if several is not None and several.is_available() else None
@@ -142,8 +169,20 @@ class Tracer:
             while self.count >= (self.plan["hold"] or sys.maxsize) and time.monotonic() < until:
                 time.sleep(0.002)
 
-    def facts(self, optimizer: Any, objects: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer its name, its rates, and digests of its state and of the weights that it trains."""
+    def is_due(self, weights: str, saved: bool, optimizer: int) -> bool:
+        """True where the variables are looked at before this step."""
+        now, walked = time.monotonic(), self.plan["walked"]
+        if not self.count:
+            self.first, self.walked = now, set(walked or ())
+        share = 1.0 if saved else SHARE
+        chosen = walked is None and self.spent < FREE + share * (now - self.first)
+        if chosen or weights in self.walked or optimizer not in self.names:
+            self.walked.add(weights)
+            return True
+        return False
+
+    def facts(self, optimizer: Any) -> dict[str, Any]:
+        """Of an optimizer its rates, and digests of its state and of the weights that it trains."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = [
             f"{place} {key} {self.moving.plain_text(value) or self.moving.tensor_digest(value)}"
@@ -151,7 +190,6 @@ class Tracer:
             for key, value in sorted(optimizer.state.get(parameter, {}).items())
         ]
         return {
-            "optimizer": next((name for name, one in objects.items() if one is optimizer), type(optimizer).__name__),
             "weights": self.digests(parameters),
             "state": self.moving.digest(" ".join(state).encode()),
             "lr": [float(group["lr"]) for group in optimizer.param_groups],
@@ -176,7 +214,7 @@ class Tracer:
 
     def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
         """What `moving.reachable` finds from the variables, with schedulers, and modules that no optimizer trains."""
-        torch = sys.modules["torch"]
+        torch, begin = sys.modules["torch"], time.monotonic()
         found, objects = self.moving.reachable(self.roots())
         rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         groups = [group for one in of_class(objects, torch.optim.Optimizer).values() for group in one.param_groups]
@@ -190,6 +228,7 @@ class Tracer:
             if parameters and not name.startswith(wholes) and not trained & set(map(id, parameters)):
                 wholes += (f"{name}.",)
                 found[name] = f"{WEIGHTS}: {type(one).__name__} {self.digests(parameters)}"
+        self.spent += time.monotonic() - begin
         return found, objects
 
     def roots(self) -> dict[str, Any]:
