@@ -330,11 +330,19 @@ def same_application(node: Object) -> bool:
 
 
 def few_layers(node: Object) -> bool:
-    """False for a module of more layers than any has: a recurrent one goes through them when its state is set."""
-    if not isinstance(node.state, dict):
-        return node.state is MISSING or node.state is None
-    layers = node.state.get("num_layers")
-    return type(layers) is not int or layers <= 10_000
+    """False for a module of more layers than any has: a recurrent one goes through them when its state is set.
+
+    And for a state that is not attributes by their names: of five values a tensor takes the third for hooks.
+    """
+    state = node.state
+    if not isinstance(state, dict):
+        return state is MISSING or state is None
+    layers = state.get("num_layers")
+    named = len(state) <= _MOST_ATTRIBUTES and all(type(name) is str for name in state)
+    return named and (type(layers) is not int or layers <= 10_000)
+
+
+_MOST_ATTRIBUTES = 1_000  # of one module: each object looks at all of its own
 
 
 def generated(node: Object) -> bool:

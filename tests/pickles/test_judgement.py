@@ -53,6 +53,9 @@ def test_private_and_removed_layers_of_torch_pass(tmp_path: Path) -> None:
         assert ckptool.rename(file, ["w => v"], tmp_path / "out.pt", overwrite=True)
         for given in (ITEMS, ELEMENTS):  # of which no layer has any
             assert ckptool.scan(_file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, given)).findings
+    hooks = b"}(" + b"".join(b"K" + bytes([n]) + value for n, value in enumerate((b"N", b"N", b"}", b"\x88", b"N")))
+    file = _file(tmp_path / "in.pt", "torch.nn.modules.linear", "Tensor", hooks + b"ub")  # which its module imports
+    assert ckptool.scan(file).findings
     for attribute in ("functional", "os.system", "Linear.forward"):  # no classes
         assert ckptool.scan(_file(tmp_path / "in.pt", "torch.nn.modules.linear", attribute, STATE)).findings
     arguments = name("torch.nn.modules.linear", "_LinearWithBias") + b"K\x02K\x02\x86R"
