@@ -279,12 +279,8 @@ class Change:
         verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
         left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
         left += [note for note in original.notes if note.code == RECOVERED_NOTE]
-        may_leave = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if may_leave and how != "nothing" and not self.asked["in_place"]:
-            from ckptool.formats.members import beside
-
-            if names := beside(original):
-                left.append(Note(MEMBERS, f"left out, since only weights are written: {listed(list(names), 6)}"))
+        if how != "nothing" and not self.asked["in_place"]:
+            left += left_beside(original)
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))
@@ -520,6 +516,16 @@ def _refuse_repeated(checkpoint: Checkpoint) -> None:
             what = f"{checkpoint.source or 'the checkpoint'}: {note.message}"
             why = "A new file can hold one of the values only. Nothing was written."
             raise Conflict(what, why, f"If you trust the file, and the last value is right: {python}")
+
+
+def left_beside(original: Checkpoint, place: str = "") -> list[Note]:
+    """What is said of the members of a folder whose weights alone are taken. place: the folder, in front of names."""
+    if original.part is None and all(note.code != MEMBERS for note in original.notes):
+        return []
+    from ckptool.formats.members import beside
+
+    names = [os.path.join(place, name) for name in beside(original)]
+    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
 
 
 def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:

@@ -19,7 +19,7 @@ from ckptool.formats import CheckpointLike, PathLike, bundle_json, marks, open_w
 from ckptool.formats.in_memory import checkpoint_in_memory, together
 from ckptool.transforms import bundles
 from ckptool.verbs._options import IsPart, Out, Texts, assignment, pairs
-from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
+from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, left_beside, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
 _MEMBER = "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change."
@@ -185,6 +185,7 @@ class _Members:
             self.inputs += [checkpoint.source] if checkpoint.source is not None else []
         taken.append(place)
         if not place:
+            self.notes += left_beside(checkpoint, shown(file))
             return checkpoint
         metadata = marks.recovered(checkpoint.metadata, place)
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)

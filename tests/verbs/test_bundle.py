@@ -29,8 +29,18 @@ from tests.support.errors import refused
 from tests.support.files import load, torch_bytes
 from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
+from tests.support.part_files import accelerate_folder
 from tests.support.same import assert_same_objects
 from tests.support.zips import damaged, record_starts
+
+
+def test_what_lies_beside_weights_and_is_left_out_is_named(tmp_path: Path, run: Run) -> None:
+    folder = accelerate_folder(tmp_path / "state")
+    weights = {path.name for path in folder.glob("*.safetensors")}
+    said = run("bundle", f"G={folder}", "-o", tmp_path / "out.tar")
+    (line,) = [line for line in said.out.splitlines() if line.startswith("members: left out")]
+    assert {Path(name).name for name in line.partition("written: ")[2].split(", ")} == set(os.listdir(folder)) - weights
+    assert "left out" not in run("bundle", f"G={folder}#fc.weight", "-o", tmp_path / "part.tar").out
 
 
 @pytest.mark.parametrize("mmap", [False, True])
