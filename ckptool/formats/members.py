@@ -226,6 +226,12 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
 
 
+def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
+    """What is said of the members of a folder whose weights alone are taken. place: the folder, in front of names."""
+    names = [os.path.join(place, name) for name in beside(checkpoint)]
+    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
+
+
 def _around(source: Input) -> Folder:
     """The folder anew, or that of a file."""
     return Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) or os.curdir)

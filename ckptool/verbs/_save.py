@@ -26,7 +26,7 @@ from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
-from ckptool.formats.folder import MEMBERS, refuse_placeholders
+from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
@@ -280,6 +280,8 @@ class Change:
         left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
         left += [note for note in original.notes if note.code == RECOVERED_NOTE]
         if how != "nothing" and not self.asked["in_place"]:
+            from ckptool.formats.members import left_beside
+
             left += left_beside(original)
         file = original.source.path if original.source else ""
         report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
@@ -516,16 +518,6 @@ def _refuse_repeated(checkpoint: Checkpoint) -> None:
             what = f"{checkpoint.source or 'the checkpoint'}: {note.message}"
             why = "A new file can hold one of the values only. Nothing was written."
             raise Conflict(what, why, f"If you trust the file, and the last value is right: {python}")
-
-
-def left_beside(original: Checkpoint, place: str = "") -> list[Note]:
-    """What is said of the members of a folder whose weights alone are taken. place: the folder, in front of names."""
-    if original.part is None and all(note.code != MEMBERS for note in original.notes):
-        return []
-    from ckptool.formats.members import beside
-
-    names = [os.path.join(place, name) for name in beside(original)]
-    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
 
 
 def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:

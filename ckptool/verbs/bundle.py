@@ -17,9 +17,10 @@ from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, re
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import CheckpointLike, PathLike, bundle_json, marks, open_whole, shown, split
 from ckptool.formats.in_memory import checkpoint_in_memory, together
+from ckptool.formats.members import left_beside
 from ckptool.transforms import bundles
 from ckptool.verbs._options import IsPart, Out, Texts, assignment, pairs
-from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, left_beside, refuse_extras
+from ckptool.verbs._save import Row, SaveInPlace, Unpack, Written, change_of, checkpoint_of, refuse_extras
 
 _MEMBERS = {"generator": "G.pt", "discriminator": "D.pt#state_dict"}
 _MEMBER = "Members: files (NAME=FILE#ADDRESS for a part of one), plain values. Or one bundle to change."
