@@ -136,9 +136,10 @@ def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
     """The use of the class of an object, whatever is in it. Arguments are used during a call: they must be inert."""
     of, bare = _class_of(node.fn), node.how == "new" and not node.args and not node.kwargs
     kind = kind_of(of)
-    if kind is not None and _fits(kind, node, bare):
+    fits = kind is not None and _fits(kind, node, bare)
+    if kind is not None and fits and not kind.custom:
         return
-    custom = bare and is_own(of)
+    custom = fits or (bare and is_own(of))
     verdict = CUSTOM if custom and not argument and _plain_slots(node) else UNKNOWN
     name = str(of) if custom else node.name
     yield NameUse(verdict, MADE if bare and (custom or kind is None) else CALLED, name, trail)

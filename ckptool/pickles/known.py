@@ -2,8 +2,8 @@
 
 A name is only ever text. There is no list of bad names to bypass, only this one to be outside of. A row reads: what the
 name may be called with (`arguments`), what its object may be given afterwards, whether it may stand by itself; `calls`
-judges a tree by it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one, but for
-torch's layers and optimizers (`LAYERS`); a dotted name (`Path.write_text`) is in no row.
+judges a tree by it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted
+name (`Path.write_text`) is in no row.
 Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__`
 methods of the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training
 libraries below.
@@ -12,7 +12,6 @@ libraries below.
 from __future__ import annotations
 
 import sys
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,6 +32,8 @@ class Kind(NamedTuple):
     at all.
     empty: it may be made without arguments.  state, items, elements: what may be given to the object afterwards.
     stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
+    custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always
+    mentioned).
     filled: whether the object with its state is one that may be, where that is more than each of its parts.
     value: the word for what such an object is, by which `plain` makes its plain value and `bridge` the live object.
     weights_only: `torch.load(weights_only=True)` calls it.
@@ -45,6 +46,7 @@ class Kind(NamedTuple):
     elements: bool = False
     stands: bool = True
     state_at: int = NOWHERE
+    custom: bool = False
     filled: Callable[[Object], bool] | None = None
     value: str = ""
     weights_only: bool = False
@@ -57,6 +59,7 @@ class Kind(NamedTuple):
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
 _LAYER = _OBJECT._replace(filled=given.few_layers)
+_CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
 _MAPPING = Kind(up_to("pairs"), empty=True, state=True, items=True)
 _CONTAINER = Kind(given.none, empty=True, state=True, items=True, elements=True)
 _PATH = Kind(every("path"), empty=True)
@@ -87,14 +90,10 @@ def named(text: str) -> Iterator[tuple[str, str]]:
         last = word
 
 
-# Where every class of torch's, of any version, is a layer, an optimizer or a schedule: a pickle makes it without
-# arguments and then fills it, and no more happens (`__new__`, `__setstate__`; what these modules import from elsewhere
-# was read, too). Source: torch 0.1 to 2.13.
-LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
-
-# Those of other modules, each of which was read for the same: quantized layers, distributions, data sets. Left out on
-# purpose: `torch.fx` graph modules (their pickle runs source text), `torch.package`, `torch.jit`, data pipes and
-# loaders. Source: torch 2.13, and what older versions had.
+# torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets,
+# distributions. Each was read for what making it and setting its state do (`__new__`, `__setstate__`): they fill the
+# object and do nothing else. Left out on purpose: `torch.fx` graph modules (their pickle runs source text),
+# `torch.package`, `torch.jit`, data pipes and loaders. Source: torch 2.13, and what older versions had.
 TORCH_CLASSES = """
     torch.ao.nn.intrinsic.: modules.fused: BNReLU2d BNReLU3d ConvAdd2d ConvAddReLU2d ConvBn1d ConvBn2d ConvBn3d
     ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d ConvReLU3d LinearBn1d LinearLeakyReLU LinearReLU
@@ -144,6 +143,36 @@ TORCH_CLASSES = """
     LowerCholeskyTransform PositiveDefiniteTransform PowerTransform ReshapeTransform SigmoidTransform SoftmaxTransform
     SoftplusTransform StackTransform StickBreakingTransform TanhTransform Transform _InverseTransform uniform: Uniform
     von_mises: VonMises weibull: Weibull wishart: Wishart
+    torch.nn.modules.: activation: CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid
+    LogSoftmax Mish MultiheadAttention PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus
+    Softshrink Softsign Tanh Tanhshrink Threshold adaptive: AdaptiveLogSoftmaxWithLoss batchnorm: BatchNorm1d
+    BatchNorm2d BatchNorm3d LazyBatchNorm1d LazyBatchNorm2d LazyBatchNorm3d SyncBatchNorm _BatchNorm _LazyNormBase
+    _NormBase channelshuffle: ChannelShuffle container: Container ModuleDict ModuleList ParameterDict ParameterList
+    Sequential conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d
+    LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d _ConvNd _ConvTransposeMixin _ConvTransposeNd
+    _LazyConvXdMixin distance: CosineSimilarity PairwiseDistance dropout: AlphaDropout Dropout Dropout1d Dropout2d
+    Dropout3d FeatureAlphaDropout _DropoutNd flatten: Flatten Unflatten fold: Fold Unfold instancenorm: InstanceNorm1d
+    InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d _InstanceNorm lazy:
+    LazyModuleMixin linear: Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear _LinearWithBias loss:
+    BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss GaussianNLLLoss HingeEmbeddingLoss HuberLoss
+    KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss MarginRankingLoss MultiLabelMarginLoss MultiLabelSoftMarginLoss
+    MultiMarginLoss NLLLoss NLLLoss2d PoissonNLLLoss SmoothL1Loss SoftMarginLoss TripletMarginLoss
+    TripletMarginWithDistanceLoss _Loss _WeightedLoss module: Module _WrappedHook normalization: CrossMapLRN2d GroupNorm
+    LayerNorm LocalResponseNorm RMSNorm padding: CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d
+    ConstantPad3d ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d
+    ZeroPad1d ZeroPad2d ZeroPad3d _CircularPadNd _ConstantPadNd _ReflectionPadNd _ReplicationPadNd pixelshuffle:
+    PixelShuffle PixelUnshuffle pooling: AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d
+    AdaptiveMaxPool2d AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d FractionalMaxPool2d FractionalMaxPool3d LPPool1d
+    LPPool2d LPPool3d MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d _AdaptiveAvgPoolNd
+    _AdaptiveMaxPoolNd _AvgPoolNd _LPPoolNd _MaxPoolNd _MaxUnpoolNd rnn: GRU GRUCell LSTM LSTMCell RNN RNNBase RNNCell
+    RNNCellBase sparse: Embedding EmbeddingBag transformer: Transformer TransformerDecoder TransformerDecoderLayer
+    TransformerEncoder TransformerEncoderLayer upsampling: Upsample UpsamplingBilinear2d UpsamplingNearest2d
+    _UpsamplingBase
+    torch.optim.: adadelta: Adadelta adagrad: Adagrad adam: Adam adamax: Adamax adamw: AdamW asgd: ASGD lbfgs: LBFGS
+    lr_scheduler: ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR
+    LRScheduler LambdaLR LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR
+    StepLR _LRScheduler _SchedulePhase nadam: NAdam optimizer: Optimizer radam: RAdam rmsprop: RMSprop rprop: Rprop sgd:
+    SGD sparse_adam: SparseAdam swa_utils: AveragedModel SWALR
     torch.nn.: parallel.data_parallel: DataParallel parallel.distributed: DistributedDataParallel
     utils.parametrizations: _Orthogonal _SpectralNorm _WeightNorm utils.parametrize: ParametrizationList utils.prune:
     BasePruningMethod CustomFromMask Identity L1Unstructured LnStructured PruningContainer RandomStructured
@@ -227,7 +256,6 @@ _KINDS: dict[tuple[str, str], Kind] = {
     ),
     # torch.distributed: what ranks save
     **_OBJECT.of("""
-        torch.nn.modules.linear_cross_entropy_options: LinearCrossEntropyOptions
         torch.distributed.tensor._dtensor_spec: DTensorSpec
         torch.distributed._tensor.placement_types: DTensorSpec TensorMeta Shard Replicate Partial _Partial Placement
         torch.distributed._tensor.dispatch: TensorMeta
@@ -423,8 +451,11 @@ MOVED = {
     "torch.nn.qat": "torch.ao.nn.qat",
     "torch.nn.quantizable": "torch.ao.nn.quantizable",
     "torch.nn.quantized": "torch.ao.nn.quantized",
+    "torch.optim._multi_tensor": "torch.optim",
     "torch.quantization": "torch.ao.quantization",
 }
+# Here torch's layers and optimizers were in all of its versions: names that are not listed are classes that it removed.
+TORCH_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
 
 # Modules that every installation may have: a name in one of them that is in no row of the table is nobody's own class.
 # Here those that some version of Python from 3.6 to 3.14 has and some does not; beside them what this version has.
@@ -432,13 +463,23 @@ PYTHON3 = """
     _aix_support _android_support _apple_support _ast_unparse _bootsubprocess _colorize _compression _crypt _hmac
     _interpchannels _interpqueues _interpreters _ios_support _msi _opcode_metadata _py_warnings _pydatetime _pylong
     _pyrepl _remote_debugging _sha2 _sha256 _sha512 _suggestions _sysconfig _tokenize _types _typing _wmi _zstd aifc
-    annotationlib asynchat asyncore audioop binhex cgi cgitb chunk compression crypt distutils dummy_threading formatter
-    imghdr imp lib2to3 macpath mailcap msilib nis nntplib nturl2path ossaudiodev parser pipes smtpd sndhdr spwd
-    sre_compile sre_constants sre_parse sunau symbol telnetlib test tomllib uu xdrlib
+    annotationlib asynchat asyncore audioop binhex cgi cgitb chunk compression crypt distutils imghdr imp lib2to3
+    mailcap msilib nis nntplib nturl2path ossaudiodev pipes smtpd sndhdr spwd sre_compile sre_constants sre_parse
+    sunau telnetlib test tomllib uu xdrlib
 """
 
-# Those of Python 2 that Python 3 has under another name, and a reader finds there.
-PYTHON2 = {*IMPORT_MAPPING, *(module for module, _ in NAME_MAPPING)}
+PYTHON2 = """
+    BaseHTTPServer Bastion CDROM CGIHTTPServer Canvas ConfigParser Cookie DLFCN Dialog DocXMLRPCServer FileDialog
+    FixTk HTMLParser IN MimeWriter Queue ScrolledText SimpleDialog SimpleHTTPServer SimpleXMLRPCServer SocketServer
+    StringIO TYPES Tix Tkconstants Tkdnd Tkinter UserDict UserList UserString _LWPCookieJar _MozillaCookieJar
+    __builtin__ _abcoll _ctypes_test _hotshot _sha _sysconfigdata _winreg anydbm audiodev bsddb cPickle
+    cStringIO commands compiler cookielib copy_reg dbhash dircache dumbdbm dummy_thread dummy_threading exceptions
+    formatter fpformat future_builtins gdbm hotshot htmlentitydefs htmllib httplib ihooks imputil linuxaudiodev
+    macpath macurl2path markupbase md5 mhlib mimetools mimify multifile mutex new os2emxpath parser popen2 posixfile
+    repr rexec rfc822 robotparser sets sgmllib sha sre statvfs stringold strop sunaudio symbol thread tkColorChooser
+    tkCommonDialog tkFileDialog tkFont tkMessageBox tkSimpleDialog toaiff ttk urllib2 urlparse user whichdb xmllib
+    xmlrpclib xxsubtype
+"""
 
 INSTALLERS = "pip setuptools pkg_resources wheel ensurepip _distutils_hack distutils_hack"
 
@@ -449,7 +490,7 @@ REQUIRED = """
     triton typing_extensions yaml
 """
 
-PYTHON_MODULES = sys.stdlib_module_names | PYTHON2 | frozenset(f"{PYTHON3} {INSTALLERS}".split())
+PYTHON_MODULES = sys.stdlib_module_names | frozenset(f"{PYTHON3} {PYTHON2} {INSTALLERS}".split())
 SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())
 
 
@@ -477,8 +518,8 @@ def _kind_of(listed: Global) -> Kind | None:
     if found is None and module.startswith("torch."):
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
         found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
-    if found is None and module.startswith(LAYERS):
-        found = _LAYER if name.isidentifier() and name.lstrip("_")[:1].isupper() else None
+    if found is None and module.startswith(TORCH_LAYERS):
+        found = _CUSTOM if name.isidentifier() and name.lstrip("_")[:1].isupper() else None
     return found
 
 

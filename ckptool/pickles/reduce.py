@@ -115,7 +115,7 @@ class LiveReader:
             how, function, args, kwargs = "new", args[0], args[1], args[2]
         name = self.name_of(function)
         kind = kind_of(name)
-        plain = kind is not None and kind.called is not None
+        plain = kind is not None and kind.called is not None and not kind.custom
         # with no other classes or functions as its arguments
         plain = plain and all(kind_of(self.name_of(arg)) for arg in args if isinstance(arg, _NAMED))
         if name is None or setter is not None or not (plain or self.keep_unknown):

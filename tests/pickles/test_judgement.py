@@ -46,10 +46,10 @@ def test_known_dictionaries_and_lists_take_them_silently(tmp_path: Path) -> None
 
 
 def test_private_and_removed_layers_of_torch_pass(tmp_path: Path) -> None:
-    layers = (("linear", "_LinearWithBias"), ("conv", "_ConvTransposeMixin"), ("loss", "NLLLoss2d"))
-    for module, attribute in (*layers, ("linear", "NoSuchLayer"), ("activation", "_Gone")):
+    quiet = (("linear", "_LinearWithBias"), ("conv", "_ConvTransposeMixin"), ("loss", "NLLLoss2d"))
+    for module, attribute in (*quiet, ("linear", "NoSuchLayer"), ("activation", "_Gone")):
         file = _file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, STATE)
-        assert not ckptool.scan(file).findings
+        assert bool(ckptool.scan(file).findings) is ((module, attribute) not in quiet)
         assert ckptool.rename(file, ["w => v"], tmp_path / "out.pt", overwrite=True)
         for given in (ITEMS, ELEMENTS):  # of which no layer has any
             assert ckptool.scan(_file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, given)).findings

@@ -34,13 +34,14 @@ from ckptool.pickles.known import TORCH_CLASSES
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, text
 from tests.support.looped import looped
 
-OLD = "torch.nn.backends"
+OLD = ("torch.nn.backends", "torch.nn.modules.dropout_")
+REMOVED = {"_LinearWithBias", "_UpsamplingBase"}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_listed_classes_of_torch_are_there() -> None:
     for module, each in known.named(TORCH_CLASSES):
-        if not module.startswith(OLD):
+        if not module.startswith(OLD) and each not in REMOVED:
             assert isinstance(getattr(importlib.import_module(module), each, None), type), (module, each)
 
 
@@ -51,7 +52,7 @@ def test_every_module_of_torch_nn_is_listed() -> None:
     schedulers = [schedules[each] for each in torch.optim.lr_scheduler.__all__]
     for cls in (*public, *optimizers, *schedulers):
         kind = known.kind_of(Global(cls.__module__, cls.__qualname__))
-        assert kind is not None and kind.empty, cls
+        assert kind is not None and kind.empty and not kind.custom, cls
 
 
 def test_every_word_for_a_value_is_one_that_a_value_is_made_for() -> None:

@@ -109,18 +109,8 @@ class HiddenCall(NamedTuple):
 
 
 def known_names() -> list[tuple[str, str]]:
-    """Every name of the table, with the module that it is listed under, and some that a whole family stands for."""
-    return sorted([*known._KINDS, *_LAYERS])
-
-
-_LAYERS = (
-    ("torch.nn.modules.rnn", "LSTM"),
-    ("torch.nn.modules.container", "Sequential"),
-    ("torch.nn.modules.module", "OrderedDict"),
-    ("torch.optim.adam", "Adam"),
-    ("torch.optim.lr_scheduler", "Counter"),
-    ("torch.legacy.nn.Linear", "Linear"),
-)
+    """Every name of the table, with the module that it is listed under."""
+    return sorted(known._KINDS)
 
 
 def combinations() -> int:
@@ -133,7 +123,7 @@ def hidden_calls(rng: random.Random) -> Iterator[HiddenCall]:
     numbers."""
     kinds: dict[known.Kind, list[tuple[str, str]]] = {}
     for listed in known_names():
-        kinds.setdefault(known._KINDS.get(listed, known._LAYER), []).append(listed)
+        kinds.setdefault(known._KINDS[listed], []).append(listed)
     ways = [*_ALONE, *_WAYS]
     while True:
         way, what = rng.choice(ways), rng.choice([*UNKNOWN])
