@@ -17,7 +17,7 @@ from ckptool.analysis.quantization import quantized_notes
 from ckptool.analysis.words import Json, PathFact, type_name, value_json, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.graph import SCALARS
+from ckptool.checkpoint.graph import SCALARS, no_collection
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
@@ -269,11 +269,11 @@ def _type(tensor: Tensor) -> tuple[str, str]:
     return tensor.dtype.name if tensor.dtype else "?", "" if tensor.shape is None else str(list(tensor.shape))
 
 
+@no_collection()  # of very many rows
 def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
     base, tree = find(checkpoint.tree, at)
-    rows: list[TensorRow] = []
-    entries: list[EntryRow] = []
+    rows, entries = list[TensorRow](), list[EntryRow]()
     numbers: dict[int, int] = {}
     sizes: dict[int, int] = {}
     places: dict[int, Path] = {}  # of containers, the first of each
