@@ -140,7 +140,7 @@ def convert(
     elif all:
         if not container.keeps_tree:
             what = f"{arg(all=True)} writes safetensors, not {container.name}"
-            why = "The whole tree is kept in the metadata of one safetensors file."
+            why = "One safetensors file, a .dcp folder and a torch file keep a whole tree."
             raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
         if only or exclude:
             what = f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out"
