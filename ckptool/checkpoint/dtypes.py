@@ -155,9 +155,11 @@ def dtype_of(given: object) -> DType:
     try:
         return by_name(name)
     except KeyError:
-        raise UsageError(
-            f"{given!r} is not a dtype", "", "For example: 'bf16', torch.bfloat16, numpy.float32"
-        ) from None
+        why, write = "", "For example: 'bf16', torch.bfloat16, numpy.float32"
+        if given is float or given is int:
+            why, name = "Its size differs between torch and numpy.", given.__name__
+            write = f"Write torch.{name}32 or torch.{name}64."
+        raise UsageError(f"{given!r} is not a dtype", why, write) from None
 
 
 # Numbers: chunks of a few hundred kilobytes; who calls decides how much is in memory ----------------------------------

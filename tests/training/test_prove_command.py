@@ -304,7 +304,7 @@ def test_a_restart_is_placed_by_its_weights() -> None:
 
 def test_the_variables_of_a_program_are_its_own_and_few(tmp_path: Path) -> None:
     """Of thousands of modules some say that they are of a file beside the program: `_ops.py` for all of `torch.ops`."""
-    file = written(b"import numpy, torch\ncount = 3\n", tmp_path / "own_module_of_a_program.py")
+    file = written(b"import numpy, torch\nown_variable_of_a_program = 3\n", tmp_path / "own_module_of_a_program.py")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None and not os.path.isabs(torch.ops.__file__)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -312,10 +312,10 @@ def test_the_variables_of_a_program_are_its_own_and_few(tmp_path: Path) -> None:
         spec.loader.exec_module(module)
         tool = Tracer(str(tmp_path))
         for _ in range(2):
-            assert tool.roots()["count"] == 3 and "aten" not in tool.roots()
+            assert tool.roots()["own_variable_of_a_program"] == 3 and "aten" not in tool.roots()
     finally:
         del sys.modules[spec.name]
-    assert "count" not in tool.roots()
+    assert "own_variable_of_a_program" not in tool.roots()
 
 
 BATCH = "samples differ: the batch of step 6 is not the one of the unbroken run"
