@@ -118,7 +118,7 @@ REFUSED = {
     'ckpt["args"]["lr"] = 4': "change a copy",
     'ckpt["state_dict/fc.weight"].mean()': "entry.numpy().mean or entry.torch().mean",
     'ckpt["state_dict/fc.weight"].to("cuda")': "entry.torch().to(DEVICE)",
-    'ckpt["state_dict/fc.weight"].to(float)': "torch.float32 or torch.float64",
+    'ckpt["state_dict/fc.weight"].to(float)': "between torch and numpy.\nWrite torch.float32 or torch.float64.",
     'ckpt["state_dict/fc.weight"].item()': "entry.tolist()",
     'if ckptool.diff("a.pt", "ddp.pt"): pass': ".same",
     'ckptool.cast(sd, "bf16.pt", float)': "torch.float32 or torch.float64",

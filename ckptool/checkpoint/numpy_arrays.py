@@ -272,7 +272,7 @@ def _is_shape(shape: Any) -> bool:
 
 @_guarded
 def _parts(node: Object) -> Any:
-    """The type, shape, order and data of a pickled array or number; nothing of an array that was not filled."""
+    """The type, shape, whether in Fortran's order, and data of a pickled array or number; `()` for one never filled."""
     if canonical(node.fn).endswith(".scalar"):
         return (node.args[0], (), False, *node.args[1:])
     if canonical(node.fn).endswith("._frombuffer"):

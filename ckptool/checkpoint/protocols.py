@@ -76,7 +76,8 @@ class ArrayLike:
         try:
             target = dtype_of(dtype)
         except UsageError as error:
-            raise UsageError(error.what, f"{error.fix}.", "On a device: entry.torch().to(DEVICE)") from None
+            why, fix = f"{error.fix}.", "On a device: entry.torch().to(DEVICE)"
+            raise error if error.why else UsageError(error.what, why, fix) from None
         return import_module("ckptool.transforms.casting").cast_lazily(self, target)
 
     def tolist(self) -> Any:

@@ -68,9 +68,9 @@ def row_major(entry: TensorEntry) -> Data:
 
 
 def apart(entry: TensorEntry) -> TensorEntry:
-    """The tensor in row-major order on a storage of its own, with which the checksum of the old one is checked.
+    """The tensor in row-major order on a storage of its own; reading it checks the checksum of the old one.
 
-    A range of a file without a checksum stays one, which the kernel copies.
+    A range of a file without a checksum stays a range, which the kernel copies.
     """
     data = row_major(entry)
     if entry.storage.crc is not None and data.length:

@@ -364,11 +364,11 @@ def _is_set(folder: Folder, name: str) -> bool:
 
 
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
-    """The folders that a table lists, as diffusers and sentence-transformers (`path`) have one, and what is there:
+    """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
-    listed = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
-    names = [fields(module).get("path") for module in items(listed)]
-    for name, value in fields(listed).items():
+    said = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
+    names = [fields(module).get("path") for module in items(said)]
+    for name, value in fields(said).items():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)
     for name in names:

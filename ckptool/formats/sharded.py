@@ -191,14 +191,14 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
         raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
     is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
     if not names or not is_table or not isinstance(metadata, dict):
-        raise Corrupt(f"{source}: its weight_map or metadata is none of an index", "It was damaged.")
+        raise Corrupt(f"{source}: its weight_map or metadata is not that of an index", "It was damaged.")
     if len(names) > (most := safetensors.MAX_TENSORS):
         raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
     return names, metadata
 
 
 def _shard(index: str, source: Source) -> Checkpoint:
-    # An index is none: it may lead back to itself.
+    # An index is no shard: it may lead back to itself.
     shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
     if shard is None or not isinstance(shard.tree, dict):
         raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")

@@ -140,7 +140,8 @@ def _is_text(head: bytes) -> bool:
 
 # Zip archives --------------------------------------------------------------------------------------------------------
 
-# A pattern that finds one of the names of records; what the archive is, what that means, and what to do with torch.
+# A pattern that finds one of the names of records; the error; what the archive is, what that means, and what to do. If
+# the last two are empty: what the archive holds, and how to unpack it.
 _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", Unsupported,
         "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch understands.",

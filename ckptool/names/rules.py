@@ -435,7 +435,7 @@ def _counted(rule: Rule, op: Operation, count: int, bound: set[str], names: int)
 
 
 def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str] = ()) -> None:
-    """Raises `NoMatch` for the first of rules that match no key, of these keys."""
+    """Raises `NoMatch` for the first of these rules. keys: those that there are, some of which it may be meant for."""
     for rule in idle:
         what = f"the rule {rule.text!r}{f' ({rule.place})' if rule.place else ''} matches {matches}"
         old, arrow, new = (part.strip() for part in rule.text.partition("=>"))

@@ -192,7 +192,7 @@ class ActivationCheckpoint(Section):
     match: Patterns | None = key(None, "patterns of modules")
     sequential: str | None = key(None, "the name of an nn.Sequential")
     segments: Positive = key(2, "how many parts the sequential module is run in")
-    use_reentrant: bool = key(False, "the older implementation of torch.utils.checkpoint, where that can be")
+    use_reentrant: bool = key(False, "the older implementation of torch.utils.checkpoint, where it applies")
     preserve_rng_state: bool = key(True, "dropout draws the same numbers again")
 
 
@@ -279,7 +279,7 @@ class Split(Section):
     @model_validator(mode="after")
     def _fits(self) -> Split:
         if len(self.devices) != len(self.at) + 1:
-            raise ValueError(f"{len(self.at)} of at make {len(self.at) + 1} parts, and each needs one of devices")
+            raise ValueError(f"at makes {len(self.at) + 1} parts, and there must be as many devices")
         return self
 
 

@@ -237,7 +237,7 @@ class Picked(Dataset[Any]):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
         plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
-        if plain and self.collate is default_collate:  # one look-up in each column
+        if plain and self.collate is stacked:  # one look-up in each column
             return self.dataset[[index for _, index in places]]
         samples = []
         for _, index in places:
@@ -387,6 +387,16 @@ def to_device(data: Any, device: torch.device) -> Any:
 # By name -------------------------------------------------------------------------------------------------------------
 
 
+def stacked(samples: list[Any]) -> Any:
+    """Samples of one shape, as torch's `default_collate` stacks them. Raises `UsageError` where shapes differ."""
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        ways = (arg(set=f"data.collate={way}") for way in ("pad", "file.py:NAME"))
+        fix = "Pad sequences: {}; or name a function of your own: {}".format(*ways)
+        raise UsageError(f"data: the samples of a batch cannot be stacked: {error}", "", fix) from error
+
+
 def pad(samples: list[Any]) -> Any:
     """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
 
@@ -394,7 +404,7 @@ def pad(samples: list[Any]) -> Any:
         tensors = [torch.as_tensor(part) if isinstance(part, list) else part for part in column]
         if all(isinstance(part, torch.Tensor) and part.dim() for part in tensors):
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-        return default_collate(column)
+        return stacked(column)
 
     first = samples[0]
     keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
@@ -404,9 +414,7 @@ def pad(samples: list[Any]) -> Any:
     return {**parts, "lengths": lengths} if isinstance(first, dict) else (*parts.values(), lengths)
 
 
-COLLATES = Choice(
-    "collate", "is called with a list of samples and gives a batch", {"default": default_collate, "pad": pad}
-)
+COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": stacked, "pad": pad})
 SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
 DATA = Choice(
     "data",

@@ -34,7 +34,7 @@ from ckptool.facts import (
 from ckptool.training import HISTORY, METRICS
 
 GOOD = "good"
-MEASURES = 3  # that have a column
+MEASURES = 3  # that have a column in the table of a run
 # How kills come: at calls that a preloaded library sees, or by time alone.
 PRELOAD, TIME = "preload", "time"
 ANY = "any moment"  # the place of a kill that waits for no event
@@ -232,9 +232,8 @@ class RunReport(Report):
         when = f" at step {self.step:,}" if self.step is not None else ""
         yield f"  {_EVENTS.get(self.event, self.event)}{when}{self._way_on() if self.checkpoints else ''}"
         yield ""
-        metrics = [*dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])][
-            :MEASURES
-        ]
+        names = dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])
+        metrics = [*names][:MEASURES]
         heads = ("step", "epoch", "loss", *metrics, "size", "kept")
         rows = [one.cells(metrics) for one in self.checkpoints]
         yield Table(rows, heads=heads, right=range(4 + len(metrics)))

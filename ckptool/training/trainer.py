@@ -182,7 +182,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
 @contextmanager
 def deterministic(how: bool | str) -> Iterator[None]:
-    """Sets torch's switches so that the same step gives the same bits, and afterwards back, for whoever calls this."""
+    """Sets torch's switches so that the same step gives the same bits; sets them back for whoever calls this."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     if how:

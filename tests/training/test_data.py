@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from ckptool.bridge.user_code import import_user_code
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import toys
-from ckptool.training.data import Picked, pad, to_device
+from ckptool.training.data import Picked, pad, stacked, to_device
 from ckptool.training.parallel import World
 from ckptool.training.trainer import Trainer
 from tests.support.looped import sliced
@@ -272,5 +272,5 @@ def test_toy_data_are_the_same_every_time_and_in_one_piece(name: str) -> None:
     torch.rand(1)
     assert str([one[i] for i in range(5)]) == str([other[i] for i in range(5)])
     if isinstance(one, toys.Arrays):
-        found = Picked(one, default_collate, 0).__getitems__([([(0, 3), (0, 1), (0, 3)], 3, 3)])
+        found = Picked(one, stacked, 0).__getitems__([([(0, 3), (0, 1), (0, 3)], 3, 3)])
         assert str(found) == str(([(tuple(default_collate([one[3], one[1], one[3]])), 3, 3)], None))

@@ -50,7 +50,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ({"data": {"name": "blobs", "batch": 999, "drop_last": True}}, r"data\.batch is 999, but there are 410 samples"),
     (
         {"data": {"name": toy("data.py:Sequences"), "args": {"samples": 20}}},
-        "blobs|Sequences.*stack expects each tensor to be equal size",
+        r"a batch cannot be stacked: stack expects each tensor to be equal size.*data\.collate=pad",
     ),
     (of("Stream", val_fraction=0.2), r"is a stream.*data\.val\.name"),
     (of("Stream", sampler=own("weighted")), "is a stream"),
@@ -139,7 +139,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ("strategy=split", "split needs the section"),
     (
         {"strategy": "split", "split": {"devices": ["cpu"] * 3, "at": ["4"]}},
-        "1 of at make 2 parts, and each needs one of devices",
+        "at makes 2 parts, and there must be as many devices",
     ),
     ({"strategy": "split", "split": {"devices": ["cpu", "gpu:7"], "at": ["4"]}}, "'gpu:7' is not a device"),
     ({**GAN, **split_at("4")}, "split cuts one model, and there are 2"),

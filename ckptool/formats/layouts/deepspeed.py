@@ -75,7 +75,8 @@ def other_tags(folder: Folder) -> set[str]:
 
 
 def tag_of(folder: Folder) -> str | None:
-    """The tag that is read in a folder; empty where `latest` leads nowhere; None for other folders."""
+    """The tag that is read in a folder; empty where `latest` leads nowhere or is missing beside several; None for other
+    folders."""
     tags, latest, name = _tags(folder)
     return name if _is_tag(folder, name) else "" if tags or latest else None
 
@@ -243,7 +244,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
     wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
     if odd := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (wide and [first.file]):
         raise Unsupported(
-            f"{tag.folder} was saved with tensor parallelism, which {odd[0]} is of",
+            f"{tag.folder} was saved with tensor parallelism, as {odd[0]} shows",
             "Each rank has parts of the weights, and how those are joined depends on the model.",
             "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
         )

@@ -203,7 +203,7 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
 _Placed = tuple[str, tuple[int, ...], int, int]  # a tensor of a group, and where it begins in its vectors
 _Run = tuple[list[list["Share"]], Iterable[int], list[_Placed], int]
 """Tensors in a row: the ranks, together or each by itself, and the groups whose vectors these are; each tensor is
-divided evenly over them. With the number of elements that the vectors are filled up to."""
+divided evenly over them. The last: the vectors are filled up to a multiple of so many elements."""
 
 
 def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:

@@ -50,7 +50,7 @@ class Tracer:
         self.walked: set[str] = set()
         self.spent = self.first = 0.0
         self.names: dict[int, str] = {}
-        self.seen: tuple[Any, dict[str, Any]] = (None, {})  # the plan, and when it was written
+        self.seen: tuple[Any, dict[str, Any]] = (None, {})  # when the plan was written, and the plan
         self.begun: dict[str, Any] = {}  # the generators where the last loader began
         self.file: Any = None
         self.moving: Any = None
