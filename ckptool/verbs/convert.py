@@ -132,9 +132,7 @@ def convert(
         rows += lines
     expected = None
     if ties == "copy" and (all or not container.tensors_only):
-        raise UsageError(
-            f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays as it is."
-        )
+        raise UsageError(f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays.")
     if not container.tensors_only:
         compact = not (container.writes_folder or change.live)
         changed, summary, behind, notes = _to_pickle(taken, named, compact, only, exclude, opened.path)
