@@ -26,7 +26,7 @@ from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
-from ckptool.formats.folder import refuse_placeholders
+from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
@@ -277,14 +277,15 @@ class Change:
         """The report of what was written, or would be; with notes on what of the original is not as it was there."""
         dry_run = bool(self.asked["dry_run"])
         verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
-        left = [note for note in original.notes if note.code == OLD_GRADIENTS and how == "new file"]
-        left += [note for note in original.notes if note.code == RECOVERED_NOTE]
-        if how != "nothing" and not self.asked["in_place"]:
+        codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
+        left = [note for note in original.notes if note.code in codes]
+        has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
+        if has_others and how != "nothing" and not self.asked["in_place"]:
             from ckptool.formats.members import left_beside
 
             left += left_beside(original)
-        file = original.source.path if original.source else ""
-        report = Written(self.verb, file, path, container, how, added, nbytes, dry_run=dry_run, verified=verified)
+        of = self.verb, original.source.path if original.source else "", path, container
+        report = Written(*of, how, added, nbytes, dry_run=dry_run, verified=verified)
         return replace(report, details=tuple(details), notes=notes, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:

@@ -132,8 +132,7 @@ def convert(
         rows += lines
     expected = None
     if ties == "copy" and (all or not container.tensors_only):
-        what = f"{arg(ties='copy')} is for weights alone in a container of tensors; here every tie stays"
-        raise UsageError(what, "Nothing was written.", f"For example: {arg(out='model.safetensors')}")
+        raise UsageError(f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays.")
     if not container.tensors_only:
         compact = not (container.writes_folder or change.live)
         changed, summary, behind, notes = _to_pickle(taken, named, compact, only, exclude, opened.path)
