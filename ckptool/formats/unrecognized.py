@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[type[CkptoolError], str, str, dict[bytes, tuple[str, str]]],
         _AS_TEXT + rb"version https://git-lfs\S*\s*([^\0]{0,200})":
             ("a git-lfs pointer ({}), not the file itself", "git lfs pull"),
     }),
-    (NotACheckpoint, "The download gave a login page, or an error as the answer, instead of the file.",
+    (NotACheckpoint, "The download gave a login page or an error message instead of the file.",
      "Download it again, logged in.", {
         _AS_TEXT + rb"<(?:!doctype|html|head|\?xml|error|!--)": ("a web page", ""),
         _AS_TEXT + rb'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"\0]{1,120})': ("a server's answer: {}", ""),
