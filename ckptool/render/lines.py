@@ -16,7 +16,7 @@ from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 _COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
-_WORDS = re.compile(rf" *(?:{_COMMAND.pattern}.*|[^ ]+)")
+_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+)")  # a command is cyan
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import pytest
 
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import like_others
@@ -10,7 +13,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, ro
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import NotACheckpoint
-from ckptool.facts import Note, Table, dim
+from ckptool.facts import Note, Table, cyan, dim
 from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.verbs._save import Written
@@ -91,3 +94,16 @@ def test_only_commands_stay_whole() -> None:
     )
     shown = error_text(error, Style(width=40)).split("\n")
     assert [line.strip() for line in shown if len(line) > 40] == [typed]
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_commands_stay_whole_wherever_they_stand_in_a_line(colour: bool) -> None:
+    typed = [f"ckptool verify 'a long name {number}.pt' --finite" for number in range(3)]
+    unpack = "gzip -dc 'a long name.pt.gz' > 'a long name.pt'"
+    told = [("  1. ", cyan(typed[0])), ("All of it in one pass: ", cyan(typed[1])), f"see {typed[2]}"]
+    told += [("  2. ", cyan(unpack), "   (another program: gzip)")] if colour else []
+    for width in range(20, 90, 7):
+        style = Style(colour, width)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", style.page("\n".join(lines(told, style)))).split("\n")
+        for line in (*typed, *([unpack] if colour else [])):
+            assert sum(line in each for each in shown) == 1, width
