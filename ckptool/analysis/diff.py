@@ -12,7 +12,7 @@ from ckptool.analysis import differences
 from ckptool.analysis.differences import Comparer, Difference, PartChange, Tie, Unpaired, is_integer, is_tensor
 from ckptool.analysis.values import ValueDifference, change_of
 from ckptool.analysis.words import entry_text, grouped, type_name
-from ckptool.checkpoint import Checkpoint, TensorEntry
+from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.progress import reading
 from ckptool.checkpoint.tree import module_attributes, second_names, storages
@@ -45,8 +45,8 @@ class Diff(Report):
     ties: names that share a storage in one file and not in the other.  order_differs: dictionaries whose keys are in
     another order.  metadata_differs: state dicts with another `_metadata`, where that does not count; it and the order
     count if `strict`.
-    elements: of all tensors that were compared.  changed_elements: those that differ, of what stands under several
-    names once; null where they were not counted.
+    elements: of all tensors that were compared, under each name.  changed_elements: those that differ; null where they
+    were not counted.
     """
 
     verdict = "same"
@@ -353,8 +353,7 @@ def diff(
     tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if compares_ties else ()
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
-    compared = ((values, b) for _, values, _, b in comparer.compared.values() if isinstance(b, TensorEntry))
-    changed = {(id(b.storage), b.layout): values.changed for values, b in compared if values is not None}
+    changed = (each.values.changed for each in comparer.changed if each.values is not None)
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
@@ -374,7 +373,7 @@ def diff(
         remarks=(),
         strict=strict,
         only=tuple(only),
-        changed_elements=sum(changed.values()) if statistics else None,
+        changed_elements=sum(changed) if statistics else None,
         parts=tuple(comparer.parts()),
     )
 

@@ -298,3 +298,15 @@ def test_the_second_name_of_a_tied_tensor_is_called_so(tmp_path: Path) -> None:
         assert found.remarks == ("head.weight is tied to emb.weight: a second name for the same values",)
         other = ckptool.diff(*files, ignore=["prefix"], only="fc.weight")
         assert other.same and not other.remarks and not other.differs_by_prefix()
+
+
+def test_elements_are_counted_under_each_name_as_torch_counts_them(tmp_path: Path) -> None:
+    models: list[dict[str, torch.Tensor]] = []
+    for shift in (0.0, 1.0):
+        weight = torch.arange(10.0) + shift
+        models.append({"a": weight, "b": weight, "c": torch.arange(5.0) + shift * torch.tensor([0, 1, 1, 0, 1])})
+    found = ckptool.diff(saved(models[0], tmp_path / "a.pt"), saved(models[1], tmp_path / "b.pt"))
+    pairs = [(models[0][name], models[1][name]) for name in models[0]]
+    assert found.elements == sum(one.numel() for one, _ in pairs) == 25
+    assert found.changed_elements == sum(int((one != other).sum()) for one, other in pairs) == 23
+    assert "23 of 25 elements changed (92 %)" in str(found)
