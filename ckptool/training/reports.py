@@ -314,7 +314,8 @@ class Proof(Report):
 
     @property
     def proved(self) -> bool:
-        return bool(self.kills) and not (self.unstable or self.findings or self.differs)
+        has_resumed = any(kill.resumed != 0 for kill in self.kills)
+        return has_resumed and not (self.unstable or self.findings or self.differs)
 
     def exit(self) -> int:
         """0: proved.  1: disproved.  2: it could not be tried."""
@@ -345,6 +346,9 @@ class Proof(Report):
             yield f"  Such differences usually come from {_USUAL}."
         elif self.exit() == 1:
             yield red("disproved: killed and started again, it does not end as a run that was never killed.")
+        elif self.kills:
+            yield yellow("not tried: every start after a kill began at step 0, as no checkpoint was there yet.")
+            yield "  Save more often, or let it run for longer."
         else:
             yield yellow("not tried: it ended before it could be killed.")
         if self.kept:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,11 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
     assert resumed_steps(again) == ([None], True)
     fell = history(tmp_path, ("start", 0), ("resume", 10), ("resume", 5))
     assert resumed_steps(fell) == ([10, 5], True)
+
+
+def test_kills_after_which_all_began_again_prove_no_resuming() -> None:
+    kills = [Kill(9, "rename", 0), Kill(11, "any moment", 0)]
+    proof = Proof(("x", "{run}"), "preload", 24, 1.5, {"rename": 2}, ("a.pt",), kills, starts=5)
+    assert (proof.proved, proof.exit()) == (False, 2) and "no checkpoint was there yet" in str(proof)
+    for resumed in (4, None):  # as where no steps are seen
+        assert replace(proof, kills=[*kills, Kill(12, "rename", resumed)]).proved
