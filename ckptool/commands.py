@@ -77,7 +77,7 @@ translate: Change tensors by rules: split, join, transpose, reorder and rename t
 [change takes]
 convert: Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file.
 [change refuses]
-recover: Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: something is lost.
+recover: Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: not all of it came back.
 [change changes]
 bake: Fold weight norm and pruning into plain weights.
 [combine takes]

@@ -194,7 +194,7 @@ def plan_warm_start(
 def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
     texts = [remark] if remark else []
     if root.path and not remark:
-        texts.append(f"took {root.address}, the only weights of the checkpoint")
+        texts.append(f"took {root.address}")
     if root.module is not None or root.detail:
         texts.append(f"they are those of a {root.detail}")
     return [Note("root", text) for text in (*texts, *(f"of the target: {text}" for text in target.remarks))]
@@ -403,7 +403,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _advice(report)))
-    cut, pad, compute = (arg(on_mismatch=way) for way in ("slice", "pad", "resize"))
+    cut, pad, compute = arg(on_mismatch="slice"), arg(on_mismatch="pad"), arg(resize="PATTERN=HOW")
     any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]

@@ -173,11 +173,10 @@ def recover(
         values = each.storage if isinstance(each.node, StorageRef) else each.node
         lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
     count = sum(1 for _ in tensors(done.checkpoint.tree))
-    gone = sum(1 for item in found.lost if not isinstance(item.node, StorageRef))
     return Recovery(
         damage=damage.what if damage is not None else "",
         tensors=None if done.raw or done.unlisted else count,
-        back=0 if done.raw else count - gone,
+        back=0 if done.raw else sum(1 for _ in tensors(found.checkpoint.tree)) - len(found.filled),
         lost=tuple(lost),
         dropped=tuple(found.dropped),
         filled=tuple(found.filled),
