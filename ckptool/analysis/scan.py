@@ -321,7 +321,8 @@ def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
     claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
     claimed -= deepspeed.other_tags(folder)
     claimed |= torch_checkpointing.belonging(folder)
-    alone = is_top and len(claimed) == 1  # a file among others
+    others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in {*folder.names} - claimed)
+    alone = (is_top or others) and len(claimed) == 1  # a file among others
     if len(candidates) > 1 or (alone and candidates):
         return [os.path.join(path, name) for name in candidates], claimed
     return [path], claimed

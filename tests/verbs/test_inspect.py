@@ -19,7 +19,7 @@ from ckptool.training.configfile import recorded_config
 from ckptool.training.start import start
 from ckptool.training.store import name_of
 from tests.support.cli import Run
-from tests.support.files import saved
+from tests.support.files import saved, weights
 from tests.support.looped import looped
 from tests.support.small_runs import Typed, config, create, cut_short, flip_a_bit, train_typed
 
@@ -320,3 +320,14 @@ def test_links_to_folders_to_themselves_and_to_nothing_are_not_followed(tmp_path
     (tmp_path / "nothing.pt").symlink_to("gone.pt")
     checkpoint(tmp_path / "a.pt")
     assert len(ckptool.scan(tmp_path).files) == 1
+
+
+def test_a_folder_with_other_checkpoints_beside_its_weights_is_not_one_of_them(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    for name in ("model.safetensors", "a.pt"):
+        ckptool.save(weights("a.w"), tmp_path / "demo" / name)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["model.safetensors", "a.pt"]
+    assert sum(file.bytes for file in found.files) == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    (tmp_path / "demo" / "a.pt").rename(tmp_path / "demo" / "a.txt")
+    assert [Path(file.path).name for file in ckptool.scan(tmp_path).files] == ["demo"]
