@@ -178,7 +178,8 @@ class Diff(Report):
                 numbers = map(number, (far.max_abs, far.max_rel, far.mean_rel))
                 cells.append((name or WHOLE, f"{far.changed:,} of {far.total:,}", *numbers, cosine, at))
             yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(1, 6))
-            yield "  max |a-b| inf: NaN or infinite on one side only, which the other numbers leave out"
+            one_sided = any(change.values is not None and change.values.max_abs == inf for _, change in rows)
+            yield "  max |a-b| inf: NaN or infinite on one side only, which the others leave out" if one_sided else None
         else:
             groups, left = group_rows(rows, room)
             heads = ("", "change", "max |a-b|", "elements")

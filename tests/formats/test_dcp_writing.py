@@ -249,3 +249,21 @@ def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) ->
     (folder / "notes.txt").unlink()
     written(training_state(), tmp_path, overwrite=True, ranks=2)
     assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_many_views_of_one_storage_are_written_once_each(ranks: int, tmp_path: Path) -> None:
+    """A column of a matrix touches all of its storage: as many columns would be as many matrices on disk."""
+    matrix = torch.arange(200.0 * 300).reshape(200, 300)
+    state = {f"column{number}": matrix[:, number] for number in range(300)} | {"turned": matrix.T, "rows": matrix[::2]}
+    file, folder = saved(state, tmp_path / "in.pt"), tmp_path / "out.dcp"
+    ckptool.convert(file, folder, ranks=ranks)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16 * file.stat().st_size
+    found = ckptool.load(folder)
+    assert all(
+        torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in state.items()
+    )
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
+    assert all(torch.equal(theirs[name], value) for name, value in state.items())

@@ -330,10 +330,11 @@ class _Saving:
             self._settle(entry.storage, tree_pickle.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
-        """The part of its storage that it touches, with its strides."""
+        """The part of its storage that it touches, with its strides; where it has gaps, its values, as torch does."""
         start, stop = entry.span()
-        storage = entry.storage
-        if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize:
+        storage, has_gaps = entry.storage, stop - start > entry.nbytes
+        self.strides_lost = self.strides_lost or (name if has_gaps else "")
+        if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize or has_gaps:
             item = _BlockZip(name, _plain(entry), row_major(resolved(entry)))
         else:
             self._settle(storage, tree_pickle.Home(name, start, stop))

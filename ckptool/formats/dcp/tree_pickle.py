@@ -159,7 +159,7 @@ MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's 
 BEGINNING = 16 << 10  # of each tensor
 
 VIEWS = "tensors that share memory as different views"
-STRIDES = "strides of what is divided"
+STRIDES = "strides of what is divided or has gaps"
 LAZY = "conjugate and negative views"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
