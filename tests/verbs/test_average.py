@@ -18,7 +18,7 @@ from ckptool.errors import Conflict, NoMatch, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.errors import refused
-from tests.support.files import load, saved, torch_bytes, weights, written
+from tests.support.files import load, saved, torch_bytes, written
 from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
@@ -270,13 +270,12 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, method: str) -> No
 
 
 def test_names_that_differ_by_a_prefix_alone_are_told_so(tmp_path: Path) -> None:
-    plain, wrapped = (
-        saved(weights("a.w", "b"), tmp_path / "p.pt"),
-        saved(weights("module.a.w", "module.b"), tmp_path / "m.pt"),
-    )
+    def file(*names: str) -> Path:
+        return saved(dict.fromkeys(names, torch.ones(2)), tmp_path / f"{names[-1]}.pt")
+
+    plain, wrapped, other = file("a.w", "b"), file("module.a.w", "module.b"), file("module.a.w", "module.c")
     for files in ([plain, wrapped], [wrapped, plain], [plain, wrapped, plain]):
         with pytest.raises(Conflict) as caught:
             ckptool.average(files, tmp_path / "o.pt")
         assert caught.value.fix == f"Only a prefix differs; take it off: ckptool strip-module {wrapped} -o OUT"
-    other = saved(weights("module.a.w", "module.c"), tmp_path / "c.pt")
     assert "diff" in refused(Conflict, tmp_path, lambda: ckptool.average([plain, other], tmp_path / "o.pt")).fix
