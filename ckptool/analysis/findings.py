@@ -324,8 +324,8 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
         what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
         finding = replace(finding, what=f"{finding.what} {what}.")
-        if not devices and finding.code != "gpu-memory":
-            what += ": the message is of another file, or the code itself asks for the device."
-            advice = "Name the file that the code loads."
-            finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice=advice)
+        meant = (re.findall(r"(?i)\b(?:cuda|mps|xpu|hpu|npu)\b", text) or [""])[0].lower()
+        if finding.code != "gpu-memory" and not any(device.startswith(meant) for device in devices):
+            what += ": the message is of another file, or the code asks for the device. Name the file that it loads."
+            finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice="")
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

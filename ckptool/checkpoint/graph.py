@@ -95,17 +95,16 @@ _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
 def check_depth(root: Any, nbytes: int | None = None) -> None:
     """Raises `LimitExceeded` for trees that are too deep, of too many parts, or with addresses too long in all.
 
-    nbytes: of the file, which bounds the number of containers. Not written with `visit`, as each step carries its
-    depth, and every file goes through it.
+    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for
+    the first time. Not written with `visit`, as each step carries its depth, and every file goes through it.
     """
     most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
     nodes = text = objects = 0
-    # Containers, how deep each is, and how long its address may be.
-    stack: list[tuple[Any, int, int]] = [(root, 0, 0)] if type(root) in _CONTAINERS else []
+    stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
     while stack:
         node, depth, length = stack.pop()
-        if id(node) in seen:
+        if id(node) in seen or type(node) not in _CONTAINERS:
             continue
         seen.add(id(node))
         objects += type(node) is Object
@@ -113,15 +112,32 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
             raise LimitExceeded(f"more than {counted(most, 'container')} in {nbytes:,} bytes")
         if depth > MAX_DEPTH:
             raise LimitExceeded(f"values nested more than {MAX_DEPTH:,} deep")
-        parts = structural_parts(node)
-        names = [len(key) for key in node if type(key) is str] if isinstance(node, dict) else ()
-        nodes += len(parts)
-        text += length * len(parts)
-        if names:
-            text, length = text + sum(names), length + max(names)
-        stack += [(part, depth + 1, length + 8) for part in parts[::-1] if type(part) in _CONTAINERS]
+        below, size, names = _contents(node, depth + 1, length + 8)
+        nodes += size
+        text += length * size + names
+        below.reverse()
+        stack += below
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}")
+
+
+def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
+    """The containers in a node, how many parts it has, and how long their names are."""
+    if isinstance(node, (list, tuple)):
+        return [(part, depth, length) for part in node if type(part) in _CONTAINERS], len(node), 0
+    if not isinstance(node, dict):
+        parts = list(structural_parts(node))
+        return [(part, depth, length) for part in parts if type(part) in _CONTAINERS], len(parts), 0
+    below = [
+        (value, depth, length + len(key) if type(key) is str else length)
+        for key, value in node.items()
+        if type(value) in _CONTAINERS
+    ]
+    if isinstance(node, OrderedDict) and node.attributes is not None:
+        below.append((node.attributes, depth, length))
+    # No address leads there.
+    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
+    return below, len(node), sum([len(key) for key in node if type(key) is str])
 
 
 @contextmanager

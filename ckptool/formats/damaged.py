@@ -198,7 +198,9 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         error = error or problem
     walk = None
     if state is not None and (at := _root(state.records)) and _is_torn(state.records[f"{at}data.pkl"]):
-        state = _Walk(source, source.size).state or state  # the one before an edit of which not all was written
+        before = _Walk(source, source.size).state  # of an edit of which not all was written: what it begins behind
+        headers = [each.header for each in state.records.values() if before is not None and each.header >= before.end]
+        state = before if before is not None and min(headers, default=-1) == before.end else state
     if state is None or _root(state.records) is None:  # a name in the directory may be what is damaged
         walk = _Walk(source, source.size)
         state = walk.state
@@ -259,12 +261,14 @@ def _root(names: Iterable[str]) -> str | None:
 
 
 def _is_torn(pickle: Record) -> bool:
-    """True if its data is not what the directory says."""
-    try:
-        pickle.contents(torch_zip.inflated_limit(pickle.stored))
-    except (Ambiguous, Corrupt):
+    """True if its data is not what the directory says, wherever its header may lead."""
+    if not _agrees(pickle, name_alone=True):
         return True
-    return False
+    pickle.is_confirmed = True  # here alone: what is around its data may be damaged, too
+    try:
+        return pickle.crc not in (0, *checksums([pickle.data]))
+    finally:
+        pickle.is_confirmed = False
 
 
 def _agrees(record: Record, *, name_alone: bool = False) -> bool:

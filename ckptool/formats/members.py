@@ -367,15 +367,15 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
     said = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
-    names = [fields(module).get("path") for module in items(said)]
-    for name, value in fields(said).items():
+    names = [fields(module).get("path") for module in items(said)] if table == "modules.json" else []
+    for name, value in fields(said).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)
     for name in names:
         if name == "" and "config.json" in folder:  # the transformer itself
             yield "model.safetensors", "files" if any(map(_is_weights, folder.names)) else ""
-        elif type(name) is str and (name := name.strip("/")) and "/" not in name and name not in (".", ".."):
-            inside = _names_in(folder, name)
+        elif type(name) is str and (name := name.strip("/")) and "/" not in name:
+            inside = _names_in(folder, name) if name not in (".", "..") else []
             other = "config.json" if "config.json" in inside else "files" if inside else ""
             yield name, "weights" if any(map(_is_weights, inside)) else other
 

@@ -155,13 +155,15 @@ def distributed(value: Any) -> Distributed | None:
         ranks = inside(group, "global_rank"), inside(group, "global_world_size")
         return Distributed(value, False, flags, local, *ranks, is_whole, facts=fields(facts))
     spec, tensor = fields(named.get("_spec")), named.get("_local_tensor")
+    if max(len(items(spec.get(name))) for name in ("placements", "shard_order")) > MAX_DIMENSIONS:
+        return None
     placements = []
     for each in items(spec.get("placements")):
         dim, given = inside(each, "dim"), each.args if isinstance(each, Object) else ()
         kind = each.name.rpartition(".")[2].lstrip("_") if isinstance(each, Object) else ""
         placements.append((kind, given[0] if dim is None and given else dim, fields(each).get("split_factor", 1)))
     pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
-    order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2}
+    order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2 and type(pair[0]) is int}
     same = isinstance(tensor, (TensorEntry, Composite)) and tensor.shape == value.shape
     is_whole = bool(spec) and same and not any(kind.endswith("Partial") for kind, *_ in placements)
     mesh = fields(spec.get("mesh"))

@@ -190,7 +190,9 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
         why = "It may be an error message or another kind of index; it is not an index of shards."
         raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
     is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
-    if not names or not is_table or not isinstance(metadata, dict):
+    if is_table and not names:
+        raise Corrupt(f"{source}: its weight_map names no tensor")
+    if not is_table or not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its weight_map or metadata is not that of an index", "It was damaged.")
     if len(names) > (most := safetensors.MAX_TENSORS):
         raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptool.commands import FILE, arg, command
-from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed
+from ckptool.errors import CkptoolError, NoMatch, UsageError, counted, listed, quoted
 from ckptool.facts import dataclass, field, replace
 from ckptool.names.pattern import Arithmetic, Name, parse_arithmetic, parse_expressions, parse_name, split_names
 
@@ -440,7 +440,7 @@ def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str
         what = f"the rule {rule.text!r}{f' ({rule.place})' if rule.place else ''} matches {matches}"
         old, arrow, new = (part.strip() for part in rule.text.partition("=>"))
         if arrow and any(key.startswith(f"{old}.") for key in keys):
-            raise NoMatch(what, why, f"For all keys below it: '{old}.* => {new}.*'")
+            raise NoMatch(what, why, f"For all keys below it: {quoted(f'{old}.* => {new}.*')}")
         raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
 
 

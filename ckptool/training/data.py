@@ -237,8 +237,9 @@ class Picked(Dataset[Any]):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
         plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
-        if plain and self.collate is stacked:  # one look-up in each column
-            return self.dataset[[index for _, index in places]]
+        columns: Any = getattr(self.dataset, "tensors", ())
+        if plain and self.collate is stacked and all(isinstance(column, torch.Tensor) for column in columns):
+            return list(self.dataset[[index for _, index in places]])  # one look-up in each column
         samples = []
         for _, index in places:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)

@@ -20,7 +20,7 @@ from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
-from ckptool.training.parallel import divided_like, local
+from ckptool.training.parallel import divided_like, is_divided, local
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
@@ -296,11 +296,11 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.model = decay, model
-        copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+        copies: dict[object, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor):
-                place = local(value).data_ptr() or id(value), value.shape
+                place = local(value).data_ptr() or id(value), value.shape, value.stride()
                 self.values[name] = copies.setdefault(place, value.detach().clone())
         learning = {name: p for name, p in model.named_parameters() if name in self.values and p.is_floating_point()}
         self._means = [self.values[name] for name in learning]
@@ -320,9 +320,9 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the weights, and both back afterwards."""
+        """Puts the average in the place of the weights, and both back afterwards; nothing is copied."""
         live = self.model.state_dict(keep_vars=True)
-        pairs = {id(value): (live[name], value) for name, value in self.values.items()}.values()
+        pairs = {id(live[name]): (live[name], value) for name, value in self.values.items()}.values()
         try:
             _swap(pairs)
             yield
@@ -342,7 +342,10 @@ class Average:
 
 
 def _swap(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for one, other in pairs:  # by their values: FSDP2 has views of them
-        before = local(one).detach().clone()
-        local(one).data.copy_(local(other))
-        local(other).copy_(before)
+    for one, other in pairs:
+        if is_divided(one):  # FSDP2 has views of it
+            before = local(one).detach().clone()
+            local(one).data.copy_(local(other))
+            local(other).copy_(before)
+        else:
+            one.data, other.data = other.data, one.data

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ckptool
 from ckptool.errors import Conflict, NotFinite
 from ckptool.training import optim
 from ckptool.training.config import Group, Optim
-from ckptool.training.optim import build_optimizer, load_optimizer
+from ckptool.training.optim import Average, build_optimizer, load_optimizer
 from ckptool.training.parallel import World
 from ckptool.training.start import resume
 from ckptool.training.trainer import Trainer, build, restored
@@ -321,3 +322,18 @@ def test_a_gradient_that_is_not_finite_stops_or_skips_all_of_them(precision: str
         stopping.models["main"].get_parameter("places.weight").register_hook(lambda grad: grad * math.nan)
         with pytest.raises(NotFinite):
             take(stopping, 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (3, 3)])
+def test_the_average_of_weights_that_are_tied_transposed_trades_places_and_back(sizes: tuple[int, int]) -> None:
+    model = nn.Module()
+    model.a, model.b = nn.Linear(*sizes, bias=False), nn.Linear(*sizes[::-1], bias=False)
+    model.b.weight = nn.Parameter(model.a.weight.data.t())
+    model.register_buffer("scale", torch.ones(1).expand(4))
+    average, before = Average(model, 0.5), model.a.weight.detach().clone()
+    with torch.no_grad():
+        model.a.weight.add_(1)
+    average.update()
+    with average.in_place():
+        assert torch.allclose(model.a.weight, before + 0.5) and torch.allclose(model.b.weight, (before + 0.5).t())
+    assert torch.equal(model.a.weight, before + 1) and torch.equal(model.b.weight, (before + 1).t())

@@ -84,7 +84,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         {"data": {"name": toy("data.py:text"), "args": {"length": 8, "samples": 40}, "batch": 8}},
         "task: classify raised RuntimeError.*It does not fit what it was given: check the data, the model and",
     ),
-    ({"data": {"name": toy("data.py:ring")}, **model(args={"classes": 2})}, r"a batch is tuple.*\(inputs, target\)"),
+    ({"data": {"name": toy("data.py:ring")}, **model(args={"classes": 2})}, r"a batch is list.*\(inputs, target\)"),
     ("eval.metric=val_f1", "eval.metric is val_f1, which the task does not give.*val_loss, val_acc"),
     (
         {"stop": {"patience": 2}, "data": {"name": "blobs", "val_fraction": 0}},

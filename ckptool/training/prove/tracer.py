@@ -250,7 +250,7 @@ class Tracer:
         """True for a file of the program itself: of no library, and one that is there (`torch.ops` says `_ops.py`)."""
         packages = ("/site-packages/", "/dist-packages/", "/ckptool/")
         library = not isinstance(file, str) or file.startswith(self.libraries)
-        is_there = not library and (os.path.isabs(file) or os.path.isfile(file))
+        is_there = not library and (os.path.isabs(file) or file.startswith("<") or os.path.isfile(file))
         return is_there and not any(part in file for part in packages)
 
     # Their values ---------------------------------------------------------------------------------------------------
