@@ -445,6 +445,19 @@ def test_a_pipeline_without_zero_keeps_the_optimizer_of_each_stage(tmp_path: Pat
     assert averages == [[0, 0], [1, 1]] and found.metadata["ranks"] == 4
 
 
+def test_settings_of_a_stage_that_are_its_own_stay_so(tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "deepspeed-pipeline" / "checkpoint" / "global_step2", tmp_path / "tag")
+    before = [dict(group) for group in ckptool.open(folder)["optimizer"]["param_groups"]]
+    for file in folder.glob("*_mp_rank_01_optim_states.pt"):
+        place = "optimizer_state_dict/base_optimizer_state/param_groups"
+        for number in range(len(ckptool.open(file)[place])):
+            ckptool.edit(file, set={f"{place}/{number}/weight_decay": 0.75}, in_place=True, keep_unknown=True)
+    groups = [dict(group) for group in ckptool.open(folder)["optimizer"]["param_groups"]]
+    assert {group["weight_decay"] for group in groups} == {0.75, *(group["weight_decay"] for group in before)}
+    names = sorted(name for group in groups for name in group["params"])
+    assert names == sorted(name for group in before for name in group["params"])
+
+
 @looped(
     ("name", "words"),
     [

@@ -184,8 +184,17 @@ def read_tag(folder: Folder) -> Checkpoint:
             weights[name] = tag.joiner.replicated(name, [*earlier, each])
         optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
         optimizer["state"] = more["state"] | optimizer["state"]
-        for group, other in zip(optimizer["param_groups"], more["param_groups"], strict=False):
-            group["params"] = [*dict.fromkeys([*group["params"], *other["params"]])]
+        groups, known = (
+            optimizer["param_groups"],
+            {name for each in optimizer["param_groups"] for name in each["params"]},
+        )
+        for place, other in enumerate(more["param_groups"]):  # of another stage, what has other settings is its own
+            alike = [
+                each for each in (*groups[place : place + 1], *groups) if {**each, "params": other["params"]} == other
+            ]
+            groups += [] if alike else [{**other, "params": []}]
+            group = alike[0] if alike else groups[-1]
+            group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
