@@ -101,9 +101,8 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
 def second_names(tree: Any, names: Collection[Path]) -> list[str]:
     """Of the tensors at these paths, those that are tied to one that is at none of them: `a is tied to b`."""
     every = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if names else []
-    others = {
-        node.view: address(path) for path, node in reversed(every) if path not in names
-    }  # the first that there is
+    # Of several the first.
+    others = {node.view: address(path) for path, node in reversed(every) if path not in names}
     second = [(path, others.get(node.view)) for path, node in every if path in names]
     return [f"{address(path)} is tied to {other}" for path, other in second if other is not None]
 

@@ -171,10 +171,10 @@ def read_source(source: Input) -> Checkpoint:
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
         found = replace(found, part=part, notes=(*found.notes, note))
     if isinstance(source, Folder):
-        real = {} if source.far else {name: led_elsewhere(source.path, name) for name in source.files}
-        if links := [f"{name} → {place}" for name, place in real.items() if place]:
+        if not source.far and (links := led_elsewhere(source.path, source.files)):
             what = counted(len(links), "file is a link that leads", "files are links that lead")
-            note = Note("link-elsewhere", f"{what} out of the folder: {listed(links, 3)}")
+            shown = listed([f"{name} → {place}" for name, place in links.items()], 3)
+            note = Note("link-elsewhere", f"{what} out of the folder: {shown}")
             found = replace(found, notes=(*found.notes, note))
         found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
     return found

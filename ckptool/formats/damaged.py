@@ -380,10 +380,10 @@ class _Walk:
 
     def _learn(self, pickle: Record) -> None:
         """Takes the storages and their sizes from a pickle that its checksum proves."""
-        lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
         self.pickles += 1
         if self.pickles > MOST_PICKLES:
             return
+        lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
         with suppress(CkptoolError):
             data = pickle.contents(torch_zip.inflated_limit(pickle.stored))
             if pickle.crc in (0, zlib.crc32(data)):

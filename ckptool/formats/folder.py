@@ -88,12 +88,13 @@ def names_in(folder: str) -> list[str]:
         return []
 
 
-def led_elsewhere(folder: str, name: str) -> str:
-    """The file that a link in a folder leads to, if it is outside of it, but for the `blobs` of a hub's cache."""
+def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
+    """The files of a folder that are links to files outside of it (but for the `blobs` of a hub's cache), with where
+    each leads."""
     here = os.path.realpath(folder)
     cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
-    real = os.path.realpath(os.path.join(here, name))
-    return "" if real.startswith((here + os.sep, cache + os.sep)) else real
+    real = {name: os.path.realpath(os.path.join(here, name)) for name in names}
+    return {name: place for name, place in real.items() if not place.startswith((here + os.sep, cache + os.sep))}
 
 
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:

@@ -185,7 +185,7 @@ def _companion(place: str, name: str) -> FileRange | str:
     path = os.path.join(place, name)
     if not (os.path.isfile(path) or is_url(place)):
         return "not a file"
-    if led_elsewhere(place, name):
+    if led_elsewhere(place, [name]):
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:

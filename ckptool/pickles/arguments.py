@@ -332,7 +332,7 @@ def same_application(node: Object) -> bool:
 def few_layers(node: Object) -> bool:
     """False for a module of more layers than any has: a recurrent one goes through them when its state is set.
 
-    And for a state that is not attributes by their names: of five values a tensor takes the third for hooks.
+    And for a state that is not attributes by their names, as that of every layer is.
     """
     state = node.state
     if not isinstance(state, dict):

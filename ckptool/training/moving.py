@@ -89,8 +89,7 @@ def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 def random_states() -> dict[str, str]:
     """Library -> digest of the generator that it keeps for all: torch, cuda:0, numpy, python."""
-    version, numbers, *more = random.getstate()
-    found = {"python": digest(array("Q", numbers).tobytes() + repr((version, more)).encode())}
+    found = {"python": digest(_python_bytes(random.getstate()))}
     with suppress(Exception):
         numpy = sys.modules["numpy"].random
         found["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))
@@ -241,7 +240,7 @@ def _generator_state(value: Any) -> bytes | None:
     """The state of a generator; empty for those that everybody shares, and for the system's. None for other objects."""
     if random.Random in type(value).__mro__:
         shared = random.SystemRandom in type(value).__mro__ or value is getattr(random, "_inst", None)
-        return b"" if shared else repr(random.Random.getstate(value)).encode()
+        return b"" if shared else _python_bytes(random.Random.getstate(value))
     if _is(value, "torch", "Generator"):
         torch = sys.modules["torch"]
         shared = any(value is one for one in (torch.default_generator, *torch.cuda.default_generators))
@@ -254,6 +253,12 @@ def _generator_state(value: Any) -> bytes | None:
         shared = value is getattr(sys.modules["numpy"].random.get_state, "__self__", None)
         return b"" if shared else _state_bytes(value.get_state(legacy=False))
     return None
+
+
+def _python_bytes(state: tuple[Any, ...]) -> bytes:
+    """Of `random.getstate()`: 625 numbers, which as a text take ten times as long."""
+    version, numbers, *more = state
+    return array("Q", numbers).tobytes() + repr((version, more)).encode()
 
 
 def _state_bytes(state: Any) -> bytes:

@@ -640,7 +640,7 @@ class Run:
             if unsaved := unsaved_objects(given, told):
                 self._say_once(
                     f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes "
-                    "in them is lost: give generators and what has state_dict() and load_state_dict(), to Run by name"
+                    "in them is lost: give generators, and what has state_dict() and load_state_dict(), to Run by name"
                 )
         if name := self.objects.optimizer_without_its_schedule():
             self._say_once(

@@ -28,7 +28,7 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import selected
 from ckptool.commands import OUT, Command, arg, command
-from ckptool.conventions.state_dicts import without_wrappers
+from ckptool.conventions.state_dicts import bare
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 
@@ -409,10 +409,6 @@ def weights_by_key(keys: Iterable[str], texts: Sequence[str], how: Merge) -> dic
 # State dicts ---------------------------------------------------------------------------------------------------------
 
 
-def _bare(node: Mapping[Any, Any]) -> set[Any]:
-    return {without_wrappers(key) if type(key) is str else key for key in node}
-
-
 def average(
     nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge, by_key: Mapping[str, Sequence[float]]
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
@@ -428,8 +424,9 @@ def average(
     if problems := [line for node, name in others for line in _differences(node, last, name, names[-1])]:
         what = f"the files do not hold the same weights: {listed(problems, 6)}"
         why = "The mean of different models is not a model. Nothing was written."
-        wrapped = [name for node, name in zip(nodes, names, strict=False) if {*node} != {*_bare(node)}]
-        if wrapped and all(_bare(node) == _bare(last) for node in nodes):
+        plain = [{*bare((*node,))} for node in nodes]
+        wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
+        if wrapped and all(keys == plain[-1] for keys in plain):
             raise Conflict(
                 what, why, f"Only a prefix differs; take it off: {command('strip-module', wrapped[0], out=OUT)}"
             )

@@ -184,17 +184,7 @@ def read_tag(folder: Folder) -> Checkpoint:
             weights[name] = tag.joiner.replicated(name, [*earlier, each])
         optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
         optimizer["state"] = more["state"] | optimizer["state"]
-        groups, known = (
-            optimizer["param_groups"],
-            {name for each in optimizer["param_groups"] for name in each["params"]},
-        )
-        for place, other in enumerate(more["param_groups"]):  # of another stage, what has other settings is its own
-            alike = [
-                each for each in (*groups[place : place + 1], *groups) if {**each, "params": other["params"]} == other
-            ]
-            groups += [] if alike else [{**other, "params": []}]
-            group = alike[0] if alike else groups[-1]
-            group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
+        _join_groups(optimizer["param_groups"], more["param_groups"])
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
@@ -214,6 +204,18 @@ def read_tag(folder: Folder) -> Checkpoint:
     if kind > 2 and not any("step" in zero.undivided(share.state(group)) for group in range(len(share.weights))):
         return replace(found, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have the weights twice
     return found
+
+
+def _join_groups(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Adds the parameters of another stage to the groups of the same settings, first that in the same place; what has
+    settings of its own is a group of its own."""
+    known = {name for group in groups for name in group["params"]}
+    for place, other in enumerate(others):
+        candidates = (*groups[place : place + 1], *groups)
+        group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
+        if group is None:
+            groups.append(group := {**other, "params": []})
+        group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
 
 
 def _with_experts(tag: Tag) -> dict[Any, Any]:
