@@ -105,7 +105,7 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
-_ZERO = r"_states\.pt$|^latest|^global_step\d"
+_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.

@@ -257,10 +257,11 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if not container.writes_folder:
+        names = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
+        if any(".lora_A." in key for key in names if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
-            notes += left_adapter(original, changed.tree, path)
+            notes += left_adapter(original, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
