@@ -299,7 +299,7 @@ class Change:
             if isinstance(source, Folder):
                 why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
             raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
-        from ckptool.output.durable import append_in_place, refuse_links
+        from ckptool.output.edits import append_in_place, refuse_links
 
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
