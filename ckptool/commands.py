@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -218,9 +218,8 @@ def option(names: str, text: str, **more: Any) -> Option:
     return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
 
 
-def repeated(names: str, text: str, **more: Any) -> Option:
-    """An option that may be given several times, as its help says."""
-    return option(names, text, several=True, **more)
+repeated = partial(option, several=True)
+"""An option that may be given several times, as its help says."""
 
 
 def argument(metavar: str, text: str, show_default: bool = False, **more: Any) -> Option:

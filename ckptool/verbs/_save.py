@@ -255,10 +255,11 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if not container.writes_folder:
+        keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
+        if any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
-            notes += left_adapter(original, changed.tree, path)
+            notes += left_adapter(original, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
         return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
@@ -496,12 +497,12 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
-    more = len(renamed.names) - len(renamed.examples)
+    names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
         Row("roots", roots, of if len(of) > 1 else []),
-        *(f"{old} → {new}" for old, new in renamed.examples),
-        *([f"… {more:,} more"] if more else []),
+        *names[:3],
+        *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
         notes=notes,
