@@ -181,16 +181,13 @@ class Watched(str):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a verb, or of its view.  kind: its type on the command line."""
+    """A parameter of a verb, or of its view.  kind: its type on the command line.  is_needed: it has to be typed."""
 
     name: str
     kind: Any
     default: Any
     option: Option
-
-    @property
-    def is_needed(self) -> bool:
-        return self.option.needed or (self.default is inspect.Parameter.empty and not self.option.optional)
+    is_needed: bool
 
 
 class Declared(NamedTuple):
@@ -266,7 +263,8 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
                     kind = list[str]
                 elif option.parse:
                     kind = str
-                yield Parameter(name, kind, each.default, option._replace(choices=choices))
+                is_needed = option.needed or (each.default is each.empty and not option.optional)
+                yield Parameter(name, kind, each.default, option._replace(choices=choices), is_needed)
 
 
 def watched(function: Any) -> dict[str, str]:

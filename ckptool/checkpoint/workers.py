@@ -19,7 +19,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptool.checkpoint.jobs import ENDS, Executor, Jobs, deliver_signal_again, signals_held, stop
+from ckptool.checkpoint.jobs import ENDS, Executor, deliver_signal_again, signals_held, stop
+from ckptool.checkpoint.jobs import Jobs as Jobs
 from ckptool.checkpoint.paths import given_urls
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg

@@ -477,7 +477,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
     records, begins = archive.by_offset(), 0
     ends = [*(record.header for record in records[1:]), archive.directory]
     pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
-    if pickles:  # all that is no tensor is read
+    if pickles and archive.source.file.far:  # all that is no tensor is read
         few = (place for place in zip(records, ends, strict=False) if not re.search(_OF_TENSORS, place[0].name))
         archive.source.expect((record.header, end) for record, end in few)
     before = pickles[0].header - END.size if len(pickles) == 1 else -1

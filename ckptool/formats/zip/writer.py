@@ -64,7 +64,7 @@ class ZipLayout:
             if head:
                 from ckptool.formats.checksums import crc_combine  # of few files
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
-        wide = zip64_extra((size, size, self.at))
+        wide = zip64_extra((size, size, self.at)) if max(size, self.at) >= FULL else b""
         padding = -(self.at + LOCAL.size + len(raw) + len(wide) + 4) % self.alignment
         extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         header = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
