@@ -31,7 +31,6 @@ from ckptool.render.lines import Style, error_text
 
 Arguments = Mapping[str, Any]
 REFUSED = "refused"
-WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 INTERRUPTED = 130
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 FIRST_STEPS = """\
@@ -198,7 +197,9 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         if len(chosen) != 1:
             what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
             why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
-            raise UsageError(what, why, declared.one_output or WAYS)
+            ways = "A new file: -o OUT" + "; several into a folder: -d DIR" * ("folder" in typed)
+            ways += "; the file itself: --in-place" * ("in_place" in typed)
+            raise UsageError(what, why, declared.one_output or ways)
         if chosen == ["-o"] and len(every) > 1:
             what = f"{counted(len(every), 'file')} cannot be written to one"
             raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")

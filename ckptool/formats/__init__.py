@@ -437,13 +437,13 @@ def split(file: PathLike) -> tuple[str, str | None]:
     return path, place
 
 
-def refuse_address(verb: str, file: CheckpointLike) -> None:
-    """Raises `UsageError` where a verb that is about whole files was given a part of one, or objects in memory."""
-    if is_in_memory(file):
-        what = f"{verb} looks at files, and was given {shown(file)}"
-        raise UsageError(what, "In memory there is nothing of the kind.", "Name a file.")
+def refuse_address(verb: str, file: CheckpointLike, takes_open: bool = False) -> None:
+    """Raises `UsageError` where a verb that is about whole files was given a part of one, or something without a name.
+    takes_open: open files will do."""
     if not isinstance(file, (str, os.PathLike)):
-        return
+        if takes_open and callable(getattr(file, "read", None)):
+            return
+        raise UsageError(f"{verb} looks at files, and was given {shown(file)}", "", "Name it by its path.")
     path, place = split(file)
     if place is not None and may_exist(path):
         what = f"{shown(file)} is a part of a file, and {verb} takes whole files"

@@ -47,6 +47,7 @@ else:
         __class_getitem__ = staticmethod(lambda options: options)
 
 
+NAMED = ("unbundle", "lora extract", "lora convert")  # in Python nothing but the output is given without its name
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 
 
@@ -150,7 +151,8 @@ SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Where a verb writes, and how.  path: None where none was named.  asked: every option of `SaveInPlace`.
+    """Where a verb writes, and how.  path: None where none was named.  asked: every option that the verb has, of
+    `SaveInPlace`.
     live: nothing is written: something in memory was given, and so is the result."""
 
     verb: str
@@ -186,11 +188,11 @@ class Change:
         Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises."""
         asked, path, source = self.asked, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
-        if (path is None) != bool(asked["in_place"]) and not self.live:
+        if (path is None) != bool(asked.get("in_place")) and not self.live:
             both = f"{self.verb} was given both an output and {arg(in_place=True)}"
             what = f"{self.verb} needs to know where to write" if path is None else both
-            why = "Nothing is written unless you name an output."
-            raise UsageError(what, why, f"A new file: {arg(out=OUT)}; the file itself: {arg(in_place=True)}")
+            why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
+            raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in asked else ''}")
         if asked["verify"] and not asked["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
@@ -209,7 +211,7 @@ class Change:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
             fix = f"To replace it: {arg(overwrite=True)}"
-            if source is not None and not is_url(path):
+            if source is not None and not is_url(path) and "in_place" in asked:
                 fix += f"; to change the file itself: {arg(in_place=True)}"
             raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
@@ -239,7 +241,7 @@ class Change:
                 before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
-            notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+            notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
             if beside is not None and changed.origin is None:  # with the names that the configuration's library seeks
                 from ckptool.formats.sharded import divided
 
@@ -280,7 +282,7 @@ class Change:
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
         left = [note for note in original.notes if note.code in codes]
         has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.asked["in_place"]:
+        if has_others and how != "nothing" and not self.asked.get("in_place"):
             from ckptool.formats.members import left_beside
 
             left += left_beside(original)
@@ -310,7 +312,7 @@ class Change:
             notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
             return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
         _refuse_repeated(original)
-        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
         plan = container.append(changed, keep_unknown=keep_unknown)
         if plan is None:
             plan = container.write(changed, keep_unknown=keep_unknown)
@@ -421,16 +423,15 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
-    if memory and is_word and options.get("container") is None and verb != "unbundle":
+    if memory and is_word and options.get("container") is None and verb not in NAMED:
         why = "That is where the output is named, and this is the suffix of no container. An option has a name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
-    if path is not None and not isinstance(path, (str, os.PathLike)):
+    if (path is None and verb == "save") or (path is not None and not isinstance(path, (str, os.PathLike))):
         what = f"{verb} was given {type(path).__name__} in the place of its output's path"
-        fix = f"For example: {arg(out='new.pt')}"
-        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
+        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: 'm.pt'"
         raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
-    asked: Any = dict.fromkeys(SaveInPlace.__annotations__) | options
+    asked: Any = dict.fromkeys(known) | options
     return Change(verb, None if path is None else named_urls(os.fspath(path)), asked, memory and path is None)
 
 

@@ -94,9 +94,6 @@ def convert(
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
-    if out is None and not formats.is_in_memory(file):
-        fix = f"For example: {arg(out='model.safetensors')}"
-        raise UsageError("convert needs an output", "It writes a new file.", fix)
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)

@@ -135,7 +135,7 @@ def recover(
     safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
-    refuse_address("recover", file)
+    refuse_address("recover", file, takes_open=True)
     source, _ = open_source(file)
     if out is None:
         why = "It writes a new file, and leaves the damaged one as it is."
@@ -161,8 +161,8 @@ def recover(
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
-        with no_collection():
-            plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
+        with no_collection():  # without its source: no other verb takes that, to drop what would run
+            plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
     there = other.source if other is not None else None
     notes: tuple[Note, ...] = ()
     if not dry_run:

@@ -17,6 +17,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import PathLike, bundle_json, marks, open_whole
+from ckptool.pickles.calls import refuse_unknown
 from ckptool.transforms import bundles
 from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_written, refuse_extras
@@ -72,6 +73,7 @@ def unbundle(
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {file: replace(part_of, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
         keep_unknown = bool(change.asked["keep_unknown"])
+        refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # where it is here
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
