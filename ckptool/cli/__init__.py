@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from ckptool import commands
 from ckptool.checkpoint import progress
 from ckptool.checkpoint.files import while_open
+from ckptool.checkpoint.jobs import deliver_signal_again, stop
 from ckptool.checkpoint.paths import may_exist, named_urls
-from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli import output
 from ckptool.cli.output import FORM, Answer, LostAnswer, answer_of, in_words, say, style_of, tell
 from ckptool.cli.parser import HELP_FLAGS, parse, program_help, typed_parameters, verb_help, writes

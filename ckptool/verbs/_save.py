@@ -218,8 +218,8 @@ class Change:
                 fix += f"; to change the file itself: {arg(in_place=True)}"
             raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
-        was_asked = bool(asked["container"])
-        formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)
+        was = changed.container, str(changed.source or "")
+        formats.refuse_name(path, container, *was, asked=bool(asked["container"]))
         # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
         stays = container.name == original.container or (
             asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
@@ -260,10 +260,11 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if not container.writes_folder:
+        keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
+        if any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
-            notes += left_adapter(original, changed.tree, path)
+            notes += left_adapter(original, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
@@ -291,8 +292,8 @@ class Change:
 
             left += left_beside(original)
         of = self.verb, original.source.path if original.source else "", path, container
-        report = Written(*of, how, added, nbytes, dry_run=dry_run, verified=verified)
-        return replace(report, details=tuple(details), notes=notes, left=tuple(left))
+        more = tuple(details), notes, dry_run, verified
+        return Written(*of, how, added, nbytes, "", {}, *more, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
@@ -305,7 +306,7 @@ class Change:
             if isinstance(source, Folder):
                 why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
             raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
-        from ckptool.output.durable import append_in_place, refuse_links
+        from ckptool.output.edits import append_in_place, refuse_links
 
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
@@ -352,25 +353,23 @@ class Change:
         A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
         in a folder of that name, if not those of a checkpoint."""
         asked, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
+        check: Callable[..., Any] = check_target
+        write: Callable[..., tuple[Note, ...]] = replace_file
         options: Any = {"overwrite": bool(asked["overwrite"])}
         if asked["make_folder"] and not may_exist(folder or "."):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)
         if not is_file:
-            known = _files_at(target) if replaceable is None else replaceable
-            options["replaceable"] = {*known, *plan.files}
+            from ckptool.output import folders
+
+            check, write = folders.check_folder, folders.replace_folder
+            options["replaceable"] = {*(_files_at(target) if replaceable is None else replaceable), *plan.files}
         if asked["dry_run"]:
-            from ckptool.output.folders import check_folder
-
-            (check_target if is_file else check_folder)(target, **options)
+            check(target, **options)
             return ()
-        options |= {"inputs": inputs, "progress": asked["progress"], "verify": verify if asked["verify"] else None}
-        if is_file:
-            return replace_file(plan, target, **options)
-        from ckptool.output.folders import replace_folder
-
-        return replace_folder(plan, target, **options)
+        proof = verify if asked["verify"] else None
+        return write(plan, target, inputs=inputs, progress=asked["progress"], verify=proof, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,12 +501,12 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
-    more = len(renamed.names) - len(renamed.examples)
+    names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
         Row("roots", roots, of if len(of) > 1 else []),
-        *(f"{old} → {new}" for old, new in renamed.examples),
-        *([f"… {more:,} more"] if more else []),
+        *names[:3],
+        *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
         notes=notes,

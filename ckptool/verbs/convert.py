@@ -19,10 +19,6 @@ from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, 
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
-from ckptool.formats.model_folder import model_folder
-from ckptool.formats.sharded import divided
-from ckptool.formats.whole_tree import pack
-from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
@@ -141,6 +137,8 @@ def convert(
         if only or exclude:
             what = f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out"
             raise UsageError(what, "", f"Drop entries first: {command('edit', opened.path, drop=ADDRESS, out=OUT)}")
+        from ckptool.formats.whole_tree import pack
+
         # What is beside cannot go along: writing it says so.
         changed, expected = replace(pack(taken), extras=taken.extras), taken
         summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
@@ -151,6 +149,9 @@ def convert(
     behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
     beside = None
     if container.tensors_only and container.writes_folder:
+        from ckptool.formats.model_folder import model_folder
+        from ckptool.formats.sharded import divided
+
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
         changed = divided(changed, shard_size, beside.stem)
         names = [name for name in changed.tree if type(name) is str]
@@ -220,7 +221,9 @@ def _only(name: str, change: Change, option: Command) -> Change:
 
 def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
     """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
-    plain = plain_values(part)
+    from ckptool.pickles.weights_only import weights_only
+
+    plain = weights_only(part)
     if plain.checkpoint.tree is None and part.tree is not None:
         what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
         raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")

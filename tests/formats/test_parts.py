@@ -247,6 +247,7 @@ def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: 
     found = run("scan", str(tmp_path), "--latest-good", "-q")
     assert (found.code, found.out) == (1, "")
     saved_below(random_weights("fc.weight"), tmp_path / "model.pt")
+    saved_below({"_snapshot": {}}, tmp_path / "data.pt")  # of a data loader; newer
     assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
 
 

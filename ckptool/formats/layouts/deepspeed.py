@@ -83,7 +83,8 @@ def tag_of(folder: Folder) -> str | None:
 
 def _tags(folder: Folder) -> tuple[list[str], str, str]:
     """The tags in a folder; the file that names one of them (`latest`), and what it says. Without it the only one."""
-    tags = [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+    named = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
+    tags = [name for name in named if _is_tag(folder, name)]
     for latest in (each for each in LATEST if each in folder):
         text = read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG)
         name = text.decode(errors="replace").strip()
@@ -147,14 +148,13 @@ class Tag:
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
         ranked = [found for name in folder.names if (found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-        self.stages = {
-            int(number): StageFiles(self.joiner) for number in sorted({found["mp"] for found in ranked}, key=int)
-        }
+        files: dict[int, tuple[dict[int, str], dict[int, str]]]  # of the model, of the optimizer, by rank
+        files = {number: ({}, {}) for number in sorted({int(found["mp"]) for found in ranked})}
         for found in ranked:
-            stage, rank, name = self.stages[int(found["mp"])], int(found["rank"] or 0), found[0]
-            files = stage.models if found.re is _MODEL else stage.optimizers
-            if files.setdefault(rank, name) != name:
-                raise mixed(folder, files[rank], name, "both are of one rank")
+            of_ranks, name = files[int(found["mp"])][found.re is _OPTIMIZER], found[0]
+            if (other := of_ranks.setdefault(int(found["rank"] or 0), name)) != name:
+                raise mixed(folder, other, name, "both are of one rank")
+        self.stages = {number: StageFiles(self.joiner, *each) for number, each in files.items()}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
         self.first = self.stages[0]
@@ -201,7 +201,7 @@ def read_tag(folder: Folder) -> Checkpoint:
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
     found = _checkpoint(tag, own, weights, optimizer, share.rest, kind, world, share.engine + engine)
-    if kind > 2 and not any("step" in zero.undivided(share.state(group)) for group in range(len(share.weights))):
+    if kind > 2 and not any("step" in zero.undivided(share.states.get(group)) for group in range(len(share.weights))):
         return replace(found, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have the weights twice
     return found
 
@@ -309,31 +309,17 @@ def _checkpoint(
     ranks: int,
     engine: str,
 ) -> Checkpoint:
-    """What the first rank saved, with the whole model and the optimizer by name in their places.
+    """What the first rank saved, with the whole model (trained, frozen and tied parameters, buffers, in the order in
+    which it was saved) and the optimizer by name in their places.
 
     own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
     """
-    first = tag.first.states
-    more: dict[str, Any] = {"module": _module_of(tag, own, trained, stage, ranks)}
-    more |= {} if optimizer is None else {"optimizer": optimizer}
-    more |= {ZERO: rest} if rest else {}
-    more |= {name: tag.joiner.open(name).tree for name in tag.others}
-    tree = {key: value for key, value in first.items() if key != "frozen_param_fragments"} | more
-    version = first.get("ds_version")
-    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
-    return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
-
-
-def _module_of(
-    tag: Tag, own: dict[Any, Any], trained: dict[str, TensorEntry], stage: int, world: int
-) -> dict[Any, Any]:
-    """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved."""
     first, states = tag.first, tag.first.states
     frozen = {n: s for each in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in each.items()}
     values: dict[str, Any] = dict(trained)
     fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
     if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
-        complete(tag.folder, first.models, world, first.file)
+        complete(tag.folder, first.models, ranks, first.file)
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
         each = first.model(file) if facts else states
         about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
@@ -368,12 +354,19 @@ def _module_of(
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
     module = same_kind(own, {**own, **values})
     empty = [n for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,)]
-    empty = [str(name) for name in empty if name not in frozen and name not in buffers]
+    empty = [str(name) for name in empty if name not in {*frozen, *buffers, *trained}]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
         why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
         raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
-    return module
+    more: dict[str, Any] = {"module": module}
+    more |= {} if optimizer is None else {"optimizer": optimizer}
+    more |= {ZERO: rest} if rest else {}
+    more |= {name: tag.joiner.open(name).tree for name in tag.others}
+    tree = {key: value for key, value in states.items() if key != "frozen_param_fragments"} | more
+    version = states.get("ds_version")
+    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
+    return tag.joiner.checkpoint(NAME, tree, engine, ranks, states.get("global_steps"))
 
 
 # A universal folder --------------------------------------------------------------------------------------------------
