@@ -1,5 +1,5 @@
-"""`diff`: what is compared with what, aspect by aspect, on what evidence the rest is the same; values, exact where numbers
-are."""
+"""`diff`: what is compared with what, aspect by aspect, on what evidence the rest is the same; values, exact where
+numbers are."""
 
 from __future__ import annotations
 
