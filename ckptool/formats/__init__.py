@@ -399,9 +399,12 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    source = checkpoint.source
-    first = next(iter(source.files), "").partition("/")[0] if isinstance(source, Folder) else ""
-    member = source.path if isinstance(source, Source) else os.path.join(found.whole, first)
+    source, member = checkpoint.source, found.whole
+    if isinstance(source, Source):
+        member = source.path
+    elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
+        inside = os.path.relpath(os.path.join(source.path, first), found.whole)
+        member = os.path.join(found.whole, inside.partition(os.sep)[0])
     fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
     if found.join:
         how = found.join if isinstance(found.join, Command) else Command(found.join)

@@ -344,9 +344,11 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     # What the others belong to, first.
     there = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    if "optimizer.pt" in names and "training_args.bin" in names and STATE not in names:
+    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
+    saved = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
+    if saved and "training_args.bin" in names and STATE not in names:
         missing.append(STATE)
-    elif "optimizer.bin" in names and not accelerates:
+    elif "optimizer.bin" in saved and not (accelerates or is_trainers):
         missing.append("random_states_0.pkl")
     if beside:
         known = sets or modules or any(name.startswith(_TRAINING) for name in names)
@@ -355,7 +357,7 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
         if not (models or weights or any(name.startswith(_WITH_WEIGHTS) for name in there)):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
     kind, engine = "a training checkpoint in several files", "accelerate" if accelerates else ""
-    if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
+    if is_trainers:
         kind, engine = "a checkpoint of transformers' Trainer", "transformers"
     elif modules:
         kind, engine = "a model of sentence-transformers", "sentence-transformers"

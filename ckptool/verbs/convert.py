@@ -12,7 +12,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.nodes import Object, fields, same_kind
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
@@ -94,7 +94,10 @@ def convert(
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
-    opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    if rules_file is None and (against is None or optimizer_as is not None):
+        opened = open_whole(file, at, part=part)
+    else:
+        opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
         opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
@@ -123,7 +126,7 @@ def convert(
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
         rows += lines
-    expected = None
+    expected = beside = None
     if ties == "copy" and (all or not container.tensors_only):
         raise UsageError(f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays.")
     if not container.tensors_only:
@@ -147,7 +150,6 @@ def convert(
         copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
     behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
-    beside = None
     if container.tensors_only and container.writes_folder:
         from ckptool.formats.model_folder import model_folder
         from ckptool.formats.sharded import divided
@@ -156,8 +158,7 @@ def convert(
         changed = divided(changed, shard_size, beside.stem)
         names = [name for name in changed.tree if type(name) is str]
         prefix = next(filter(None, map(wrappers, names)), "")
-        whole = opened.checkpoint.tree
-        lightning = isinstance(whole, dict) and "pytorch-lightning_version" in whole
+        lightning = "pytorch-lightning_version" in fields(opened.checkpoint.tree)
         if lightning and not prefix and len({name.split(".")[0] for name in names}) == 1:
             prefix = f"{names[0].split('.')[0]}."
         if prefix and beside.library:  # which would not find its weights

@@ -102,16 +102,9 @@ def _has_states(names: Iterable[str]) -> bool:
     return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
 
 
-def read(source: Folder) -> Checkpoint:
-    """The checkpoint of a tag's folder, or of the tag that `latest` names in the folder above.
-
-    Reads the tables of every rank's files, no tensor data. Raises `Corrupt` for ranks that are missing, and for a
-    `latest` that leads elsewhere; `Ambiguous` for several tags without it; `Conflict` for files of several steps,
-    stages or world sizes; `Unsupported` for tensor parallelism and what else is not joined; what opening a rank's file
-    raises.
-    """
-    if _has_states(source.names):
-        return read_tag(source)
+def _of_run(source: Folder) -> Checkpoint:
+    """The checkpoint of the tag that `latest` names in this folder. Raises `Corrupt` where it leads elsewhere,
+    `Ambiguous` for several tags without it."""
     tags, latest, name = _tags(source)
     advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
     if not latest and not name:
@@ -125,7 +118,7 @@ def read(source: Folder) -> Checkpoint:
         what = f"{path} names {name[:200]!r}, which is no folder beside it"
         why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
         raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', source.path)}")
-    found = read_tag(tag := Folder(os.path.join(source.path, name)))
+    found = read(tag := Folder(os.path.join(source.path, name)))
     source.adopt(name, tag)
     notes = found.notes
     if others := [each for each in tags if each != name]:
@@ -160,8 +153,15 @@ class Tag:
         self.first = self.stages[0]
 
 
-def read_tag(folder: Folder) -> Checkpoint:
-    """The checkpoint of a tag's folder of any kind; see `read`."""
+def read(folder: Folder) -> Checkpoint:
+    """The checkpoint of a tag's folder, or of the tag that `latest` names in the folder above.
+
+    Reads the tables of every rank's files, no tensor data. Raises `Corrupt` for ranks that are missing, `Conflict` for
+    files of several steps, stages or world sizes, `Unsupported` for tensor parallelism and what else is not joined,
+    what opening a rank's file raises; see `_of_run`.
+    """
+    if not _has_states(folder.names):
+        return _of_run(folder)
     tag = Tag(folder)
     if UNIVERSAL in folder:
         return _universal(tag)
@@ -184,7 +184,15 @@ def read_tag(folder: Folder) -> Checkpoint:
             weights[name] = tag.joiner.replicated(name, [*earlier, each])
         optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
         optimizer["state"] = more["state"] | optimizer["state"]
-        _join_groups(optimizer["param_groups"], more["param_groups"])
+        # Parameters go to the group of the same settings, first that in the same place; those of others are added.
+        groups = optimizer["param_groups"]
+        known = {name for group in groups for name in group["params"]}
+        for place, other in enumerate(more["param_groups"]):
+            candidates = (*groups[place : place + 1], *groups)
+            group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
+            if group is None:
+                groups.append(group := {**other, "params": []})
+            group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
@@ -206,18 +214,6 @@ def read_tag(folder: Folder) -> Checkpoint:
     return found
 
 
-def _join_groups(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    """Adds the parameters of another stage to the groups of the same settings, first that in the same place; what has
-    settings of its own is a group of its own."""
-    known = {name for group in groups for name in group["params"]}
-    for place, other in enumerate(others):
-        candidates = (*groups[place : place + 1], *groups)
-        group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
-        if group is None:
-            groups.append(group := {**other, "params": []})
-        group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
-
-
 def _with_experts(tag: Tag) -> dict[Any, Any]:
     """The model's own weights, with those of experts, each of which is in a file of its own."""
     states = tag.first.states
@@ -226,7 +222,7 @@ def _with_experts(tag: Tag) -> dict[Any, Any]:
         if type(count) is int and len(there) < count:
             what = f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there"
             raise lacks(tag.folder, what)
-    if states.get("module") is None:
+    if not isinstance(states.get("module"), dict):
         raise damaged(tag.folder, f"{tag.first.file} has no `module` with the weights of a model in it")
     own: dict[Any, Any] = dict(states["module"])
     experts: set[Any] = set()
@@ -321,7 +317,7 @@ def _checkpoint(
     if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
         complete(tag.folder, first.models, ranks, first.file)
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
-        each = first.model(file) if facts else states
+        each = fields(tag.joiner.open(file).tree) if facts else states
         about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
         about["list of parameters"] = first.shapes_in(each, file)
         facts = facts or about
