@@ -184,20 +184,22 @@ class Source:
 
     def part(self, offset: int, length: int) -> Part:
         """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
-        self._check(offset, length)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise self.past_end(offset, length)
         return Part(self, offset, length)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Says which ranges will be read soon: from another machine they come with few requests."""
 
-    def _check(self, offset: int, length: int) -> None:
-        if length < 0 or offset < 0 or offset + length > self.size:
-            what = f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected"
-            raise Truncated(what, "The file was cut off, or its own tables are wrong.")
+    def past_end(self, offset: int, length: int) -> Truncated:
+        """The error for bytes that are not there."""
+        what = f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected"
+        return Truncated(what, "The file was cut off, or its own tables are wrong.")
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
-        self._check(offset, length)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise self.past_end(offset, length)
         try:
             data = os.pread(self.descriptor(), length, self.begin + offset)
         except OSError as error:
@@ -519,17 +521,16 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 def unchanged(*inputs: Input | None) -> Iterator[None]:
     """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
 
-    def check() -> None:
-        for source in inputs:
-            if source is not None:
-                source.check_unchanged()
-
+    failed = None
     try:
         yield
-    except CkptoolError:
-        check()
-        raise
-    check()
+    except CkptoolError as error:
+        failed = error
+    for source in inputs:
+        if source is not None:
+            source.check_unchanged()
+    if failed is not None:
+        raise failed
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

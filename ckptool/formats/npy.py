@@ -18,7 +18,7 @@ from numpy.lib.format import descr_to_dtype
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, Note, TensorEntry
 from ckptool.checkpoint.arrays import resolved
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import ArrayType, LongValue, array_type, code_of, over_bytes
 from ckptool.checkpoint.strided import subrange
@@ -27,10 +27,6 @@ from ckptool.formats.checksums import crc_combine
 from ckptool.pickles.plain import summary
 
 NAME = "npy"
-
-
-def detect(head: bytes, source: Input) -> bool:
-    return head.startswith(MAGIC)
 
 
 def read(source: Source) -> Checkpoint:
