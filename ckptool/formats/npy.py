@@ -21,7 +21,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import ArrayType, LongValue, array_type, code_of, over_bytes
-from ckptool.checkpoint.strided import subrange
+from ckptool.checkpoint.strided import numpy_bytes, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
 from ckptool.pickles.plain import summary
@@ -135,6 +135,8 @@ def _header_of(raw: bytes) -> ArrayHeader:
     except (ValueError, SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
         what = f"a numpy array of the type {repr(descr)[:60]}"
         raise Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.") from None
+    if numpy_bytes(shape, kind.itemsize) >= 1 << 63:
+        raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", "numpy has no room for so many elements.")
     return ArrayHeader(kind, None if kind.hasobject else array_type(_type_node(kind)), fortran, shape, raw)
 
 
@@ -166,7 +168,7 @@ def spelled(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
     stays one: numpy has a word for that.
     """
     code = code_of(entry.dtype)
-    if code is None:
+    if code is None or numpy_bytes(entry.shape, entry.dtype.itemsize) >= 1 << 63:
         return None
     entry = resolved(entry)
     turned = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
