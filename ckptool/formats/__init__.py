@@ -107,7 +107,7 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
-_ZERO = r"_states\.pt$|^latest|^global_step\d"
+_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
@@ -399,9 +399,12 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    source = checkpoint.source
-    first = next(iter(source.files), "").partition("/")[0] if isinstance(source, Folder) else ""
-    member = source.path if isinstance(source, Source) else os.path.join(found.whole, first)
+    source, member = checkpoint.source, found.whole
+    if isinstance(source, Source):
+        member = source.path
+    elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
+        inside = os.path.relpath(os.path.join(source.path, first), found.whole)
+        member = os.path.join(found.whole, inside.partition(os.sep)[0])
     fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
     if found.join:
         how = found.join if isinstance(found.join, Command) else Command(found.join)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable
-from functools import cached_property
 from itertools import islice
 from math import isfinite, prod
 from typing import Any
@@ -43,12 +42,8 @@ class NamePattern:
     def __init__(self, mark: str, pattern: str) -> None:
         self.mark, self.pattern = mark, pattern
 
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
     def fullmatch(self, name: str) -> re.Match[str] | None:
-        return self.compiled.fullmatch(name) if self.mark in name else None
+        return re.fullmatch(self.pattern, name) if self.mark in name else None
 
 
 # Of shards, and the index that says which tensor is in which.

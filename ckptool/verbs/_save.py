@@ -75,7 +75,8 @@ class Written(Report):
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
     made: what the verb gives in place of this report, where nothing was to be written; rows: what it did then, whose
-    lines may read values.  left: notes on what of the original is not in the output."""
+    lines may read values.  left: notes on what of the original is not in the output.  replaced: it took the place of
+    what was there."""
 
     is_written: ClassVar[bool] = True
 
@@ -95,14 +96,14 @@ class Written(Report):
     made: Annotated[tuple[Any, ...], LIVE] = ()
     rows: Annotated[tuple[Any, ...], LIVE] = ()
     left: Annotated[tuple[Note, ...], LIVE] = ()
+    replaced: Annotated[bool, LIVE] = False
 
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
         """The same with what the verb did, in rows, lines and facts."""
         if self.made:
             return replace(self, summary=summary, rows=rows, facts=facts)
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
-        lines = lines_of(rows)
-        details, notes = (*map(escaped, lines), *self.details), (*notes, *self.left, *self.notes)
+        details, notes = (*map(escaped, lines_of(rows)), *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())
 
     def told(self) -> Told:
@@ -113,6 +114,7 @@ class Written(Report):
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
         is_odd = self.output and how in ("new file", "copy") and (suffix is None or suffix.name != self.container)
+        how = f"{how.removeprefix('new ')} replaced" if self.replaced and how != "copy" else how
         words = [self.container if is_odd else "", size(self.file_bytes), how, "verified" if self.verified else ""]
         facts = ", ".join(filter(None, words))
         where = f"written to {self.output}" if self.output else "returned"
@@ -207,6 +209,7 @@ class Change:
             return replace(written, made=(made,))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
+        replaced = may_exist(path) and not is_url(path)
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
@@ -264,7 +267,8 @@ class Change:
             notes += left_adapter(original, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
-        return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
+        written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
+        return replace(written, replaced=replaced)
 
     def written(
         self,
@@ -319,7 +323,8 @@ class Change:
             plan = container.write(changed, keep_unknown=keep_unknown)
             own = replace(self, asked={**asked, "overwrite": True})
             notes += own.put(plan, source.path, inputs, partial(check_written, changed))
-            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
+            written = self.written(original, source.path, container.name, "new file", *2 * (plan.nbytes,), notes)
+            return replace(written, replaced=True)
         if not asked["dry_run"]:
             if not os.access(source.path, os.W_OK):
                 what = f"cannot change {source}: no permission to write to it"

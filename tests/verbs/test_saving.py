@@ -73,7 +73,8 @@ def test_an_output_that_exists_is_refused(verb: str, file: Path, tmp_path: Path)
     out = written(b"precious", tmp_path / "out.pt")
     for dry_run in (False, True):
         refused("output-exists", tmp_path, lambda dry_run=dry_run: VERBS[verb](file, out, dry_run=dry_run))
-    assert VERBS[verb](file, out, overwrite=True).how == "new file" and len(contents(tmp_path)) == 2
+    done = VERBS[verb](file, out, overwrite=True)
+    assert done.how == "new file" and "file replaced)" in str(done) and len(contents(tmp_path)) == 2
 
 
 @each
