@@ -121,7 +121,7 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
             here = float(shifted.mean())
             numpy.subtract(shifted, here, out=shifted)
             apart, share = here - mean, len(finite) / (count + len(finite))
-            squares += dot(shifted, shifted) + apart * apart * count * share
+            squares += dot(shifted, shifted) + count * share * apart * apart
             mean += apart * share
             count += len(finite)
         if sketch is not None:

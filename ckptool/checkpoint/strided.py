@@ -114,15 +114,21 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
     if check:
         verify(entry)
     try:
-        array = numpy.empty(entry.numel, entry.dtype.to_numpy())
+        array = numpy.empty(entry.shape, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
-        what = f"{entry!r} needs {entry.nbytes:,} bytes of memory"
+        nbytes = numpy_bytes(entry.shape, entry.dtype.itemsize)
+        what = f"{entry!r} needs {nbytes:,} bytes of memory"
         raise LimitExceeded(what, "More than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
-    raw = array.view(numpy.uint8)
+    raw = array.reshape(-1).view(numpy.uint8)
     fill(row_major(entry), 0, raw.data)
     check_files(entry)
     resolve(raw, entry.dtype, entry.flags)
-    return array.reshape(entry.shape)
+    return array
+
+
+def numpy_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """The bytes of an array as numpy counts them, which must fit into 63 bits: a dimension of 0 does not count."""
+    return prod(size or 1 for size in shape) * itemsize
 
 
 def corners(entry: TensorEntry, *, check: bool = True) -> Any:

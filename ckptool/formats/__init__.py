@@ -413,13 +413,12 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
     return OnlyAPart(what, found.sentence(), fix)
 
 
-def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:
-    """Opens a file for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
+def to_be_changed(opened: Opened) -> Opened:
+    """The same, for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
     are not joined.
     """
-    opened = open_file(file, at)
     found = opened.checkpoint.part
     if found is not None and found.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
         raise _of_members(opened.checkpoint, found, command("convert", opened.path, part=True, out=OUT_PT))

@@ -40,7 +40,17 @@ def append_in_place(
         raise file_problem(error, path, "change") from error
     try:
         with write_problems(path):
-            _own(fd, source)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what, why = f"{source} is being edited by another process", "Two edits at once would lose one of them."
+                raise Conflict(what, why, "Try again when it is done.") from None
+            except OSError as error:
+                what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock two edits could mix."
+                raise FileProblem(what, why, f"Write a new file with {arg('out')}.") from error
+            source.check_unchanged()
+            if not source.is_of(os.fstat(fd)):
+                raise source.changed()
             check_space(plan.nbytes + len(plan.guard), path)
             try:
                 os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
@@ -55,22 +65,19 @@ def append_in_place(
                 if verify is not None:
                     verify(path)
             except BaseException as error:
-                _take_back(fd, plan, path, error)
+                try:
+                    os.ftruncate(fd, plan.keep)
+                    os.fsync(fd)
+                except OSError as second:
+                    how = os.strerror(second.errno or 0)
+                    what = f"the edit of {path} was interrupted, and could not be undone: {how}"
+                    why = "Whoever reads the file finds its old state or the new one, whole; "
+                    why += "a rest of the other may be behind it."
+                    fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
+                    raise FileProblem(what, why, fix) from error
                 raise
     finally:
         close(fd)
-
-
-def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
-    """Cuts the file back to its old state, and says so in other words where even that fails."""
-    try:
-        os.ftruncate(fd, plan.keep)
-        os.fsync(fd)
-    except OSError as second:
-        what = f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}"
-        why = "Whoever reads the file finds its old state or the new one, whole; a rest of the other may be behind it."
-        fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
-        raise FileProblem(what, why, fix) from error
 
 
 def refuse_links(path: str) -> None:
@@ -86,17 +93,3 @@ def refuse_links(path: str) -> None:
     if names > 1:
         what = f"{path} is one of {names} names (hard links) of the same file"
         raise Conflict(what, "Changing it in place would change all of them.", f"Write a new file with {arg('out')}.")
-
-
-def _own(fd: int, source: Source) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        what = f"{source} is being edited by another process"
-        raise Conflict(what, "Two edits at once would lose one of them.", "Try again when it is done.") from None
-    except OSError as error:
-        what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock two edits could mix."
-        raise FileProblem(what, why, f"Write a new file with {arg('out')}.") from error
-    source.check_unchanged()
-    if not source.is_of(os.fstat(fd)):
-        raise source.changed()

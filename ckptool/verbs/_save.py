@@ -25,7 +25,7 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, in
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
-from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
+from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_file, to_be_changed
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, replace_file
@@ -461,13 +461,13 @@ def begin_change(
     out: PathLike | None,
     at: str | None,
     options: SavePart,
-    opening: Callable[[CheckpointLike, str | None], Opened] = open_to_change,
+    opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
 ) -> FileChange:
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
     given: Any = {**options}
     extract = bool(given.pop("extract", False))
     change = change_of(verb, out, given, file, in_place=True)
-    opened = opening(file, at)
+    opened = to_be_changed(open_file(file, at)) if opening is None else opening(file, at)
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"
