@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, source_of, unchanged, while_open
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged, while_open
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
@@ -356,6 +356,8 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     Raises `UsageError` for what is in memory.
     """
     if not isinstance(file, (str, os.PathLike)):
+        from ckptool.formats.in_memory import source_of
+
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place

@@ -366,7 +366,7 @@ class Run:
 
     def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """A loop over steps is one over epochs whose bodies have nothing else. epoch: gives the data of one."""
-        for _ in self._epochs("run.steps" if "steps" in asked else "run.batches", asked):
+        for _ in self._epochs("run.steps" if self.position.loader is None else "run.batches", asked):
             yield from self._one_epoch(epoch(), asked)
 
     def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
@@ -407,7 +407,13 @@ class Run:
                     if wanted or (stop and not self._is_over(asked)):
                         self._at_point(self._point(), stop=stop and not self._is_over(asked))
             except GeneratorExit:
-                if left_by_break(loop) and not self._closed:
+                by_break = False if self._closed else left_by_break(loop)
+                if by_break is None and self._saver.step != self.step:
+                    self.say(
+                        f"step {self.step:,} was not saved: what is around {name} ended the loop, or failed; leave it "
+                        "by `break`, or put it inside: run.batches(lambda: islice(loader, 100))"
+                    )
+                if by_break:
                     if is_nested:
                         self.position.next_epoch(self.step)
                     try:

@@ -57,18 +57,7 @@ class Looks:
     def notes(self, run: Run, first: bool) -> Iterator[str]:
         """What there is to say at a save. first: of the run."""
         objects, generators, loader = run.objects, run._generators(), run.position.loader
-        given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
-        unscheduled = objects.optimizer_without_its_schedule()
-        unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
-        self.saves += 1
-        if first and unsaved:
-            names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
-            yield (
-                f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
-                "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
-                "run.batches(loader)"
-            )
-        if unscheduled:
+        if unscheduled := objects.optimizer_without_its_schedule():
             yield (
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
@@ -78,8 +67,18 @@ class Looks:
                 f"{printable(grown)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
                 "cannot load its state; give it all of them before, and set requires_grad or lr later"
             )
+        self.saves += 1
         if self.saves & (self.saves - 1):
             return
+        given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
+        unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
+        if first and unsaved:
+            names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
+            yield (
+                f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
+                "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
+                "run.batches(loader)"
+            )
         seen: dict[int, Any] = {id(run): run}
         now = {**moving.reachable(given, seen)[0], **objects.requires_grad()}
         seen |= {id(each): each for each in unsaved.values()}  # which were named
@@ -87,18 +86,17 @@ class Looks:
         held = {name: value for name, value in held.items() if id(value) not in seen}
         # A variable that is a value of the run, or a part of one, is saved; so is what the run counts.
         parts = [run.values, run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss]
-        for each in parts:
+        for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
-        texts = {_text(entry) for entry in moving.snapshot({str(at): each for at, each in enumerate(parts)}).values()}
+        known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
+        texts = {entry.partition(": ")[2] for entry in known.values()}
         for name, entry in moving.reachable({**held, **carried}, seen)[0].items():
-            if _text(entry) not in texts:
-                now.setdefault(name, f"{VARIABLE}: {_text(entry)}")
+            if (text := entry.partition(": ")[2]) not in texts:
+                now.setdefault(name, f"{VARIABLE}: {text}")
         # What is another object now has not changed.
         ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
-        same = {name for name, number in ids.items() if self.ids.get(name) == number}
-        before = {
-            name: entry for name, entry in self.entries.items() if (root := _root(name)) not in self.ids or root in same
-        }
+        others = {name for name, number in self.ids.items() if ids.get(name) != number}
+        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in others}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
         kinds: dict[str, list[str]] = {}
@@ -112,14 +110,6 @@ class Looks:
             how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
         self.entries, self.ids = now, ids
-
-
-def _text(entry: str) -> str:
-    return entry.partition(": ")[2]
-
-
-def _root(name: str) -> str:
-    return re.split(r"[.\[#]", name)[0]
 
 
 # The variables of the script ------------------------------------------------------------------------------------------

@@ -86,8 +86,9 @@ def counters_around(iterator: Any) -> list[str]:
     return sorted({type(each).__name__ for each in found} - {"tuple", "generator"})
 
 
-def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool:
-    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception.
+def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool | None:
+    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception; None
+    where the loop had an end before this generator, as what is around it had (`zip`), or failed.
 
     Both close it in the same way. But after `break` the frame of the loop is at the instruction that takes the iterator
     from the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
@@ -95,7 +96,11 @@ def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool:
     frame = _loop_frame()
     if frame is None or loop[:2] != (id(frame), frame.f_code):
         return False
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER", "SWAP")
+    code, at = frame.f_code.co_code, frame.f_lasti
+    here, before = opcode.opname[code[at]], opcode.opname[code[at - 2]]
+    if here in ("FOR_ITER", "END_FOR") or before == "END_FOR":
+        return None
+    return here in ("POP_TOP", "POP_ITER", "SWAP")
 
 
 def _loop_frame() -> FrameType | None:

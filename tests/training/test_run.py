@@ -343,6 +343,14 @@ def test_what_counts_anew_around_a_resumed_loop_is_named(tmp_path: Path, around:
     assert kinds == ([re.split(r"\W", around.replace("(each for each in ", ""))[0]] if around != "{}" else []), said
 
 
+def test_steps_that_are_not_saved_as_what_is_around_the_loop_ended_it_are_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = Run(tmp_path, model=nn.Linear(4, 1), say=said.append)
+    for _ in islice(run.steps(9), 5):
+        run.save(every=2)
+    assert said[-1].startswith("step 5 was not saved: what is around run.steps ended the loop")
+
+
 def test_a_script_may_begin_a_loader_again_whose_workers_stay(tmp_path: Path) -> None:
     loader = DataLoader(torch.rand(8, 4), batch_size=4, num_workers=1, persistent_workers=True)
     run = Run(tmp_path, model=nn.Linear(4, 1), say=str)
