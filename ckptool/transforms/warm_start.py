@@ -255,8 +255,10 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
     if options.only or options.exclude:  # patterns are for what the target calls it, or the rules where it has no name
         goals = {key: goal for goal, key in pairs.items()}
         ours = {key: goals.get(key, name) for key, name in names.items()}
-        every = dict.fromkeys([*wanted, *ours.values()])
-        excluded = every.keys() - selected(every, options.only, options.exclude)
+        forms = {name: {name, without_wrappers(name)} for name in (*wanted, *ours.values())}
+        every = dict.fromkeys(form for both in forms.values() for form in both)
+        kept, left = selected(every, options.only), selected(every, (), options.exclude)
+        excluded = {name for name, both in forms.items() if both.isdisjoint(kept) or not both <= left}
         names = {key: name for key, name in names.items() if ours[key] not in excluded}
         pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
     return _Matched(names, pairs, excluded, supplied, notes)
