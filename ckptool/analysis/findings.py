@@ -55,7 +55,8 @@ class Chain:
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                word = output = self._free(word[3:] or None)
+                own = parted(words[2])[1] if command[1] == "recover" else ""  # of a file, maybe in a folder
+                word = output = self._free(word[3:] or own or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current

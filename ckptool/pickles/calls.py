@@ -266,8 +266,10 @@ def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """The note on objects of people's own classes, wherever a file with some is looked at or written."""
     custom = dict.fromkeys((use.how, use.name) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
     names = [name for how, name in custom if how == MADE]
+    if not names:
+        return ()
     parts = (name.rpartition(".") for how, name in custom if how == CALLED)
     calls = [f"{method} of {of}" for of, _, method in parts]
     filled = f" and calls {listed(calls, 4)} with values of the file" if calls else ""
     what = f"loading it with pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
-    return (Note("custom-class", what),) if names else ()
+    return (Note("custom-class", what),)

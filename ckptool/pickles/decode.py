@@ -18,7 +18,6 @@ from ckptool.checkpoint import Data, Note
 from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
-from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     CkptoolError,
@@ -355,6 +354,8 @@ class _Lexer:
             self._need(1 + width + size)
             self.pos += 1 + width + size
             return
+        from ckptool.checkpoint.strided import subrange
+
         self._check_room(1 + width + size)
         place = self.base + self.pos
         begin = place + 1 + width

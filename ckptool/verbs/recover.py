@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import find, tensors
+from ckptool.checkpoint.tree import tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
@@ -137,19 +137,17 @@ def recover(
     """
     refuse_address("recover", file, takes_open=True)
     source, _ = open_source(file)
-    if out is None:
+    if out is None or formats.for_output(out, formats.DEFAULT).writes_folder:
+        what = "recover needs an output" if out is None else f"{os.fspath(out)} would be a folder"
         why = "It writes a new file, and leaves the damaged one as it is."
-        raise UsageError("recover needs an output", why, f"For example: {arg(out='recovered.pt')}")
+        raise UsageError(what, why, f"For example: {arg(out='recovered.pt')}")
     target = os.fspath(out)
     if source.is_at(target):
         why = "More may yet be recovered from it; it was left as it is."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    opened = open_file(fill_from) if fill_from is not None else None
-    other = opened.checkpoint if opened is not None else None
-    if opened is not None and opened.at is not None:
-        other = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
+    other = open_file(fill_from).taken if fill_from is not None else None
     found = restored(done, other)
     original = done.checkpoint.container
     container = formats.for_output(target, original)

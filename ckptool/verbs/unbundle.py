@@ -88,7 +88,7 @@ def unbundle(
 
         sources = [checkpoint.source] if checkpoint.source is not None else []
         path = os.fspath(folder)
-        replaceable = set[str]()  # what an earlier `unbundle` wrote
+        replaced, replaceable = os.path.exists(path), set[str]()  # what an earlier `unbundle` wrote
         with suppress(CkptoolError):
             before = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
             if before is not None:
@@ -96,6 +96,7 @@ def unbundle(
         notes = change.put(plan, path, sources, verify, replaceable)
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
+        written = replace(written, replaced=replaced)
     values = len(tree) - len(files)
     return written.about(
         f"{counted(len(files), 'file')} and {bundle_json.NAME}"
