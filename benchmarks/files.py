@@ -107,6 +107,54 @@ def big_tensors(path: Path) -> None:
     save_file(torch.load(path.with_name("big.pt"), mmap=True, map_location="cpu")["state_dict"], path)
 
 
+def base(path: Path) -> None:
+    """2 GB: a billion values of bf16 in 64 square matrices."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.randn(4096, 4096, generator=generator).bfloat16() for _ in range(64))
+    save_file({f"layers.{i}.q_proj.weight": weight for i, weight in enumerate(weights)}, path)
+
+
+def adapter(path: Path) -> None:
+    """An adapter of rank 16 on all of these, as PEFT writes it."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    factors = {}
+    for i in range(64):
+        module = f"base_model.model.layers.{i}.q_proj"
+        factors[f"{module}.lora_A.weight"] = torch.randn(16, 4096)
+        factors[f"{module}.lora_B.weight"] = torch.randn(4096, 16)
+    save_file(factors, path / "adapter_model.safetensors")
+
+
+def many_ranks(path: Path) -> None:
+    """50,000 tensors of 64 values, divided among eight ranks."""
+    import torch
+
+    import ckptool
+
+    tensors = {f"layers.{i // 10}.block{i % 10}.weight": torch.full((64,), float(i)) for i in range(50_000)}
+    ckptool.convert(tensors, f"{path}.dcp", ranks=RANKS)
+    Path(f"{path}.dcp").rename(path)
+
+
+def small_files(path: Path) -> None:
+    """A folder of 1,000 files of ten tensors."""
+    import torch
+
+    path.mkdir()
+    for number in range(1_000):
+        torch.save({f"layer{i}.weight": torch.full((16,), float(i)) for i in range(10)}, path / f"{number}.pt")
+
+
 def sparse(path: Path) -> None:
     """100 GB of holes."""
     from fixtures.sparse import make_sparse
@@ -191,6 +239,10 @@ FILES: dict[str, Callable[[Path], None]] = {
     "ranks.dcp": ranks,
     "joined.pt": joined,
     "several": several,
+    "base.safetensors": base,
+    "adapter": adapter,
+    "manyranks.dcp": many_ranks,
+    "small": small_files,
 }
 
 

@@ -67,6 +67,19 @@ def translate(file: str, out: str) -> None:
     sync(out)
 
 
+def lora_merge(base: str, adapter: str, out: str) -> None:
+    """As PEFT's merge_and_unload computes it, without the model: the product in f32, added, rounded once."""
+    from safetensors.torch import load_file, save_file
+
+    weights, factors = load_file(base), load_file(f"{adapter}/adapter_model.safetensors")
+    for name, weight in weights.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        change = factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"] * 2.0
+        weights[name] = (weight.float() + change).to(weight.dtype)
+    save_file(weights, out)
+    sync(out)
+
+
 def inspect(file: str) -> None:
     tensors = torch.load(file, mmap=True, map_location="cpu", weights_only=True)
     for name, tensor in tensors.items():

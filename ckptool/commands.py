@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -181,16 +181,13 @@ class Watched(str):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a verb, or of its view.  kind: its type on the command line."""
+    """A parameter of a verb, or of its view.  kind: its type on the command line.  is_needed: it has to be typed."""
 
     name: str
     kind: Any
     default: Any
     option: Option
-
-    @property
-    def is_needed(self) -> bool:
-        return self.option.needed or (self.default is inspect.Parameter.empty and not self.option.optional)
+    is_needed: bool
 
 
 class Declared(NamedTuple):
@@ -218,9 +215,8 @@ def option(names: str, text: str, **more: Any) -> Option:
     return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
 
 
-def repeated(names: str, text: str, **more: Any) -> Option:
-    """An option that may be given several times, as its help says."""
-    return option(names, text, several=True, **more)
+repeated = partial(option, several=True)
+"""An option that may be given several times, as its help says."""
 
 
 def argument(metavar: str, text: str, show_default: bool = False, **more: Any) -> Option:
@@ -267,7 +263,8 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
                     kind = list[str]
                 elif option.parse:
                     kind = str
-                yield Parameter(name, kind, each.default, option._replace(choices=choices))
+                is_needed = option.needed or (each.default is each.empty and not option.optional)
+                yield Parameter(name, kind, each.default, option._replace(choices=choices), is_needed)
 
 
 def watched(function: Any) -> dict[str, str]:

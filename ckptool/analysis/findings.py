@@ -55,7 +55,8 @@ class Chain:
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                word = output = self._free(word[3:] or None)
+                own = parted(words[2])[1] if command[1] == "recover" else ""  # of a file, maybe in a folder
+                word = output = self._free(word[3:] or own or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current
@@ -87,7 +88,8 @@ class Chain:
         own = ".pt" if own in NOT_WRITTEN else own
         own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
         own = own if self._suffix is None else self._suffix
-        names = (f"{stem}.fixed{number if number > 1 else ''}{own}" for number in count(1))
+        stem += ".fixed" if own else "-fixed"  # which is no suffix
+        names = (f"{stem}{number if number > 1 else ''}{own}" for number in count(1))
         name = next(each for each in names if each not in self._taken and not os.path.lexists(each))
         self._taken.add(name)
         return name
@@ -107,6 +109,8 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
         seen.add(fix)
     return tuple(filled)
 
+
+ABOVE = "The commands above fix this as well."
 
 # Findings -------------------------------------------------------------------------------------------------------------
 
@@ -253,7 +257,7 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
         if commands and again:
             each = replace(each, advice="The same command fixes it.", commands=())
         elif commands == (compact,) and any(before[-1].writes for before in seen if before):
-            each = replace(each, advice="The commands above fix this as well.", commands=())
+            each = replace(each, advice=ABOVE, commands=())
         seen.add(commands)
         codes.add(each.code)
         yield each.filled(chain)

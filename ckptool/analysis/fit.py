@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckptool.analysis.findings import Finding, finding
-from ckptool.analysis.inspect import Listing
+from ckptool.analysis.inspect import NUMPY, Listing
 from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, accepted, also_newer, tie_groups
 from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict
@@ -64,7 +64,7 @@ def of_layout(
     candidates = mains(found)
     root = chosen or (candidates[0] if candidates else None)
     if root is None:
-        if not unnamed and not any(note.code == "numpy-weights" for note in found.notes):
+        if not unnamed and not any(note.code == NUMPY for note in found.notes):
             kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)]) or "nothing at all"
             yield finding("no-weights", kinds="one tensor" if isinstance(found.tree, Tensor) else kinds)
         return

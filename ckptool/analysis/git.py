@@ -14,7 +14,7 @@ from ckptool import formats
 from ckptool.analysis.digests import tensor_digests
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.words import value_text
-from ckptool.checkpoint import Data, InlineBytes, Storage, StorageRef
+from ckptool.checkpoint import Data, FileRange, InlineBytes, Storage, StorageRef
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
@@ -22,7 +22,6 @@ from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, RunFailed, counted, printable
 from ckptool.facts import WHOLE
-from ckptool.output.sink import digest_of
 from ckptool.pickles.plain import expand
 
 CACHE = "refs/notes/textconv/ckptool"
@@ -73,7 +72,7 @@ def text_for_git(path: str) -> list[str]:
             if b"\0" not in content:
                 return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
         said = error.what.replace(printable(source.path), "this file")
-        return [f"{error.code}: {said}", f"{source.size:,} bytes  {digest_of(source.path)[:DIGITS]}"]
+        return [f"{error.code}: {said}", f"{source.size:,} bytes  {_digest(source)}"]
 
 
 def _lines(source: Source) -> Iterator[str]:
@@ -99,10 +98,14 @@ def _lines(source: Source) -> Iterator[str]:
         yield f"{printable(address(path)) or WHOLE}  {kind}{tensor.dtype} {shape}  {digest}"
     if found.unlisted:  # a change of one of them is to be seen, too
         more = counted(found.unlisted, "more entry", "more entries")
-        yield f"… and {more}, in a file with the digest  {digest_of(source.path)[:DIGITS]}"
+        yield f"… and {more}, in a file with the digest  {_digest(source)}"
     for key, value in found.metadata.items() if formats.named(checkpoint.container).tensors_only else ():
         if not re.match(r"format$|ckptool\.", str(key)):  # which say who wrote a file, and not what is in it
             yield f"metadata {printable(str(key))}  {_value(value)}"
+
+
+def _digest(source: Source) -> str:
+    return sha256_of(FileRange(source, 0, source.size)).hexdigest()[:DIGITS]
 
 
 def _value(value: Any) -> str:

@@ -432,12 +432,12 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
         message = f"{places}: no tensors yet, but convert and diff take them for weights"
         one = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
-        yield Note("numpy-weights", message, one)
+        yield Note(NUMPY, message, one)
     yield from checkpoint.notes
 
 
 _WOULD = {CALLED: "call", MADE: "make", NAMED: "import"}
-WEIGHTS_ONLY = "weights-only"  # the code of the note on it
+WEIGHTS_ONLY, NUMPY = "weights-only", "numpy-weights"  # codes of notes
 _WITH_DEFAULT = ("torch-zip", "torch-legacy")  # that torch.load reads with weights_only=True unless told otherwise
 
 

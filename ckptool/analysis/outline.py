@@ -323,9 +323,9 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     """What the weights of a listing need. Reads no tensor data."""
     models = [part for part in listing.parts if part.root.kind == WEIGHTS and part.rows]
     averages = [part for part in listing.parts if part.root.kind == AVERAGE and part.rows]
+    weights, average = models or averages, sum(part.bytes for part in averages) if models else 0
     optimizer = sum(part.bytes for part in listing.parts if part.root.kind == OPTIMIZER)
-    everything = sum(part.bytes for part in listing.parts)
-    weights = models or averages
+    share = optimizer / (sum(part.bytes for part in listing.parts) or 1)
     dtypes, parameters, frozen = Counter[DType | None](), Counter[DType](), Counter[DType]()  # bytes
     storages, known = dict[int, int](), bool(weights)
     seen: set[tuple[object, ...]] = set()
@@ -356,7 +356,6 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     trained = parameters - frozen
     to_train = None if not known or _ADAPTER in codes or to_load is None else to_load + ADAM * trained.total()
     kinds = {dtype.name if dtype else "unknown": nbytes for dtype, nbytes in dtypes.most_common() if nbytes}
-    others = sum(part.bytes for part in averages) if models else 0, optimizer, optimizer / (everything or 1)
     count = sum(nbytes // dtype.itemsize for dtype, nbytes in parameters.items()) if known else None
-    of, types = (count, len(weights), kinds), tuple(dtype.name for dtype, _ in trained.most_common())
-    return MemoryNeeds(*of, *others, to_load, to_train, types, listing.part is not None)
+    types, is_part = tuple(dtype.name for dtype, _ in trained.most_common()), listing.part is not None
+    return MemoryNeeds(count, len(weights), kinds, average, optimizer, share, to_load, to_train, types, is_part)

@@ -100,6 +100,7 @@ class ScannedFile:
     holds: tuple[str, ...]
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
+    is_model: Annotated[bool, LIVE] = False
 
     @property
     def is_good(self) -> bool:
@@ -265,6 +266,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     # The newest good one by step where every one has it, else by epoch, else by time: a copy or a download changes
     # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.
     good = [row for row in rows if row.is_good and files[row.path]]
+    good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
     known = (by for by in ("step", "epoch") if all(getattr(row, by) is not None for row in good))
     by, latest = next(known, "time") if good else "", max(good, key=lambda row: row.modified, default=None)
     if by in ("step", "epoch"):
@@ -385,9 +387,8 @@ def _row(full: bool, path: str) -> ScannedFile:
     calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
-    of = *_progress(tree, path), nbytes, modified
-    facts = tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
-    return ScannedFile(path, state, problem, part, count, checkpoint.container, *of, *facts)
+    facts = *_progress(tree, path), nbytes, modified, tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
+    return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model)
 
 
 def _damaged(path: str, error: CkptoolError) -> ScannedFile:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.dtypes import Array, dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 from ckptool.errors import UsageError
@@ -121,7 +121,7 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
             here = float(shifted.mean())
             numpy.subtract(shifted, here, out=shifted)
             apart, share = here - mean, len(finite) / (count + len(finite))
-            squares += dot(shifted, shifted) + apart * apart * count * share
+            squares += dot(shifted, shifted) + count * share * apart * apart
             mean += apart * share
             count += len(finite)
         if sketch is not None:

@@ -20,8 +20,9 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import MadeBlocks, fill
+from ckptool.checkpoint.blocks import fill
 from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, numbers, resolve, rounded, scratch
+from ckptool.checkpoint.strided import MadeBlocks
 from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Note, Storage, TensorEntry
-from ckptool.checkpoint.progress import passed
+from ckptool.checkpoint.progress import passes
 from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
 from ckptool.facts import dataclass, field
 
 if TYPE_CHECKING:
     import hashlib
-    from concurrent.futures import ThreadPoolExecutor
 
 BLOCK = 512 << 10  # bytes at a time: they stay in the processor's cache until they were worked on
 MAX_CHECKED = 64 << 20  # bytes of a storage whose checksum is looked at for any part of it
@@ -27,7 +24,8 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
     if isinstance(data, FileRange):
         data.ready()
         data.file.read_into(data.offset + offset, buffer)
-        passed(len(buffer))
+        if passes:
+            passes[-1].counted += len(buffer)
         return
     done, view = 0, data.view if isinstance(data, Computed) else None
     while left := len(buffer) - done:
@@ -46,103 +44,6 @@ def blocks(data: Data, start: int = 0, stop: int | None = None) -> Iterator[memo
         block = memory[: end - place]
         fill(data, place, block)
         yield block
-
-
-class MadeBlocks:
-    """Bytes that are made a block at a time: `make(start, stop)` gives those of one, which has at most `step` bytes.
-
-    None goes over a multiple of `period` (0: there is no such border). What was made is kept for the next read, until
-    its end was read: here, for all readers together, as a tree may hold thousands of these.
-    """
-
-    __slots__ = ("length", "make", "period", "step")
-
-    def __init__(self, length: int, step: int, make: Callable[[int, int], memoryview], period: int = 0) -> None:
-        self.length, self.step, self.make, self.period = length, step, make, period or length
-
-    def read(self, offset: int, length: int) -> bytes:
-        """The bytes asked for; fewer only at the end."""
-        stop, parts = min(offset + length, self.length), []
-        while offset < stop:
-            parts.append(self.view(offset, stop - offset))
-            offset += len(parts[-1])
-        return b"".join(parts)
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """At most so many bytes, as far as the block goes, without a copy."""
-        begin = offset - offset % self.period
-        start = offset - (offset - begin) % self.step
-        stop = min(start + self.step, begin + self.period, self.length)
-        block = next((block for owner, place, block in _made if owner is self and place == start), None)
-        if block is None:
-            block = self.make(start, stop)
-        _made[:] = [kept for kept in _made if kept[0] is not self]
-        if offset + length < stop:
-            _made.append((self, start, block))
-            while len(_made) > 1 and (len(_made) > _MOST_KEPT or sum(len(kept[2]) for kept in _made) > KEPT):
-                del _made[:1]
-        return block[offset - start : offset - start + length]
-
-
-KEPT, _MOST_KEPT = 16 << 20, 32  # bytes of blocks, and their number
-_made: list[tuple[MadeBlocks, int, memoryview]] = []
-
-
-# Comparison ----------------------------------------------------------------------------------------------------------
-
-_READ = 128 << 10  # bytes of each side compared at a time; both stay in the cache
-_WORTH_A_THREAD = 2 << 20
-
-
-def same_bytes(a: Data, b: Data) -> bool:
-    """True if both hold the same bytes; stops at the first difference."""
-    if a is b:
-        return True
-    if a.length != b.length:
-        return False
-    if isinstance(a, FileRange) and isinstance(b, FileRange) and a.offset == b.offset and a.file.is_same(b.file):
-        return True
-    if isinstance(a, InlineBytes) and isinstance(b, InlineBytes):
-        return a.content == b.content
-    differences: list[int] = []  # where the two parts found one: the other then stops
-    if a.length < _WORTH_A_THREAD or not (isinstance(a, FileRange) and isinstance(b, FileRange)):
-        return _same_part(a, b, 0, a.length, differences)
-    # Nearly all of the time goes into copying from the page cache, which two cores do faster than one.
-    half = a.length // 2
-    later = _second_reader().submit(_same_part, a, b, half, a.length, differences)
-    return _same_part(a, b, 0, half, differences) & later.result()
-
-
-@cache
-def _second_reader() -> ThreadPoolExecutor:
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare")
-
-
-class _Buffers(threading.local):
-    """Two for each thread, kept: fresh memory costs more than the comparison."""
-
-    def __init__(self) -> None:
-        self.pair = bytearray(_READ), bytearray(_READ)
-
-
-_buffers = _Buffers()
-
-
-def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) -> bool:
-    # Two reused bytearrays: comparing memoryviews, or fresh bytes, takes five times as long.
-    left, right = _buffers.pair
-    for place in range(start, stop, _READ):
-        if stop - place < _READ:
-            left, right = bytearray(stop - place), bytearray(stop - place)
-        fill(a, place, memoryview(left))
-        fill(b, place, memoryview(right))
-        if left != right:
-            differences.append(place)
-        if differences:
-            return False
-    return True
 
 
 # Sums ----------------------------------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ A mapped file that another process cuts short kills the reader with SIGBUS; a re
 with words. The descriptor stays open for as long as anything refers to it, so a checkpoint stays readable after its
 file was replaced or unlinked. A checkpoint of several files is a `Folder`, which looks at each of them once. Of the
 files of folders only so many are open at a time: a system allows a process some hundreds, and an engine may write
-thousands. The others are opened again when they are read, and have to be the same. An open file in the place of a path
-is a `Source`, too.
+thousands. The others are opened again when they are read, and have to be the same.
 """
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import stat
@@ -184,20 +182,22 @@ class Source:
 
     def part(self, offset: int, length: int) -> Part:
         """`length` bytes of the file from `offset`, readable as a file; raises `Truncated` past the end."""
-        self._check(offset, length)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise self.past_end(offset, length)
         return Part(self, offset, length)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Says which ranges will be read soon: from another machine they come with few requests."""
 
-    def _check(self, offset: int, length: int) -> None:
-        if length < 0 or offset < 0 or offset + length > self.size:
-            what = f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected"
-            raise Truncated(what, "The file was cut off, or its own tables are wrong.")
+    def past_end(self, offset: int, length: int) -> Truncated:
+        """The error for bytes that are not there."""
+        what = f"{self} ends at byte {self.size:,}; bytes {offset:,} to {offset + length:,} were expected"
+        return Truncated(what, "The file was cut off, or its own tables are wrong.")
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; raises `Truncated` past the end, `FileChanged` if the file shrank."""
-        self._check(offset, length)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise self.past_end(offset, length)
         try:
             data = os.pread(self.descriptor(), length, self.begin + offset)
         except OSError as error:
@@ -519,68 +519,17 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 def unchanged(*inputs: Input | None) -> Iterator[None]:
     """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
 
-    def check() -> None:
-        for source in inputs:
-            if source is not None:
-                source.check_unchanged()
-
+    failed = None
     try:
         yield
-    except CkptoolError:
-        check()
-        raise
-    check()
+    except CkptoolError as error:
+        failed = error
+    for source in inputs:
+        if source is not None:
+            source.check_unchanged()
+    if failed is not None:
+        raise failed
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-# Open files in the place of paths: of the system, in memory, compressed, a part of an archive -------------------------
-
-_BINARY = "Open it for reading in binary: open(PATH, 'rb')"
-
-
-def source_of(file: Any) -> Source:
-    """What an open binary file holds from its position on, which is at the end afterwards.
-
-    A regular file of the system is shared, not copied, and stays readable when `file` is closed; of anything else (a
-    `BytesIO`, a gzip file, a pipe) the rest is copied once into memory outside of the heap. Raises `UsageError` for a
-    text file and one that is closed or cannot be read, `FileProblem` where reading fails.
-    """
-    name = getattr(file, "name", None)
-    shown = name if type(name) is str and name else f"<{type(file).__name__}>"
-    if not callable(getattr(file, "read", None)):
-        raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
-    if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
-        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
-    raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
-    at = 0
-    try:
-        with suppress(AttributeError, OSError):  # a pipe stands nowhere
-            at = file.tell()
-        if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-            if not file.readable():
-                raise io.UnsupportedOperation("it is open for writing only")
-            if file.writable():
-                file.flush()
-            source = Source(shown, os.dup(raw.fileno()), at)
-            file.seek(0, os.SEEK_END)
-        else:
-            import shutil
-            import tempfile  # with all kinds of random numbers
-
-            on_linux = hasattr(os, "memfd_create")
-            with open(os.memfd_create("ckptool"), "wb") if on_linux else tempfile.TemporaryFile() as copy:
-                shutil.copyfileobj(file, copy, 1 << 20)
-                copy.flush()
-                source = Source(shown, os.dup(copy.fileno()))
-    except (OSError, ValueError, TypeError) as error:
-        why = str(error)[:200]
-        if isinstance(error, OSError) and not isinstance(error, io.UnsupportedOperation):
-            raise FileProblem(f"cannot read {shown}", why) from error
-        raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
-    if at and source.size <= 0:
-        what = f"{shown} is at its end, so there is nothing to read"
-        raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
-    return source

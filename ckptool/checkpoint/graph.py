@@ -115,42 +115,39 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         if type(node) is Object:
             objects += 1
             slots = node.state if type(node.state) is tuple and len(node.state) == 2 else (node.state,)
-            parts = (node.args, node.items, node.elements, *slots)
-            held += sum([len(part) for part in parts if isinstance(part, (dict, list, tuple))])
+            owned = (node.args, node.items, node.elements, *slots)
+            held += sum([len(part) for part in owned if isinstance(part, (dict, list, tuple))])
         elif type(node) is OrderedDict and node.attributes:
             held += len(node.attributes)
         if len(seen) + objects > most:
             raise LimitExceeded(f"more than {counted(most, 'container')} in {nbytes:,} bytes")
         if depth > MAX_DEPTH:
             raise LimitExceeded(f"values nested more than {MAX_DEPTH:,} deep")
-        below, size, names = _contents(node, depth + 1, length + 8)
+        # The containers in it, how many parts it has, and how long their names are.
+        deeper, longer, names = depth + 1, length + 8, 0
+        if isinstance(node, dict):
+            size = len(node)
+            names = sum([len(key) for key in node if type(key) is str])
+            below = [
+                (value, deeper, longer + len(key) if type(key) is str else longer)
+                for key, value in node.items()
+                if type(value) in _CONTAINERS
+            ]
+            if isinstance(node, OrderedDict) and node.attributes is not None:
+                below.append((node.attributes, deeper, longer))
+            # No address leads there.
+            below += [(key, deeper, longer) for key in node if type(key) is not str and type(key) in _CONTAINERS]
+        else:
+            parts = structural_parts(node)
+            size = len(parts)
+            below = [(part, deeper, longer) for part in parts if type(part) in _CONTAINERS]
         nodes += size
         text += length * size + names
-        below.reverse()
-        stack += below
+        stack += reversed(below)
     if held > FREE_HELD + HELD_PER_NODE * nodes:
         raise LimitExceeded(f"{counted(objects, 'object')} that share {counted(held, 'value')}")
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}")
-
-
-def _contents(node: Any, depth: int, length: int) -> tuple[list[tuple[Any, int, int]], int, int]:
-    """The containers in a node, how many parts it has, and how long their names are."""
-    if isinstance(node, (list, tuple)):
-        return [(part, depth, length) for part in node if type(part) in _CONTAINERS], len(node), 0
-    if not isinstance(node, dict):
-        parts = list(structural_parts(node))
-        return [(part, depth, length) for part in parts if type(part) in _CONTAINERS], len(parts), 0
-    below = [
-        (value, depth, length + len(key) if type(key) is str else length)
-        for key, value in node.items()
-        if type(value) in _CONTAINERS
-    ]
-    if isinstance(node, OrderedDict) and node.attributes is not None:
-        below.append((node.attributes, depth, length))
-    # No address leads there.
-    below += [(key, depth, length) for key in node if type(key) is not str and type(key) in _CONTAINERS]
-    return below, len(node), sum([len(key) for key in node if type(key) is str])
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, brief, canonical
@@ -48,6 +47,8 @@ def over_bytes(
         return None
     storage = Storage(data, crc=crc)
     if kind.order == ">" and dtype.itemsize > 1:
+        from ckptool.checkpoint.arrays import swapped
+
         storage = Storage(swapped(storage, dtype))
     stride = tuple(reversed(row_major_strides(shape[::-1]))) if fortran else row_major_strides(shape)
     return TensorEntry(storage, dtype, shape, stride)

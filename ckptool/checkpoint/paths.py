@@ -59,10 +59,12 @@ def may_exist(path: str | os.PathLike[str]) -> bool:
 
 
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
-    """The error for a path that is no place on this machine (a remote address, `-`); None for what is there."""
+    """The error for a path that is no place on this machine (remote, `-`, empty); None for what is there."""
     name = os.fspath(path)
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
+    if not name:
+        return FileMissing("a file was named by an empty text", "In a shell, perhaps by a variable that is not set.")
     if name == "-":
         what = f"- stands for standard {'output' if writing else 'input'}, which is not a file"
         why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."

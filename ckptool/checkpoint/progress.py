@@ -33,14 +33,8 @@ class Pass:
         return self.most
 
 
-passes: list[Pass] = []  # those under way, the outermost first
+passes: list[Pass] = []  # those under way, the outermost first; where bytes are read, the last one counts them
 is_watched = False
-
-
-def passed(nbytes: int) -> None:
-    """Counts bytes that were read."""
-    if passes:
-        passes[-1].counted += nbytes
 
 
 @contextmanager

@@ -516,7 +516,8 @@ class RemoteSource(Source):
         self._object.expect(ranges)
 
     def read(self, offset: int, length: int) -> bytes:
-        self._check(offset, length)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise self.past_end(offset, length)
         data = bytearray(length)
         self._object.read_into(offset, memoryview(data), table=True)
         return bytes(data)

@@ -7,13 +7,14 @@ are read at once (the rest of the span is thrown away), the others run by run, a
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
-from ckptool.checkpoint.blocks import MadeBlocks, check_files, fill, verify
+from ckptool.checkpoint.blocks import check_files, fill, verify
 from ckptool.checkpoint.dtypes import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
@@ -114,15 +115,21 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
     if check:
         verify(entry)
     try:
-        array = numpy.empty(entry.numel, entry.dtype.to_numpy())
+        array = numpy.empty(entry.shape, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
-        what = f"{entry!r} needs {entry.nbytes:,} bytes of memory"
+        nbytes = numpy_bytes(entry.shape, entry.dtype.itemsize)
+        what = f"{entry!r} needs {nbytes:,} bytes of memory"
         raise LimitExceeded(what, "More than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
-    raw = array.view(numpy.uint8)
+    raw = array.reshape(-1).view(numpy.uint8)
     fill(row_major(entry), 0, raw.data)
     check_files(entry)
     resolve(raw, entry.dtype, entry.flags)
-    return array.reshape(entry.shape)
+    return array
+
+
+def numpy_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """The bytes of an array as numpy counts them, which must fit into 63 bits: a dimension of 0 does not count."""
+    return prod(size or 1 for size in shape) * itemsize
 
 
 def corners(entry: TensorEntry, *, check: bool = True) -> Any:
@@ -258,3 +265,46 @@ def indexed(entry: TensorEntry, key: Any) -> Any:
     offset = entry.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
     view = replace(entry, shape=straight.shape, stride=straight.strides, offset=offset)
     return to_numpy(view, check=False)[forward]
+
+
+# Bytes that are made --------------------------------------------------------------------------------------------------
+
+
+class MadeBlocks:
+    """Bytes that are made a block at a time: `make(start, stop)` gives those of one, which has at most `step` bytes.
+
+    None goes over a multiple of `period` (0: there is no such border). What was made is kept for the next read, until
+    its end was read: here, for all readers together, as a tree may hold thousands of these.
+    """
+
+    __slots__ = ("length", "make", "period", "step")
+
+    def __init__(self, length: int, step: int, make: Callable[[int, int], memoryview], period: int = 0) -> None:
+        self.length, self.step, self.make, self.period = length, step, make, period or length
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes asked for; fewer only at the end."""
+        stop, parts = min(offset + length, self.length), []
+        while offset < stop:
+            parts.append(self.view(offset, stop - offset))
+            offset += len(parts[-1])
+        return b"".join(parts)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """At most so many bytes, as far as the block goes, without a copy."""
+        begin = offset - offset % self.period
+        start = offset - (offset - begin) % self.step
+        stop = min(start + self.step, begin + self.period, self.length)
+        block = next((block for owner, place, block in _made if owner is self and place == start), None)
+        if block is None:
+            block = self.make(start, stop)
+        _made[:] = [kept for kept in _made if kept[0] is not self]
+        if offset + length < stop:
+            _made.append((self, start, block))
+            while len(_made) > 1 and (len(_made) > _MOST_KEPT or sum(len(kept[2]) for kept in _made) > KEPT):
+                del _made[:1]
+        return block[offset - start : offset - start + length]
+
+
+KEPT, _MOST_KEPT = 16 << 20, 32  # bytes of blocks, and their number
+_made: list[tuple[MadeBlocks, int, memoryview]] = []

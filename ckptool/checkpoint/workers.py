@@ -17,8 +17,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptool.checkpoint.jobs import ENDS, Executor, deliver_signal_again, signals_held, stop
+from ckptool.checkpoint.jobs import Jobs as Jobs
 from ckptool.checkpoint.paths import given_urls
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
@@ -38,16 +40,6 @@ Task = Callable[[], Result]
 """Waits for one result, and raises what the work raised."""
 
 
-class Executor(Protocol):
-    """What `concurrent.futures` calls an executor: threads, processes, dask's `client.get_executor()`, …"""
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]: ...
-
-
-Jobs = int | str | Executor
-"""A number of processes, the address of a cluster (`dask://HOST:PORT`), or an executor."""
-
-ENDS = {signal.SIGTERM, signal.SIGHUP}
 _DASK = "dask://"
 
 
@@ -168,25 +160,6 @@ class _Crew:
 
 
 @contextmanager
-def signals_held() -> Iterator[list[int]]:
-    """Holds back the signals that end the program, blocked and caught, until its own handlers stand again. The list is
-    of those that came meanwhile, which are raised then."""
-    held, handlers = list[int](), dict[int, Any]()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDS})
-    if threading.current_thread() is threading.main_thread():  # where a signal that another thread gets is raised
-        for each in (signal.SIGINT, *ENDS):
-            handlers[each] = signal.signal(each, lambda number, _: held.append(number))
-    try:
-        yield held
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in dict.fromkeys(held):
-            signal.raise_signal(number)
-
-
-@contextmanager
 def _starting() -> Iterator[None]:
     """For processes to be started in: they do not import the program that asks, which need not be written for that,
     and hold signals back until they are ready for them."""
@@ -229,23 +202,6 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stop(number: int, frame: object) -> NoReturn:
-    """Leaves by an exception, so that temporary files are removed on the way."""
-    raise SystemExit(128 + number)
-
-
-def deliver_signal_again(lost: Any) -> None:
-    """As `sys.unraisablehook`: Python drops what is raised while an object is thrown away. A signal's exception is
-    raised again a moment later; an error is not reported."""
-    if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
-
-        def again(number: int, frame: object) -> NoReturn:
-            raise lost.exc_value
-
-        signal.signal(signal.SIGALRM, again)
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
 
 
 def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:

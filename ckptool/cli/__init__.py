@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from ckptool import commands
 from ckptool.checkpoint import progress
 from ckptool.checkpoint.files import while_open
+from ckptool.checkpoint.jobs import deliver_signal_again, stop
 from ckptool.checkpoint.paths import may_exist, named_urls
-from ckptool.checkpoint.workers import deliver_signal_again, stop
 from ckptool.cli import output
 from ckptool.cli.output import FORM, Answer, LostAnswer, answer_of, in_words, say, style_of, tell
 from ckptool.cli.parser import HELP_FLAGS, parse, program_help, typed_parameters, verb_help, writes
@@ -31,7 +31,6 @@ from ckptool.render.lines import Style, error_text
 
 Arguments = Mapping[str, Any]
 REFUSED = "refused"
-WAYS = "A new file: -o OUT; several into a folder: -d DIR; the file itself: --in-place"
 INTERRUPTED = 130
 RESERVE = 1 << 20  # bytes, kept to tell an error in where memory has run out
 FIRST_STEPS = """\
@@ -108,8 +107,7 @@ def _run(words: list[str], done: list[Json]) -> int:
     if first not in VERBS:
         name, known, meant = " ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES], ""
         if name.startswith("-"):
-            why = "Options stand after the command."
-            raise UsageError(f"ckptool has no option {name}", why, "See: ckptool --help")
+            raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
             meant = commands.nearest(name, os.listdir()) if "." in name else ""
         meant = meant or commands.nearest(name.lower().replace("_", "-"), known)
@@ -174,8 +172,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     """
     as_json, as_form = typed["as_json"], typed["as_form"]
     if as_json and as_form not in (None, "json"):
-        what = f"--json and --format {as_form} exclude each other"
-        raise UsageError(what, "An answer has one form.", "Choose one.")
+        raise UsageError(f"--json and --format {as_form} exclude each other", "An answer has one form.", "Choose one.")
     FORM.set("json" if as_json else as_form or "text")
     given = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
     given["as_json"] = FORM.get() == "json"
@@ -198,7 +195,9 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         if len(chosen) != 1:
             what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
             why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
-            raise UsageError(what, why, declared.one_output or WAYS)
+            ways = "A new file: -o OUT" + "; several into a folder: -d DIR" * ("folder" in typed)
+            ways += "; the file itself: --in-place" * ("in_place" in typed)
+            raise UsageError(what, why, declared.one_output or ways)
         if chosen == ["-o"] and len(every) > 1:
             what = f"{counted(len(every), 'file')} cannot be written to one"
             raise UsageError(what, "-o names a single output.", "Several into a folder: -d DIR")

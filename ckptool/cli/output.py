@@ -23,7 +23,6 @@ from ckptool.facts import bar, size
 from ckptool.render import lines
 from ckptool.render.lines import Style
 
-Json = dict[str, Any]
 FORM = ContextVar("form", default="text")  # of what the command that runs prints: or json, markdown
 
 

@@ -256,33 +256,37 @@ EMBEDDING = re.compile(r"(.*\.)?(wte|wpe|shared|\w*embed(ding)?s?(_tokens|_posit
 _TABLES = set("emb embs tok token tokens wte wpe pos position positions vocab shared codebook table lookup".split())
 
 
-def orientation(base: Mapping[Any, Any]) -> Callable[[str], bool | None]:
-    """A function that tells whether a weight is [in, out], as transformers' Conv1D has them; None where it is unknown.
+def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
+    """A function that tells whether a weight is [in, out], as transformers' Conv1D has them: {True} or {False}, both
+    where matrices around it are of both kinds, and neither where nothing tells.
 
-    A matrix tells it by its bias; a square one as those do whose names end alike, or else all, if they agree.
+    A matrix tells it by its bias; a square one as those do whose names end alike, or else those of the smallest block
+    around it that has any.
     """
-
-    def own(key: str) -> bool | None:
-        weight, bias = base[key], base.get(f"{key.removesuffix('weight')}bias")
-        if not isinstance(weight, TensorEntry) or len(weight.shape) != 2 or not isinstance(bias, TensorEntry):
-            return None
-        return bool(bias.shape == weight.shape[1:]) if weight.shape[0] != weight.shape[1] else None
-
-    weights = [key for key in base if type(key) is str and key.endswith(".weight")]
+    told: dict[str, bool] = {}
+    for key, weight in base.items():
+        if type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry):
+            bias = base.get(f"{key.removesuffix('weight')}bias")
+            if len({*weight.shape}) == len(weight.shape) == 2 and isinstance(bias, TensorEntry):
+                told[key] = bool(bias.shape == weight.shape[1:])
 
     @cache
-    def votes(name: str) -> set[bool | None]:
-        """What the matrices of modules of this name tell, or all of them for no name."""
-        return {own(key) for key in weights if name in ("", _module_name(key))} - {None}
+    def votes(block: str, name: str = "") -> frozenset[bool]:
+        """What the matrices in a block tell, those of modules of this name or all."""
+        own = (key for key in told if key.startswith(block) and name in ("", _module_name(key)))
+        return frozenset(told[key] for key in own)
 
-    def is_turned(key: str) -> bool | None:
+    def is_turned(key: str) -> frozenset[bool]:
         shape = base[key].shape
-        if len(shape) != 2:
-            return False
-        if shape[0] != shape[1]:
-            return bool(own(key))
-        told = votes(_module_name(key)) or votes("")
-        return next(iter(told)) if len(told) == 1 else None
+        if len(shape) != 2 or shape[0] != shape[1]:
+            return frozenset({told.get(key, False)})
+        found, block = votes("", _module_name(key)), key[:1000]
+        if len(found) != 1:
+            found = frozenset()
+        while not found and block:
+            block = block[: block.rfind(".", 0, -1) + 1]
+            found = votes(block)
+        return found
 
     return is_turned
 

@@ -118,7 +118,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which
     are no keys to change.
     """
-    roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
+    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if whole := [root for root in roots if root.module is not None]:
@@ -143,7 +143,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             is_tensor = isinstance(node, (TensorEntry, Composite))
             raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
         return [replace(root, base=checkpoint.base)]
-    roots = [root for root in find_state_dicts(checkpoint) if root.is_model]
+    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
     found = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and found):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)

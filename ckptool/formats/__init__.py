@@ -1,23 +1,23 @@
 """Containers: bytes to a tree, and a tree to a plan of what to write; and `FILE#ADDRESS`, which file and what in it.
 
-A format is a module or folder with `detect(head, source)` and `read(source)`, and one line in `FORMATS` with every fact
-about it. One that can be written has `write(checkpoint, keep_unknown=...)`, one that can be edited in place
-`append(checkpoint, keep_unknown=...)`, which gives None where it has to be written anew. To add one: its file, its
-line, its test through the contract. Files are known by their content, never by their name; a module is imported when
-the first bytes ask for it. What an address means to a verb stands in `commands`.
+A format is a module or folder with `read(source)`, with `detect(head, source)` unless the first bytes tell enough, and
+one line in `FORMATS` with every fact about it. One that can be written has `write(checkpoint, keep_unknown=...)`, one
+that can be edited in place `append(checkpoint, keep_unknown=...)`, which gives None where it has to be written anew. To
+add one: its file, its line, its test through the contract. Files are known by their content, never by their name; a
+module is imported when the first bytes ask for it. What an address means to a verb stands in `commands`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, open_input, source_of, unchanged, while_open
+from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged, while_open
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
@@ -80,11 +80,13 @@ class Format:
             asked = self.is_folder and re.search(self.holds, "\n".join(source.names), re.MULTILINE) is not None
         else:
             asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
-        return asked and self.code.detect(head, source)
+        return asked and (not hasattr(self.code, "detect") or self.code.detect(head, source))
 
-    def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
-        """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
-        return cast("Plan", self.code.write(checkpoint, keep_unknown=keep_unknown))
+    @property
+    def write(self) -> Callable[..., Plan]:
+        """Gives the plan of a new file: `(checkpoint, keep_unknown=False)`. Raises `Unsupported` for what it cannot
+        hold, `UnsafeObject` for unknown calls."""
+        return self.code.write  # type: ignore[no-any-return]
 
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
         """The plan of the same change inside the file; None where it is written anew."""
@@ -96,7 +98,7 @@ class Format:
         return import_module(f"{__name__}.{self.module}")
 
 
-_ZIP = rb"PK\x03\x04|PK\x05\x06"
+ZIP = b"PK\x03\x04", b"PK\x05\x06"  # how one begins, and how one without records does
 # The first record is an array, or has a very long name, or is not there.
 _NPZ = rb"PK\x05\x06|PK\x03\x04(?:.{23}[^\0]|.*\.npy)"
 _SAFETENSORS = rb".{8}[\[{\x22\xef]|.{0,8}\Z"
@@ -105,7 +107,7 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
-_ZERO = r"_states\.pt$|^latest|^global_step\d"
+_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
@@ -127,7 +129,7 @@ FORMATS: tuple[Format, ...] = (
            pickled=True),
     Format("archive", "archives", _ARCHIVE, pickled=True, disguise=b""),
     Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
-    Format("torch-zip", "torch_zip", _ZIP, suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
+    Format("torch-zip", "torch_zip", b"|".join(ZIP), suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
            own_metadata=True, pickled=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
            tensors_only=True, keeps_tree=True, disguise=rb".{0,3}[VUTXBC\x8a-\x8c]"),
@@ -188,7 +190,7 @@ def read_alone(source: Input) -> Checkpoint:
             why = "It was never written, or lost in a crash or a full disk."
             raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
         head = source.read(0, min(HEAD, source.size))
-        if head[:4] not in (b"PK\3\4", b"PK\5\6"):
+        if head[:4] not in ZIP:
             from ckptool.formats.zip.directory import refuse_zip_behind
 
             refuse_zip_behind(head, source)
@@ -354,6 +356,8 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     Raises `UsageError` for what is in memory.
     """
     if not isinstance(file, (str, os.PathLike)):
+        from ckptool.formats.in_memory import source_of
+
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place
@@ -397,9 +401,12 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
 
 def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    source = checkpoint.source
-    first = next(iter(source.files), "").partition("/")[0] if isinstance(source, Folder) else ""
-    member = source.path if isinstance(source, Source) else os.path.join(found.whole, first)
+    source, member = checkpoint.source, found.whole
+    if isinstance(source, Source):
+        member = source.path
+    elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
+        inside = os.path.relpath(os.path.join(source.path, first), found.whole)
+        member = os.path.join(found.whole, inside.partition(os.sep)[0])
     fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
     if found.join:
         how = found.join if isinstance(found.join, Command) else Command(found.join)
@@ -408,13 +415,12 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
     return OnlyAPart(what, found.sentence(), fix)
 
 
-def open_to_change(file: CheckpointLike, at: str | None = None) -> Opened:
-    """Opens a file for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
+def to_be_changed(opened: Opened) -> Opened:
+    """The same, for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
     are not joined.
     """
-    opened = open_file(file, at)
     found = opened.checkpoint.part
     if found is not None and found.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
         raise _of_members(opened.checkpoint, found, command("convert", opened.path, part=True, out=OUT_PT))
@@ -437,13 +443,13 @@ def split(file: PathLike) -> tuple[str, str | None]:
     return path, place
 
 
-def refuse_address(verb: str, file: CheckpointLike) -> None:
-    """Raises `UsageError` where a verb that is about whole files was given a part of one, or objects in memory."""
-    if is_in_memory(file):
-        what = f"{verb} looks at files, and was given {shown(file)}"
-        raise UsageError(what, "In memory there is nothing of the kind.", "Name a file.")
+def refuse_address(verb: str, file: CheckpointLike, takes_open: bool = False) -> None:
+    """Raises `UsageError` where a verb that is about whole files was given a part of one, or something without a name.
+    takes_open: open files will do."""
     if not isinstance(file, (str, os.PathLike)):
-        return
+        if takes_open and callable(getattr(file, "read", None)):
+            return
+        raise UsageError(f"{verb} looks at files, and was given {shown(file)}", "", "Name it by its path.")
     path, place = split(file)
     if place is not None and may_exist(path):
         what = f"{shown(file)} is a part of a file, and {verb} takes whole files"

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
-from ckptool.formats import safetensors, torch_legacy, torch_tar, torch_zip
+from ckptool.formats import ZIP, safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import LEADS_ELSEWHERE
 
@@ -45,7 +45,7 @@ def detect(head: bytes, source: Input) -> bool:
     if torch_tar.is_tar(head):
         names = torch_tar.record_paths(source)
         return any(_NAMED.search(name.encode()) for name in names) and not torch_tar.detect(head, source)
-    table = directory.table(source, MAX_TABLE) if torch_zip.detect(head, source) else b""
+    table = directory.table(source, MAX_TABLE) if head[:4] in ZIP else b""
     return _NAMED.search(table) is not None and _OF_OTHERS.search(table) is None
 
 
@@ -123,7 +123,7 @@ def _check(source: Source, name: str, before: set[str]) -> None:
 def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
     head = part.read(0, min(512, part.size))
     try:
-        if torch_zip.detect(head, source):
+        if head[:4] in ZIP:
             return torch_zip.read(part)
         if torch_legacy.begins_stream(head):
             return torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))[0]
@@ -147,7 +147,9 @@ def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]
     """The files in a zip, by name."""
     archive = directory.read_archive(source)
     notes += archive.notes
-    torch_zip.confirm_the_rest(archive)
+    for record in archive.records.values():
+        if not source.far:  # elsewhere each would be a request
+            record.confirm()
     if compressed := next((record for record in archive.records.values() if record.method and record.size), None):
         raise Unsupported(f"{source}: its {compressed} is compressed", "Files are read in place.", _unpack(source))
     for name, record in archive.records.items():

@@ -24,7 +24,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
-from ckptool.commands import FILE, OUT, command
+from ckptool.commands import OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
 from ckptool.facts import Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
@@ -137,10 +137,8 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
     """
     if not isinstance(source, Source):
-        what = f"{source} is a folder"
-        raise UsageError(
-            what, "Files are recovered one by one.", f"Name the damaged file: {command('recover', FILE, out=OUT)}"
-        )
+        fix = f"See which is damaged: {command('scan', source.path, full=True)}"
+        raise UsageError(f"{source} is a folder", "Files are recovered one by one.", fix)
     head = source.read(0, min(16, source.size))
     with no_collection():
         if head[:2] == b"PK":

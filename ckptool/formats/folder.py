@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Collection, Iterable
 from itertools import islice
 from math import isfinite, prod
 from typing import Any
@@ -43,12 +42,8 @@ class NamePattern:
     def __init__(self, mark: str, pattern: str) -> None:
         self.mark, self.pattern = mark, pattern
 
-    @cached_property
-    def compiled(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
     def fullmatch(self, name: str) -> re.Match[str] | None:
-        return self.compiled.fullmatch(name) if self.mark in name else None
+        return re.fullmatch(self.pattern, name) if self.mark in name else None
 
 
 # Of shards, and the index that says which tensor is in which.
@@ -207,14 +202,11 @@ _ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and
 
 
 def as_part(checkpoint: Checkpoint) -> PartOf | None:
-    """Of what a file is a part, by its tree, its name and what lies beside it; None for a whole checkpoint."""
+    """Of what a file is a part, by its tree, its name and what lies beside it, the surest first; None for a whole
+    checkpoint."""
     source = checkpoint.source
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
-    return next(_parts(checkpoint, "" if source is None or isinstance(source, Folder) else source.path), None)
-
-
-def _parts(checkpoint: Checkpoint, path: str) -> Iterator[PartOf]:
-    """What a file at this path (empty: of no name) may be a part of, the surest first."""
+    path = "" if source is None or isinstance(source, Folder) else source.path  # empty: of no name
     tree, facts, (folder, name) = checkpoint.tree, _facts_of(checkpoint.tree), os.path.split(path)
     top = tree if isinstance(tree, dict) else {}
     # A rank's share of tensors that several ranks hold.
@@ -227,12 +219,12 @@ def _parts(checkpoint: Checkpoint, path: str) -> Iterator[PartOf]:
         what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
         alike = [_NUMBERS.sub("#", each) for each in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if found and world and alike >= world else ""
-        yield replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
+        return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
     if facts.flat:
         what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
-        yield _ranked(rank, world, what)
+        return _ranked(rank, world, what)
     if named and world is not None and world > 1:
-        yield _ranked(rank, world, "the other ranks have files of their own")
+        return _ranked(rank, world, "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
     named = STATES.fullmatch(name)
     rank, optimizer = int(named["rank"]) if named else None, fields(top.get("optimizer_state_dict"))
@@ -240,18 +232,18 @@ def _parts(checkpoint: Checkpoint, path: str) -> Iterator[PartOf]:
         count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
         world = max((each for each in items(count) or [count] if type(each) is int), default=None)
         what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
-        yield _ranked(rank, world, f"{what}; the model is in the files together")
+        return _ranked(rank, world, f"{what}; the model is in the files together")
     if "param_shapes" in top and facts.empty:
         world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
         what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
         part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
-        yield part if named else replace(part, label=_NO_VALUES)
+        return part if named else replace(part, label=_NO_VALUES)
     if named:
-        yield _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
+        return _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
     if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
-        yield PartOf(PartKind.SHARD, label, what)
+        return PartOf(PartKind.SHARD, label, what)
     # A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
     args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
     sizes = [
@@ -273,23 +265,25 @@ def _parts(checkpoint: Checkpoint, path: str) -> Iterator[PartOf]:
             count = max(others, known if type(known) is int else 1, (number or 0) + 1)
             label = f"rank {text.replace('_', '/') if number is None else number} of {count:,}"
             if count > 1:
-                yield PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
+                return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
             break
     else:
         if world > 1:
-            yield _ranked(None, world, _ONE_OF_SEVERAL)
+            return _ranked(None, world, _ONE_OF_SEVERAL)
     if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
         piece, ranks = PIECES.fullmatch(name), {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
         what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
-        yield _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
-    if isinstance(tree, dict) and all(isinstance(value, (TensorEntry, Composite)) for value in top.values()):
-        yield from _shard(folder, name)
+        return _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
+    are_tensors = isinstance(tree, dict) and all(isinstance(value, (TensorEntry, Composite)) for value in top.values())
+    if are_tensors and (shard := _shard(folder, name)) is not None:
+        return shard
     if facts.empty > 1 and 2 * facts.empty >= facts.named:
         what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
-        yield PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 has them ungathered")
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 has them ungathered")
+    return None
 
 
-def _shard(folder: str, name: str) -> Iterator[PartOf]:
+def _shard(folder: str, name: str) -> PartOf | None:
     """A file that an index names; without the index, one whose name numbers it among several."""
     numbered = NUMBERED.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
@@ -305,7 +299,8 @@ def _shard(folder: str, name: str) -> Iterator[PartOf]:
             break
     if 1 <= number <= count > 1:
         what = f"it holds some of the model's tensors, the other files the rest; {where}"
-        yield PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
+        return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
+    return None
 
 
 def _beside(path: str) -> list[str]:

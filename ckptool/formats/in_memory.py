@@ -1,4 +1,5 @@
-"""Objects in memory in the place of files: dictionaries of tensors and arrays, modules; and the way back to them.
+"""Objects in memory in the place of files: dictionaries of tensors and arrays, modules; and the way back to them. Open
+files in the place of paths.
 
 They are read as a file would be, so that every verb takes them, and no tensor is copied. On the way back an object
 about which nothing changed is itself again, and a tensor that is another view of the same memory is a view of it.
@@ -7,19 +8,24 @@ about which nothing changed is itself again, and a tensor that is another view o
 from __future__ import annotations
 
 import collections
+import io
+import os
+import stat
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, StorageRef, TensorEntry
+from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, alike, visit
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.strided import to_numpy
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Unsupported, UsageError
+from ckptool.errors import FileProblem, Truncated, Unsupported, UsageError
 from ckptool.formats import LIVE
 from ckptool.pickles.reduce import LiveReader
 
@@ -159,3 +165,53 @@ def together(checkpoint: Checkpoint, others: Iterable[Checkpoint]) -> Checkpoint
     for name in ("pairs", "nodes", "memories"):
         setattr(made, name, {key: value for memory in every for key, value in getattr(memory, name).items()})
     return replace(checkpoint, memory=made)
+
+
+# Open files in the place of paths: of the system, in memory, compressed, a part of an archive -------------------------
+
+_BINARY = "Open it for reading in binary: open(PATH, 'rb')"
+
+
+def source_of(file: Any) -> Source:
+    """What an open binary file holds from its position on, which is at the end afterwards.
+
+    A regular file of the system is shared, not copied, and stays readable when `file` is closed; of anything else (a
+    `BytesIO`, a gzip file, a pipe) the rest is copied once into memory outside of the heap. Raises `UsageError` for a
+    text file and one that is closed or cannot be read, `FileProblem` where reading fails.
+    """
+    name = getattr(file, "name", None)
+    shown = name if type(name) is str and name else f"<{type(file).__name__}>"
+    if not callable(getattr(file, "read", None)):
+        raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
+    if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
+        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
+    raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
+    at = 0
+    try:
+        with suppress(AttributeError, OSError):  # a pipe stands nowhere
+            at = file.tell()
+        if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+            if not file.readable():
+                raise io.UnsupportedOperation("it is open for writing only")
+            if file.writable():
+                file.flush()
+            source = Source(shown, os.dup(raw.fileno()), at)
+            file.seek(0, os.SEEK_END)
+        else:
+            import shutil
+            import tempfile  # with all kinds of random numbers
+
+            on_linux = hasattr(os, "memfd_create")
+            with open(os.memfd_create("ckptool"), "wb") if on_linux else tempfile.TemporaryFile() as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+                copy.flush()
+                source = Source(shown, os.dup(copy.fileno()))
+    except (OSError, ValueError, TypeError) as error:
+        why = str(error)[:200]
+        if isinstance(error, OSError) and not isinstance(error, io.UnsupportedOperation):
+            raise FileProblem(f"cannot read {shown}", why) from error
+        raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
+    if at and source.size <= 0:
+        what = f"{shown} is at its end, so there is nothing to read"
+        raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+    return source

@@ -49,7 +49,7 @@ NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters, that are looked at
-STATE = "trainer_state.json"
+STATE, CONFIG = "trainer_state.json", "config.json"
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
 BESIDE_WEIGHTS = NamePattern(
@@ -91,17 +91,17 @@ def detect(head: bytes, source: Input) -> bool:
     return isinstance(source, Folder) and layout_of(source) is not None
 
 
-def layout_of(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
-    """The members of a folder; None where it has none. beside: another format reads it, and stands for it."""
-    alone = () if beside else (_model_parallel, _consolidated, _pipeline, _collection)
-    return next((found for kind in alone if (found := kind(folder)).names), None) or _training(folder, beside)
+def layout_of(folder: Folder) -> MemberFiles | None:
+    """The members of a folder that no other format reads; None where it has none."""
+    alone = _model_parallel, _consolidated, _pipeline, _collection
+    return next((found for kind in alone if (found := kind(folder)).names), None) or _training(folder)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
     """The members of the folder that a checkpoint was read from, without those that its own format reads."""
     if checkpoint.container == NAME:
         return layout_of(folder)
-    layout = layout_of(folder, beside=True)
+    layout = _training(folder, beside=True)
     if layout is None or not layout.names:
         return layout
     own = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
@@ -310,13 +310,14 @@ def _pipeline(folder: Folder) -> MemberFiles:
     there = dict(_components(folder, "model_index.json"))
     names = tuple(name for name, what in there.items() if what == "weights")
     # What has weights has a config.json; schedulers and tokenizers have others.
-    missing = tuple(name for name, what in there.items() if what in ("", "config.json"))
+    missing = tuple(name for name, what in there.items() if what in ("", CONFIG))
     return MemberFiles("a diffusers pipeline", "diffusers", names, missing)
 
 
 def _collection(folder: Folder) -> MemberFiles:
     """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
-    names = tuple(name for name in ("model", "optimizer", "extra_state") if _is_set(folder, name))
+    sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state")}
+    names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
     is_one = "model" in names and len(names) > 1
     return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())
 
@@ -325,29 +326,38 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
-def _training(folder: Folder, beside: bool) -> MemberFiles | None:
-    """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers."""
+def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
+    """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers.
+
+    beside: another format reads the folder, and stands for it.
+    """
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
     sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
     modules = list(_components(folder, "modules.json"))
     weights = [name for name, what in modules if what == "weights"]
-    # What the others belong to, first.
-    there = sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))
     missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
     accelerates = any(name.startswith("random_states_") for name in names)
+    models: list[str] = []  # in folders of their own, where hooks of a script save them, as those of diffusers do
+    if accelerates and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in (*sets, *names)):
+        inside = {name: _names_in(folder, name) for name in folder.names}
+        models = [name for name, files in inside.items() if CONFIG in files and any(map(_is_weights, files))]
+    # What the others belong to, first.
+    there = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    if "optimizer.pt" in names and "training_args.bin" in names and STATE not in names:
+    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
+    saved = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
+    if saved and "training_args.bin" in names and STATE not in names:
         missing.append(STATE)
-    elif "optimizer.bin" in names and not accelerates:
+    elif "optimizer.bin" in saved and not (accelerates or is_trainers):
         missing.append("random_states_0.pkl")
     if beside:
         known = sets or modules or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write
         known = sets or weights or accelerates or any(name.startswith("trainer_state") for name in names)
-        if not weights and not any(name.startswith(_WITH_WEIGHTS) for name in there):
+        if not (models or weights or any(name.startswith(_WITH_WEIGHTS) for name in there)):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
     kind, engine = "a training checkpoint in several files", "accelerate" if accelerates else ""
-    if any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names):
+    if is_trainers:
         kind, engine = "a checkpoint of transformers' Trainer", "transformers"
     elif modules:
         kind, engine = "a model of sentence-transformers", "sentence-transformers"
@@ -372,11 +382,11 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)
     for name in names:
-        if name == "" and "config.json" in folder:  # the transformer itself
+        if name == "" and CONFIG in folder:  # the transformer itself
             yield "model.safetensors", "files" if any(map(_is_weights, folder.names)) else ""
         elif type(name) is str and (name := name.strip("/")) and "/" not in name:
             inside = _names_in(folder, name) if name not in (".", "..") else []
-            other = "config.json" if "config.json" in inside else "files" if inside else ""
+            other = CONFIG if CONFIG in inside else "files" if inside else ""
             yield name, "weights" if any(map(_is_weights, inside)) else other
 
 
@@ -390,7 +400,7 @@ def _names_in(folder: Folder, name: str) -> list[str]:
 
 def claimed(folder: Folder) -> set[str]:
     """The names in a checkpoint's folder that belong to it: its index and shards, the ranks' files, its members."""
-    layout = layout_of(folder, beside=True) or layout_of(folder)
+    layout = _training(folder, beside=True) or layout_of(folder)
     names = {name.partition("/")[0] for name in (layout.names if layout is not None else ())}
     kinds = (_OF_A_CHECKPOINT, BESIDE_WEIGHTS, OF_WORLD, FSDP_RANKS, PIECES)
     return names | {name for name in folder.names if any(kind.fullmatch(name) for kind in kinds)}

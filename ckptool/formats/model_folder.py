@@ -151,10 +151,9 @@ def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
     return next(filter(None, configs), None)
 
 
-def left_adapter(part: Checkpoint, tree: Any, path: str) -> tuple[Note, ...]:
+def left_adapter(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
-    factors = any(type(key) is str and ".lora_A." in key for key in (tree if isinstance(tree, dict) else ()))
-    if not factors or "lora_alpha" not in (config_beside(part, ADAPTER) or {}):
+    if "lora_alpha" not in (config_beside(part, ADAPTER) or {}):
         return ()
     if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
         return ()

@@ -18,19 +18,15 @@ from numpy.lib.format import descr_to_dtype
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, Note, TensorEntry
 from ckptool.checkpoint.arrays import resolved
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import ArrayType, LongValue, array_type, code_of, over_bytes
-from ckptool.checkpoint.strided import subrange
+from ckptool.checkpoint.strided import numpy_bytes, subrange
 from ckptool.errors import Ambiguous, BadTensor, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported
 from ckptool.formats.checksums import crc_combine
 from ckptool.pickles.plain import summary
 
 NAME = "npy"
-
-
-def detect(head: bytes, source: Input) -> bool:
-    return head.startswith(MAGIC)
 
 
 def read(source: Source) -> Checkpoint:
@@ -75,8 +71,21 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
     `Ambiguous` or `LimitExceeded`, which begin with `name`.
     """
     try:
-        header = read_header(data)
-        begin = len(header.raw)
+        head = data.read(0, min(_FIRST, data.length))
+        if len(head) < 10:
+            raise Truncated(f"a numpy array ends after {len(head)} bytes, inside its header", "It was cut off.")
+        major, minor = head[6], head[7]
+        if head[:6] != MAGIC or (major, minor) not in ((1, 0), (2, 0), (3, 0)):
+            what = f"version {major}.{minor} of numpy's file format" if head[:6] == MAGIC else "no numpy array"
+            raise (Unsupported if head[:6] == MAGIC else Corrupt)(what, "Versions 1.0, 2.0 and 3.0 are read.")
+        begin = 10 if major == 1 else 12
+        size = int.from_bytes(head[8:begin], "little")
+        if size > MAX_HEADER:
+            raise LimitExceeded(f"a numpy header of {size:,} bytes", f"At most {MAX_HEADER:,} are read.")
+        if begin + size > data.length:
+            raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes", "It was cut off.")
+        is_long, begin = begin + size > len(head), begin + size
+        header = _header_of(data.read(0, begin)) if is_long else _usual_header(head[:begin])
         if header.type is None:
             return None
         size = math.prod(header.shape) * header.type.itemsize
@@ -104,30 +113,11 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
 # The header ----------------------------------------------------------------------------------------------------------
 
 
-def read_header(data: Data) -> ArrayHeader:
-    """The header at the start of `data`. Raises `Truncated`, `Corrupt`, `Unsupported` or `LimitExceeded`."""
-    head = data.read(0, min(_FIRST, data.length))
-    if len(head) < 10:
-        raise Truncated(f"a numpy array ends after {len(head)} bytes, inside its header", "It was cut off.")
-    major, minor = head[6], head[7]
-    if head[:6] != MAGIC or (major, minor) not in ((1, 0), (2, 0), (3, 0)):
-        what = f"version {major}.{minor} of numpy's file format" if head[:6] == MAGIC else "no numpy array"
-        raise (Unsupported if head[:6] == MAGIC else Corrupt)(what, "Versions 1.0, 2.0 and 3.0 are read.")
-    begin = 10 if major == 1 else 12
-    size = int.from_bytes(head[8:begin], "little")
-    if size > MAX_HEADER:
-        raise LimitExceeded(f"a numpy header of {size:,} bytes", f"At most {MAX_HEADER:,} are read.")
-    if begin + size > data.length:
-        raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes", "It was cut off.")
-    if begin + size <= len(head):
-        return _usual_header(head[: begin + size], begin)
-    return _header_of(data.read(0, begin + size), begin)
-
-
-def _header_of(raw: bytes, begin: int) -> ArrayHeader:
+def _header_of(raw: bytes) -> ArrayHeader:
+    """The header that these bytes are. Raises `Corrupt`, `BadTensor` or `Unsupported`."""
     fields: Any = None
     try:
-        text = raw[begin:].decode("utf-8" if raw[6] == 3 else "latin-1")
+        text = raw[10 if raw[6] == 1 else 12 :].decode("utf-8" if raw[6] == 3 else "latin-1")
         if "\\" not in text:  # nothing that numpy writes is escaped; Python 2 wrote sizes as longs
             said = ast.parse(re.sub(r"(?<=[( ])(\d+)L(?=[,)])", r"\1", text.strip(" \n")), mode="eval").body
             fields = ast.literal_eval(said) if isinstance(said, ast.Dict) and len(said.keys) == 3 else None
@@ -145,6 +135,8 @@ def _header_of(raw: bytes, begin: int) -> ArrayHeader:
     except (ValueError, SyntaxError, TypeError, LookupError, AttributeError, OverflowError, MemoryError):
         what = f"a numpy array of the type {repr(descr)[:60]}"
         raise Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.") from None
+    if numpy_bytes(shape, kind.itemsize) >= 1 << 63:
+        raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", "numpy has no room for so many elements.")
     return ArrayHeader(kind, None if kind.hasobject else array_type(_type_node(kind)), fortran, shape, raw)
 
 
@@ -176,7 +168,7 @@ def spelled(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
     stays one: numpy has a word for that.
     """
     code = code_of(entry.dtype)
-    if code is None:
+    if code is None or numpy_bytes(entry.shape, entry.dtype.itemsize) >= 1 << 63:
         return None
     entry = resolved(entry)
     turned = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])

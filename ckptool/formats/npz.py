@@ -13,6 +13,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, T
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.numpy_arrays import code_of
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
 from ckptool.formats import marks
@@ -118,7 +119,8 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
                 arrays[name] = found
                 continue
             why = f"{summary(value)}, not an array of numbers"
-            why = f"type {value.dtype}" if isinstance(value, TensorEntry) else why
+            if isinstance(value, TensorEntry):
+                why = f"type {value.dtype}" if code_of(value.dtype) is None else f"shape {list(value.shape)}"
             why = f"{value.kind} tensor" if isinstance(value, Composite) else why
         wrong.append(f"{name!s} ({why})")
     if wrong:

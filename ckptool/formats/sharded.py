@@ -16,8 +16,8 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import Plan, Segment
-from ckptool.checkpoint.files import Folder, Input, Source
-from ckptool.checkpoint.nodes import OrderedDict
+from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
+from ckptool.checkpoint.nodes import OrderedDict, fields
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, command
 from ckptool.errors import (
@@ -80,6 +80,9 @@ def belonging(folder: Folder) -> set[str]:
     found = candidates(folder)
     if not found or _is_index(found[0]):
         pieces = {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
+        for name in found:  # some call their shards otherwise
+            table = fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map")
+            pieces |= {file for file in fields(table).values() if type(file) is str}
         return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name)}
     return {name for name in folder.names if SINGLE.fullmatch(name)}
 
@@ -183,8 +186,11 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The `weight_map` of an index, and its metadata."""
     if source.size > MAX_INDEX:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
-    fields = parse_object(source.read(0, source.size), f"{source}: the index")
-    names, metadata = fields.get("weight_map"), fields.get("metadata", {})
+    said = parse_object(source.read(0, source.size), f"{source}: the index")
+    if "param_groups" in said:
+        what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
+        raise Unsupported(what, "Its files hold it by the numbers of parameters, and are read one by one.")
+    names, metadata = said.get("weight_map"), said.get("metadata", {})
     if names is None:
         what = f"{source} is a JSON text without a weight_map"
         why = "It may be an error message or another kind of index; it is not an index of shards."

@@ -1,4 +1,4 @@
-"""JSON as two readers cannot understand it in two ways: no name twice, no NaN, nothing but Unicode text."""
+"""JSON as two readers cannot understand it in two ways: no name twice, no NaN, no -0, nothing but Unicode text."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
 _END = re.compile(r"\}[ \t\n\r]*")
+_MINUS_ZERO = re.compile(r"[\[:,][ \t\n\r]*-0")
 _CUT = "It was cut off, or changed by hand."
 
 
@@ -71,6 +72,7 @@ class _Cursor:
         self.text, self.what, self.at, self.offered = text, what, 0, 0
         self.decoder = _decoder(what)
         self.escapes = "\\u" in text  # only these can spell half a surrogate pair
+        self.is_odd = self.escapes or ("-0" in text and _MINUS_ZERO.search(text) is not None)
 
     def names(self, take: Callable[[Pairs], bool] | None = None) -> Iterator[str]:
         """The names of the object that begins here; whoever takes one reads its value before the next.
@@ -99,7 +101,7 @@ class _Cursor:
         What is cut out is JSON by itself only where it ends between two members, so that no text is read in two ways.
         Members that were offered in vain are not offered again.
         """
-        end = -1 if self.escapes or self.at < self.offered else self.text.rfind("},", self.at, self.at + _BATCH)
+        end = -1 if self.is_odd or self.at < self.offered else self.text.rfind("},", self.at, self.at + _BATCH)
         if end < 0:
             return False
         self.offered = end
@@ -161,6 +163,12 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
+def _integer(text: str) -> int:
+    if text == "-0":  # an integer to Python, and none to Rust
+        raise ValueError("-0 is no integer")
+    return int(text)
+
+
 _PAIRS = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_constant)
 
 
@@ -172,7 +180,7 @@ def _decoder(what: str) -> json.JSONDecoder:
             raise Ambiguous(f"{what} names {repeated} twice", "Readers disagree about which one counts.")
         return found
 
-    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant)
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant, parse_int=_integer)
 
 
 def _half_a_pair(what: str) -> Corrupt:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
-from ckptool.checkpoint.arrays import swapped
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.files import Readable, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import Global
 from ckptool.commands import FILE, OUT, command
@@ -49,10 +48,6 @@ class Origin:
     recovered: str | None
 
 
-def detect(head: bytes, source: Input) -> bool:
-    return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
-
-
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
 
@@ -65,7 +60,6 @@ def read(source: Readable) -> Checkpoint:
 
         return torchscript.read(archive)
     root, small, storages, decoded = read_pickled(archive)
-    confirm_the_rest(archive)
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
@@ -136,14 +130,11 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
             "torch refuses such a file.",
         )
     storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
-    return Pickled(root, small, storages, decoded_record(pickles[0], storages, builders))
-
-
-def confirm_the_rest(archive: Archive) -> None:
-    """Looks at the headers of the records that nothing has asked for: another reader may be asked for them."""
-    for record in archive.records.values():
-        if not (record.is_used or archive.source.file.far):  # elsewhere each would be a request
+    decoded = decoded_record(pickles[0], storages, builders)
+    for record in records.values():
+        if not (record.is_used or source.file.far):  # another reader may be asked for it; elsewhere each is a request
             record.confirm()
+    return Pickled(root, small, storages, decoded)
 
 
 def inflated_limit(stored: int) -> int:
@@ -196,8 +187,11 @@ class RecordStorages:
                 there = f"its record {record} has {record.size:,} bytes"
                 raise Corrupt(f"the storage {key} should have {numel} elements; {there}")
             storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
-            if self.big_endian and (data := swapped(storage, dtype)) is not storage.data:
-                storage = Storage(data, location)
+            if self.big_endian:
+                from ckptool.checkpoint.arrays import swapped
+
+                data = swapped(storage, dtype)
+                storage = storage if data is storage.data else Storage(data, location)
             return self.refs.setdefault(key, StorageRef(storage, dtype))
         # Of several types are only storages of bytes, as uint8 and float8 views have them, and those without any.
         mixed = dtype is not first.dtype and not all(each is None or each.name == "u8" for each in (first.dtype, dtype))

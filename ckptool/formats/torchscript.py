@@ -23,14 +23,7 @@ from ckptool.checkpoint.tree import detached, tensors, walk_modules
 from ckptool.commands import command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, counted, form
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.torch_zip import (
-    RecordStorages,
-    confirm_the_rest,
-    decoded_record,
-    inflated_limit,
-    read_pickled,
-    record_notes,
-)
+from ckptool.formats.torch_zip import RecordStorages, decoded_record, inflated_limit, read_pickled, record_notes
 from ckptool.formats.zip.directory import Archive, Record
 from ckptool.pickles.arguments import CLASSES, PACKED
 
@@ -49,7 +42,6 @@ def read(archive: Archive) -> Checkpoint:
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
         raise Ambiguous(f"{source} is a checkpoint that has the records of a TorchScript program as well")
     program = _Program(archive, root, storages.big_endian)
-    confirm_the_rest(archive)
     tree = _tree(decoded.root, program.classes())
     path = source.file.path
     what = f"holds a program as well ({counted(len(program.files), 'file')} of code), which is never run; to see it"

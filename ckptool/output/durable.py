@@ -1,5 +1,5 @@
-"""Durable replacement: write beside the target, sync, rename, sync the folder; and edits in place, which are appended
-and commit by truncation. There is no other way to make or change a file.
+"""Durable replacement: write beside the target, sync, rename, sync the folder. Edits in place are `edits`, folders
+`folders`; there is no other way to make or change a file.
 
 At any instant, killed or out of disk, the old file or the new one is whole under its name. What a killed run leaves is
 a temporary file in the same folder; it was locked by its writer, so the next run that writes into the folder can tell
@@ -22,11 +22,11 @@ from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.blocks import Plan
-from ckptool.checkpoint.files import Input, Source, unchanged
+from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
-from ckptool.commands import arg, command, other_program
-from ckptool.errors import CkptoolError, Conflict, DiskFull, FileProblem, OutputExists, Text, listed, printable
-from ckptool.output.sink import Progress, Sink, StreamingSha256, reserve, write_all
+from ckptool.commands import arg, other_program
+from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
+from ckptool.output.sink import Feed, Progress, Sink, reserve
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
 UNTOUCHED = "Nothing else was changed: {} is as it was."
@@ -78,15 +78,15 @@ def replace_file(
     inputs: Iterable[Input] = (),
     verify: Callable[[str], None] | None = None,
     progress: Progress | None = None,
-    digest: StreamingSha256 | None = None,
+    feed: Feed | None = None,
     sync_folder: bool = True,
 ) -> tuple[Note, ...]:
     """Writes a plan of one file, or bytes, to `target`, durably. Returns what is to be known of the new file.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises
     to refuse.
-    digest: adds up what is written, on the way.  sync_folder: False where the name of another file, synced next, makes
-    it durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
+    feed: told what is written, on the way.  sync_folder: False where the name of another file, synced next, makes it
+    durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
     then nothing is changed.
     """
     plan = Plan({"": [InlineBytes(plan)]}) if isinstance(plan, bytes) else plan
@@ -95,25 +95,35 @@ def replace_file(
 
         return upload(plan, path, overwrite=overwrite, inputs=inputs, verify=verify, progress=progress)
     real = check_target(target, overwrite=overwrite, sweep=True)
-    temporary, fd = "", -1
+    temporary, fd, notes = "", -1, tuple[Note, ...]()
     try:
-        with write_problems(target):
-            check_space(plan.nbytes, real)
-            temporary, fd = temporary_for(real)
+        check_space(plan.nbytes, real)
+        temporary, fd = temporary_for(real)
+        if os.path.lexists(real):
             notes = attribute_notes(real, keep_attributes(real, fd))
-            with unchanged(*inputs):
-                reserve(fd, plan.nbytes)
-                Sink(fd, 0, plan.nbytes, progress, digest).write(plan.files[""], plan.checks)
-                settle(fd)
-                if verify is not None:
-                    verify(temporary)
-            _commit(temporary, real, overwrite)
+        with unchanged(*inputs):
+            reserve(fd, plan.nbytes)
+            Sink(fd, 0, plan.nbytes, progress, feed).write(plan.files[""], plan.checks)
+            settle(fd)
+            if verify is not None:
+                verify(temporary)
+        if overwrite:
+            os.replace(temporary, real)
+        else:
+            try:
+                os.link(temporary, real)  # unlike a rename, this fails if someone made the target meanwhile
+            except FileExistsError:
+                what = f"{real} was created by another process in the meantime"
+                raise OutputExists(what, fix=f"Overwrite it: {arg(overwrite=True)}.") from None
+            except OSError:  # a file system without hard links
+                check_target(real, overwrite=False)
+                os.replace(temporary, real)
+    except OSError as error:
+        raise write_problem(error, target) from error
     finally:
         if temporary:  # after the commit it is a second name of the file, or nothing
             remove(temporary, fd)
         close(fd)
-        if digest is not None:
-            digest.close()
     return (*notes, *sync_folder_of(real)) if sync_folder else notes
 
 
@@ -185,6 +195,7 @@ def check_space(needed: int, target: str) -> None:
 # Temporary files -----------------------------------------------------------------------------------------------------
 
 
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OURS = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
 
 
@@ -199,17 +210,12 @@ def hidden_name(target: str, end: str = "") -> str:
     return os.path.join(folder_of(target), f".ckptool-{digest[:16]}-{end or secrets.token_hex(8) + '.tmp'}")
 
 
-def new_file(path: str, folder: int | None = None) -> int:
-    """A new file; `folder` is an open one, in which `path` is a name."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
-
-
-def temporary_for(target: str, make: Callable[[str], int] = new_file) -> tuple[str, int]:
+def temporary_for(target: str, make: Callable[[str], int] | None = None) -> tuple[str, int]:
     """A new, locked, empty file beside the target (or what else `make` opens)."""
     for _ in range(ATTEMPTS):
         path, fd = hidden_name(target), -1
         try:
-            fd = make(path)
+            fd = os.open(path, NEW, 0o666) if make is None else make(path)
             if _lock(fd) is not False and os.fstat(fd).st_nlink:  # else it is being swept, or was, before it was locked
                 return path, fd
         except FileExistsError:  # or, of a folder, that it was swept at once: under another name, then
@@ -272,51 +278,29 @@ def opened(path: str) -> int:
 
 
 def remove(path: str, fd: int = -1) -> None:
-    """Removes a temporary file, or a temporary folder with its files. fd: it, where it is open."""
+    """Removes a temporary file, or a temporary folder with the files in it, but nothing that somebody else put under
+    the name meanwhile. fd: it, where it is open."""
     try:
-        _unlink(path, fd)
+        status = os.lstat(path)
+        if fd >= 0 and not os.path.samestat(status, os.fstat(fd)):
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(path)
+            return
+        folder = fd if fd >= 0 else opened(path)
+        try:
+            for name in os.listdir(folder):
+                with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
+                    os.unlink(name, dir_fd=folder)
+        finally:
+            if folder != fd:
+                close(folder)
+        os.rmdir(path)
     except OSError:
         return  # someone else was quicker, or the folder became read-only: the next run sweeps
     except BaseException:  # a signal: first what was begun
-        with suppress(OSError):
-            _unlink(path, fd)
+        remove(path, fd)
         raise
-
-
-def _unlink(path: str, fd: int) -> None:
-    """Removes a file, or a folder with the files in it, but nothing that somebody else put under the name meanwhile."""
-    status = os.lstat(path)
-    if fd >= 0 and not os.path.samestat(status, os.fstat(fd)):
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        os.unlink(path)
-        return
-    folder = fd if fd >= 0 else opened(path)
-    try:
-        for name in os.listdir(folder):
-            with suppress(FileNotFoundError):  # two runs remove the same folder: neither may stop half-way
-                os.unlink(name, dir_fd=folder)
-    finally:
-        if folder != fd:
-            close(folder)
-    os.rmdir(path)
-
-
-# The commit ----------------------------------------------------------------------------------------------------------
-
-
-def _commit(temporary: str, target: str, overwrite: bool) -> None:
-    """Gives a complete file its name; the other one may stay."""
-    if not overwrite:
-        try:
-            os.link(temporary, target)  # unlike a rename, this fails if someone made the target meanwhile
-            return
-        except FileExistsError:
-            what = f"{target} was created by another process in the meantime"
-            raise OutputExists(what, fix=f"Overwrite it: {arg(overwrite=True)}.") from None
-        except OSError:  # a file system without hard links
-            check_target(target, overwrite=False)
-    os.replace(temporary, target)
 
 
 def sync_folder_of(target: str) -> tuple[Note, ...]:
@@ -391,91 +375,3 @@ def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     found = list(dict.fromkeys(lost))
     message = f"{target} was replaced by a file that you own: {listed(found)} could not be kept"
     return (Note("attributes-lost", message),) if found else ()
-
-
-# Edits in place, which commit by truncation: readers find the old state or the new one, at every instant --------------
-
-# 1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end;
-#    sync. Whatever of this is done when the process dies, the last end records in the file are the old ones.
-# 2. Write the new records into the stretch, before the last copy; sync. Still nobody sees them.
-# 3. Cut off the last copy. The new end records are now the last: that is the commit. Sync.
-
-
-def append_in_place(
-    plan: Plan, source: Source, *, verify: Callable[[str], None] | None = None, progress: Progress | None = None
-) -> None:
-    """Carries out a plan with `keep` on the file that was read as `source`.
-
-    verify: called with the file's path after the commit; if it raises, the file is cut back to its old state.
-    Raises `Conflict` for a link, a file with several names or one that another process edits, `FileChanged`,
-    `DiskFull`, `FileProblem`.
-    """
-    path, end = source.path, plan.keep + plan.nbytes
-    sweep_folder(folder_of(path))
-    refuse_links(path)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise file_problem(error, path, "change") from error
-    try:
-        with write_problems(path):
-            _own(fd, source)
-            check_space(plan.nbytes + len(plan.guard), path)
-            try:
-                os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
-                places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
-                for place in (*places, end):
-                    write_all(fd, plan.guard, place)
-                os.fsync(fd)  # before what they guard: a power cut may lose any of the writes since the last sync
-                Sink(fd, plan.keep, plan.nbytes, progress).write(plan.files[""], plan.checks)
-                os.fsync(fd)
-                os.ftruncate(fd, end)
-                settle(fd)
-                if verify is not None:
-                    verify(path)
-            except BaseException as error:
-                _take_back(fd, plan, path, error)
-                raise
-    finally:
-        close(fd)
-
-
-def _take_back(fd: int, plan: Plan, path: str, error: BaseException) -> None:
-    """Cuts the file back to its old state, and says so in other words where even that fails."""
-    try:
-        os.ftruncate(fd, plan.keep)
-        os.fsync(fd)
-    except OSError as second:
-        what = f"the edit of {path} was interrupted, and could not be undone: {os.strerror(second.errno or 0)}"
-        why = "Whoever reads the file finds its old state or the new one, whole; a rest of the other may be behind it."
-        fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
-        raise FileProblem(what, why, fix) from error
-
-
-def refuse_links(path: str) -> None:
-    """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
-    if os.path.islink(path):
-        what = f"{path} is a symbolic link, to {os.path.realpath(path)}"
-        why = "Changing the file in place would change it for everyone who links to it."
-        raise Conflict(what, why, f"Write a new file with {arg('out')}, or name the file itself.")
-    try:
-        names = os.stat(path).st_nlink
-    except OSError as error:
-        raise file_problem(error, path, "change") from error
-    if names > 1:
-        what = f"{path} is one of {names} names (hard links) of the same file"
-        raise Conflict(what, "Changing it in place would change all of them.", f"Write a new file with {arg('out')}.")
-
-
-def _own(fd: int, source: Source) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        what = f"{source} is being edited by another process"
-        raise Conflict(what, "Two edits at once would lose one of them.", "Try again when it is done.") from None
-    except OSError as error:
-        what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock two edits could mix."
-        raise FileProblem(what, why, f"Write a new file with {arg('out')}.") from error
-    source.check_unchanged()
-    if not source.is_of(os.fstat(fd)):
-        raise source.changed()

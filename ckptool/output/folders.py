@@ -22,6 +22,7 @@ from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_pla
 from ckptool.commands import arg
 from ckptool.errors import Conflict, FileProblem, OutputExists, counted, listed
 from ckptool.output.durable import (
+    NEW,
     attribute_notes,
     check_space,
     check_target,
@@ -29,7 +30,6 @@ from ckptool.output.durable import (
     folder_of,
     hidden_name,
     keep_attributes,
-    new_file,
     opened,
     remove,
     settle,
@@ -191,7 +191,7 @@ def write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> lis
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise AssertionError(f"{name!r} is not the name of a file")
         size = sum(segment.length for segment in segments)
-        fd = new_file(name, folder.fd)
+        fd = os.open(name, NEW, 0o666, dir_fd=folder.fd)
         try:
             lost += keep_attributes(os.path.join(folder.target, name), fd)
             reserve(fd, size)

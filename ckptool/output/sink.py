@@ -2,13 +2,12 @@
 
 Adjacent ranges of one input become one copy; small segments are gathered; checksums of copied ranges are added up by
 threads that read the same pages while the kernel copies them; what is only known at the end (`Deferred`) is written at
-the end. Below it is what it does this with: bytes moved from file to file, and digests of what is written.
+the end. Below it is how bytes are moved from file to file.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import sys
 import time
@@ -17,13 +16,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
-from ckptool.checkpoint import Computed, Data, FileRange, Storage
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Storage
 from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, blocks, name_of
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt
 
 Progress = Callable[[int, int], None]
 """Told the bytes written so far, and in all."""
+Feed = Callable[[int, "bytes | bytearray | memoryview"], None]
 
 SMALL = 64 << 10  # shorter ranges are read and gathered: a system call for each would cost more than the copy
 GATHER = 1 << 20
@@ -34,12 +34,11 @@ COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in 
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`. digest: fed with all but copied ranges."""
+    """Writes one plan's segments into an open file, from byte `at`. feed: told all but copied ranges, and where they
+    are written; nobody changes them afterwards."""
 
-    def __init__(
-        self, fd: int, at: int, total: int, progress: Progress | None, digest: StreamingSha256 | None = None
-    ) -> None:
-        self.fd, self.digest = fd, digest
+    def __init__(self, fd: int, at: int, total: int, progress: Progress | None, feed: Feed | None = None) -> None:
+        self.fd, self.feed = fd, feed
         self.at = at  # where the next segment goes
         self.total, self.done, self.progress = total, 0, progress  # the bytes of all files, for `progress`
         # What lies before `at` and is not written yet: short segments, or a range of an input that the next may go on.
@@ -58,7 +57,26 @@ class Sink:
             for storage in checks:
                 self._check(storage)
             for segment in segments:
-                self._segment(segment)
+                data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
+                if isinstance(data, FileRange):
+                    data.ready()
+                    if not data.file.far:
+                        self._copy(data, crc)
+                        continue
+                    data = Computed(data.length, data.read)  # it comes once, and is summed up on the way
+                if isinstance(data, Computed):
+                    self._computed(data, crc)
+                elif isinstance(data, InlineBytes):
+                    self._take(data.content, crc)
+                else:
+                    # Made at once if all before it is known; else its place is kept, and it is written at the end. So
+                    # it is, too, after another one whose place is kept: it may be made of what that one adds up.
+                    for waiting in (self.jobs, self.pieces):
+                        while waiting and waiting[0].done():
+                            waiting.popleft().result()
+                    is_known = not (self.jobs or self.pieces or self.late)
+                    self.late += [] if is_known else [(self.at, data)]
+                    self._take(made(data) if is_known else bytes(data.length))
             self._flush()
             for waiting in (self.jobs, self.pieces):
                 while waiting:
@@ -72,34 +90,8 @@ class Sink:
             self.jobs.clear()  # an error in one of them refers to this sink, and so to the files that it holds open
             self.pieces.clear()
 
-    def _segment(self, segment: Segment) -> None:
-        if isinstance(segment, Deferred):
-            # Made at once if all before it is known; else its place is kept, and it is written at the end. So it is,
-            # too, after another one whose place is kept: it may be made of what that one adds up.
-            for waiting in (self.jobs, self.pieces):
-                while waiting and waiting[0].done():
-                    waiting.popleft().result()
-            is_known = not (self.jobs or self.pieces or self.late)
-            if not is_known:
-                self.late.append((self.at, segment))
-            self._take(made(segment) if is_known else bytes(segment.length))
-            return
-        data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
-        if isinstance(data, FileRange) and data.file.far:  # it comes once, and is summed up on the way
-            data.ready()
-            data = Computed(data.length, data.read)
-        if isinstance(data, Computed):
-            self._computed(data, crc)
-        elif not (isinstance(data, FileRange) and self._copied(data, crc)):
-            content = data.read(0, data.length)
-            self._take(content)
-            if crc is not None:
-                crc.update(content)
-                crc.check()
-
-    def _copied(self, data: FileRange, crc: Crc | None) -> bool:
-        """True for a range that is copied, with those before it that it continues; a short one alone is not."""
-        data.ready()
+    def _copy(self, data: FileRange, crc: Crc | None) -> None:
+        """Copies a range, with those before it that it continues; a short one alone is read."""
         run = self.pending
         if isinstance(run, FileRange) and run.file is data.file and run.offset + run.length == data.offset:
             run.length += data.length
@@ -107,11 +99,11 @@ class Sink:
             self._flush()
             self.pending = FileRange(data.file, data.offset, data.length)
         else:
-            return False
+            self._take(data.read(0, data.length), crc)
+            return
         self.at += data.length
         if crc is not None:
             self._sum(data, crc)
-        return True
 
     def _computed(self, data: Computed, crc: Crc | None) -> None:
         """Computes a segment piece by piece. A large piece is written, and summed up, while the next is computed."""
@@ -124,7 +116,7 @@ class Sink:
             if not part:
                 raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
             done += len(part)
-            if len(part) >= LARGE and self.digest is None:
+            if len(part) >= LARGE and self.feed is None:
                 self._flush()
                 self.pieces.append(self.writer.submit(self._write, part, self.at, crc))
                 self._wait(BEHIND)
@@ -144,8 +136,9 @@ class Sink:
         while len(self.pieces) > most:
             self.pieces.popleft().result()
 
-    def _take(self, data: bytes | memoryview) -> None:
-        """Takes the next bytes: short ones are gathered, long ones are written from where they are."""
+    def _take(self, data: bytes | memoryview, crc: Crc | None = None) -> None:
+        """Takes the next bytes: short ones are gathered, long ones are written from where they are. crc: of all of
+        them."""
         if isinstance(self.pending, FileRange) or len(data) >= LARGE:
             self._flush()
         self.at += len(data)
@@ -156,6 +149,9 @@ class Sink:
             self.pending += data
             if len(self.pending) >= GATHER:
                 self._flush()
+        if crc is not None:
+            crc.update(data)
+            crc.check()
 
     def _flush(self) -> None:
         """Writes what is pending, which ends where the next segment goes."""
@@ -168,8 +164,8 @@ class Sink:
             self._passed(len(pending))
 
     def _write(self, data: bytes | bytearray | memoryview, at: int, crc: Crc | None = None) -> None:
-        if self.digest is not None:
-            self.digest.feed(at, data)
+        if self.feed is not None:
+            self.feed(at, data)
         write_all(self.fd, data, at)
         if len(data) >= SMALL:
             start_writeback(self.fd, at, len(data))
@@ -308,49 +304,3 @@ def system_call(name: str) -> Callable[..., int] | None:
         return None
     call.argtypes = arguments[name]
     return call  # type: ignore[no-any-return]
-
-
-# Digests of what is written -------------------------------------------------------------------------------------------
-
-READ = 1 << 20  # bytes of a file that is read again, at once
-AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up rather than keep more
-
-
-class StreamingSha256:
-    """Fed with what is written, in order. A file that was written in another order is read again at the end."""
-
-    def __init__(self) -> None:
-        self._total = hashlib.sha256()
-        self._at = 0  # how far it has come; -1 after something out of order
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
-        self._kept: deque[Future[None]] = deque()  # those of pieces that live until they are summed
-
-    def feed(self, at: int, data: bytes | bytearray | memoryview) -> None:
-        """Takes what is written at byte `at`, which nobody changes afterwards."""
-        if at != self._at:
-            self._at = -1
-            return
-        self._at += len(data)
-        if len(self._kept) >= AHEAD:
-            self._kept.popleft().result()
-        job = self._pool.submit(self._total.update, data)
-        if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait while the file is synced
-            self._kept.append(job)
-
-    def result(self, path: str) -> str:
-        """The digest of the file at `path`, in hexadecimal. Raises `OSError` where it cannot be read again."""
-        self.close()
-        return self._total.hexdigest() if self._at == os.stat(path).st_size else digest_of(path)
-
-    def close(self) -> None:
-        """Waits for what was begun; more is not taken."""
-        self._pool.shutdown(wait=True)
-
-
-def digest_of(path: str) -> str:
-    """The sha256 of a file, in hexadecimal. Raises `OSError`."""
-    total = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        for part in iter(lambda: file.read(READ), b""):
-            total.update(part)
-    return total.hexdigest()

@@ -20,9 +20,9 @@ from typing import Any
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
+from ckptool.checkpoint.jobs import signals_held
 from ckptool.checkpoint.paths import foreign, named_urls
 from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
-from ckptool.checkpoint.workers import signals_held
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
     CkptoolError,

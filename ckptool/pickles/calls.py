@@ -207,10 +207,13 @@ def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
 
 
-def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False) -> tuple[Note, ...]:
+def refuse_unknown(
+    checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False, original: Checkpoint | None = None
+) -> tuple[Note, ...]:
     """Raises `UnsafeObject` for unknown calls unless they are kept; otherwise a note of people's own classes.
 
     as_it_is: the file is copied, so that what it makes and throws away is kept too.
+    original: the file as it was given, whose addresses are named where it has such calls.
     """
     unknown: dict[str, str] = {}
     count = 0
@@ -223,13 +226,15 @@ def refuse_unknown(checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool
                 unknown.setdefault(f"{_VERBS[use.how]} {use.name}", place)
     if not count:
         return custom_notes(checkpoint)
+    if original is not None:
+        refuse_unknown(original, keep_unknown)
     source = checkpoint.source or "the checkpoint"
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as it is: {arg(keep_unknown=True)}"
     entries = list(dict.fromkeys(_entry(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
-    if all(entries):  # all of it is in entries of dictionaries
+    if all(entries) and checkpoint.source is not None:  # all of it is in entries of dictionaries, and of a file
         patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
         fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     if DISCARDED in unknown.values() and not as_it_is:
@@ -261,8 +266,10 @@ def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """The note on objects of people's own classes, wherever a file with some is looked at or written."""
     custom = dict.fromkeys((use.how, use.name) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
     names = [name for how, name in custom if how == MADE]
+    if not names:
+        return ()
     parts = (name.rpartition(".") for how, name in custom if how == CALLED)
     calls = [f"{method} of {of}" for of, _, method in parts]
     filled = f" and calls {listed(calls, 4)} with values of the file" if calls else ""
     what = f"loading it with pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
-    return (Note("custom-class", what),) if names else ()
+    return (Note("custom-class", what),)

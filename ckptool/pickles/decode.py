@@ -18,7 +18,6 @@ from ckptool.checkpoint import Composite, Data, Note
 from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
-from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
     CkptoolError,
@@ -99,8 +98,10 @@ def decode(
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))
-        if not objects.names.keys().isdisjoint(COMPOSED):
-            _settle(root, max(FREE_PARTS, file_bytes))
+        most, composed = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
+        for node in visit(root) if composed else ():
+            if isinstance(node, Composite) and (most := most - node.settle()) < 0:
+                raise LimitExceeded("tensors that share what they are made of", "Looking through it takes too long.")
     except CkptoolError as error:
         if reader.in_frame and type(error) is Truncated:
             error = reader.straddling()
@@ -117,14 +118,6 @@ def decode(
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
     return Decoded(root, objects.discarded(root), machine.protocol, reader.at, (*_notes(objects, machine.protocol),))
-
-
-def _settle(root: Any, most: int) -> None:
-    """Looks for the parts of the composites in a tree, of which many may share what is in them."""
-    for node in visit(root):
-        if isinstance(node, Composite) and (most := most - node.settle()) < 0:
-            what = "tensors made of parts that all of them share"
-            raise LimitExceeded(what, "Looking through them could take practically forever.")
 
 
 def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
@@ -369,6 +362,8 @@ class _Lexer:
             self._need(1 + width + size)
             self.pos += 1 + width + size
             return
+        from ckptool.checkpoint.strided import subrange
+
         self._check_room(1 + width + size)
         place = self.base + self.pos
         begin = place + 1 + width

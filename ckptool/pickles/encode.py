@@ -40,6 +40,7 @@ _SET, _FROZENSET = Global("__builtin__", "set"), Global("__builtin__", "frozense
 _COMPLEX = Global("__builtin__", "complex")
 _BYTES, _BYTEARRAY = Global("__builtin__", "bytes"), Global("__builtin__", "bytearray")
 _ENCODE = Global("_codecs", "encode")
+_ATOMS = frozenset({int, float, bool, type(None), StorageRef})  # beside empty tuples
 
 
 class _Call(NamedTuple):
@@ -68,37 +69,35 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 
     Raises `Unsupported` for a value that no checkpoint holds (a numpy array, a live tensor).
     """
-    encoder = _Encoder(key_of)
-    data = encoder.run(tree)
-    return data if encoder.protocol == 2 else _Encoder(key_of, encoder.protocol).run(tree)
+    protocol = 2
+    while True:
+        encoder = _Encoder(key_of, protocol)
+        pending: list[Iterator[Any]] = [iter((tree,))]
+        while pending:
+            for part in pending[-1]:
+                if not encoder.leaf(part):  # go down, and come back here
+                    pending.append(encoder.container(part))
+                    break
+            else:
+                pending.pop()
+        if encoder.protocol == protocol:
+            return b"".join((b"\x80", bytes([protocol]), encoder.out, b"."))
+        protocol = encoder.protocol
 
 
 class _Encoder:
     """Writes one pickle. protocol: raised on the way where something needs it; all is written again with it then."""
 
-    def __init__(self, key_of: Callable[[Storage], str], protocol: int = 2) -> None:
+    def __init__(self, key_of: Callable[[Storage], str], protocol: int) -> None:
         self.key_of = key_of
         self.protocol = protocol
-        self.out = bytearray(b"\x80\x02")
+        self.out = bytearray()
         self.count = 0  # values memoized so far
         self.memo: dict[Any, int] = {}  # text, bytes, name, or the id of another value -> its place
         self.begun: dict[int, int] = {}  # id of a set -> how much could be recalled when it was begun
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
         self.puts: list[int] | None = None  # where in `out` a tensor's parts are memoized, while that is wanted
         self.alike: dict[Any, _Alike] = {}  # by all that two plain tensors may share
-
-    def run(self, tree: Any) -> bytes:
-        pending: list[Iterator[Any]] = [iter((tree,))]
-        while pending:
-            for part in pending[-1]:
-                if not self._leaf(part):  # go down, and come back here
-                    pending.append(self._container(part))
-                    break
-            else:
-                pending.pop()
-        self.out[1] = self.protocol
-        self.out += b"."
-        return bytes(self.out)
 
     def _recalled(self, key: Any, unfinished: bytes = b"") -> bool:
         """Recalls what was written before; says whether it was. unfinished: opcodes that drop what was begun of it."""
@@ -120,17 +119,51 @@ class _Encoder:
 
     # Leaves: everything that refers to no container ---------------------------------------------------------------
 
-    def _leaf(self, value: Any) -> bool:
+    def leaf(self, value: Any) -> bool:
         """Writes `value` if it has no containers in it, or was written before; says whether it did."""
         kind, out = type(value), self.out
-        if kind is str:
-            if not self._recalled(value):
+        if kind not in _ATOMS and (kind is not tuple or value):  # is written once, and recalled where it is met again
+            key: Any = id(value)
+            if kind is str or kind is Global:
+                key = value
+            elif kind is bytes or kind is ByteString:
+                key = kind, value
+            if (index := self.memo.get(key)) is not None:
+                out += b"h" + bytes([index]) if index < 256 else b"j" + _pack_uint(index)
+            elif kind is str:
                 raw = value.encode("utf-8", "surrogatepass")
                 out += b"X" + _pack_uint(len(raw)) + raw
                 self._put(value)
-        elif kind is TensorEntry:
-            if not self._recalled(id(value)):
-                self._tensor(value) if value.flags is not NO_FLAGS else self._plain_tensor(value)
+            elif kind is TensorEntry:
+                self._tensor(value)
+            elif kind is Global:
+                if "." in value.name:
+                    self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
+                module, name = in_python_3(value) if self.protocol > 2 else (value.module, value.name)
+                out += f"c{module}\n{name}\n".encode()
+                self._put(value)
+            elif kind is ByteString:
+                out += b"T" + _pack_uint(len(value)) + value
+                self._put(key)
+            elif kind is bytes and value:
+                self._call(_ENCODE, (value.decode("latin-1"), "latin1"), key)
+            elif kind is bytes:
+                self._call(_BYTES, (), key)
+            elif kind is complex:
+                self._call(_COMPLEX, (value.real, value.imag), key)
+            elif kind is bytearray:
+                self._call(_BYTEARRAY, (bytes(value),) if value else (), key)
+            elif kind is LongValue:  # nobody else has the same, so its text is not remembered
+                if value.kind == "bytearray":
+                    self.leaf(_BYTEARRAY)
+                raw = value.whole().decode("latin-1").encode()
+                self.leaf(_ENCODE)
+                out += b"X" + _pack_uint(len(raw)) + raw
+                self.leaf("latin1")
+                out += b"\x86R\x85R" if value.kind == "bytearray" else b"\x86R"
+                self._put(key)
+            else:
+                return False
         elif kind is int:
             out += integer(value)
         elif value is None:
@@ -139,49 +172,28 @@ class _Encoder:
             out += b"\x88" if value else b"\x89"
         elif kind is float:
             out += b"G" + _pack_float(value)
-        elif kind is tuple and not value:
-            out += b")"
         elif kind is StorageRef:
-            self._storage(value.storage, value.dtype)
-        elif kind is Global:
-            if not self._recalled(value):
-                if "." in value.name:
-                    self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
-                module, name = in_python_3(value) if self.protocol > 2 else (value.module, value.name)
-                out += f"c{module}\n{name}\n".encode()
-                self._put(value)
-        elif kind is bytes or kind is ByteString:
-            key = (kind, value)
-            if self._recalled(key):
-                pass
-            elif kind is ByteString:
-                out += b"T" + _pack_uint(len(value)) + value
-                self._put(key)
-            elif value:
-                self._call(_ENCODE, (value.decode("latin-1"), "latin1"), key)
-            else:
-                self._call(_BYTES, (), key)
-        elif self._recalled(id(value)):
-            pass
-        elif kind is complex:
-            self._call(_COMPLEX, (value.real, value.imag), id(value))
-        elif kind is bytearray:
-            self._call(_BYTEARRAY, (bytes(value),) if value else (), id(value))
-        elif kind is LongValue:  # nobody else has the same, so its text is not remembered
-            if value.kind == "bytearray":
-                self._leaf(_BYTEARRAY)
-            raw = value.whole().decode("latin-1").encode()
-            self._leaf(_ENCODE)
-            out += b"X" + _pack_uint(len(raw)) + raw
-            self._leaf("latin1")
-            out += b"\x86R\x85R" if value.kind == "bytearray" else b"\x86R"
-            self._put(id(value))
+            # A persistent id. torch reads every tensor of a storage with the type that it meets first; only bytes and
+            # untyped go together. A storage without bytes is none to torch: it makes a new one for each tensor.
+            storage, dtype = value.storage, value.dtype
+            first = self.types.setdefault(id(storage), dtype)
+            names = {first and first.name, dtype and dtype.name}
+            if first is not dtype and storage.nbytes and not names <= {"u8", None}:
+                what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
+                raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
+            of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
+            out += b"("
+            for part in ("storage", of, self.key_of(storage), storage.location):
+                self.leaf(part)
+            out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + b"t"
+            self._put()
+            out += b"Q"
         else:
-            return False
+            out += b")"
         return True
 
     def _call(self, fn: Global, args: tuple[Any, ...], key: Any = None) -> None:
-        self._leaf(fn)
+        self.leaf(fn)
         self._arguments(args)
         self.out += b"R"
         self._put(key)
@@ -203,43 +215,31 @@ class _Encoder:
                 self.out += b"}"
                 self._put()
                 for part in self._items(arg):
-                    self._leaf(part)
+                    self.leaf(part)
             else:
-                self._leaf(arg)
+                self.leaf(arg)
         self.out += _TUPLE[min(len(args), 4)]
         self._put()
 
-    def _plain_tensor(self, entry: TensorEntry) -> None:
-        """A tensor is written as the last one like it, but for its key and its places in the memo: most are alike."""
-        storage, out, first = entry.storage, self.out, self.count
+    def _tensor(self, entry: TensorEntry) -> None:
+        storage, flags, out, first = entry.storage, entry.flags, self.out, self.count
+        key, typed, is_plain = self.key_of(storage), entry.dtype.storage is not None, flags is NO_FLAGS
+        # A plain one is written as the last one like it, but for its key and its places in the memo: most are alike.
+        raw, is_new = key.encode("utf-8", "surrogatepass"), key not in self.memo and id(storage) not in self.types
         kind = (entry.dtype, entry.shape, entry.stride, entry.offset, storage.location, storage.nbytes)
-        key = self.key_of(storage)
-        raw = key.encode("utf-8", "surrogatepass")
-        alike, is_new = self.alike.get(kind), key not in self.memo and id(storage) not in self.types
-        if alike is not None and is_new:
+        if is_plain and is_new and (alike := self.alike.get(kind)) is not None:
             begin, rest, fields = alike
-            self.types[id(storage)] = entry.dtype if entry.dtype.storage is not None else None
+            self.types[id(storage)] = entry.dtype if typed else None
             self.count = after = first + len(fields) // 2
             self.memo[key], self.memo[id(entry)] = first, after - 1
             fields[::2] = range(first, after)
             out += b"".join((begin, _pack_uint(len(raw)), raw, b"r", rest.pack(*fields)))
             return
-        begin_at, known, self.puts = len(out), len(self.memo), []
-        self._tensor(entry)
-        puts, self.puts = self.puts, None
-        if is_new and first > 255 and len(self.memo) == known + 2:  # nothing was memoized but the key and the tensor
-            ends = [*(place + 1 for place in puts[1:]), len(out)]
-            fields = [each for place, end in zip(puts, ends, strict=True) for each in (0, bytes(out[place + 5 : end]))]
-            rest = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
-            self.alike[kind] = _Alike(bytes(out[begin_at : puts[0] - len(raw) - 4]), rest, fields)
-
-    def _tensor(self, entry: TensorEntry) -> None:
-        flags, typed = entry.flags, entry.dtype.storage is not None
         # `_rebuild_tensor_v3` cannot say that a gradient is wanted: torch's own files of this kind do not load.
         later = flags.requires_grad and not (typed or flags.parameter)
         wanted = flags.requires_grad and typed and not flags.parameter
-        storage = StorageRef(entry.storage, entry.dtype if typed else None)
-        args: tuple[Any, ...] = (storage, entry.offset, entry.shape, entry.stride, wanted, _NO_HOOKS)
+        args: tuple[Any, ...] = (StorageRef(storage, entry.dtype if typed else None), entry.offset)
+        args += (entry.shape, entry.stride, wanted, _NO_HOOKS)
         if not typed:
             args += (Global("torch", entry.dtype.torch),)
         if flags.conj or flags.neg:
@@ -249,29 +249,23 @@ class _Encoder:
             call = _Call(REBUILD_FROM_TYPE, (call.fn, TENSOR, args, {"requires_grad": True}))
         if flags.parameter:
             call = _Call(REBUILD_PARAMETER, (call, flags.requires_grad, _NO_HOOKS))
+        begin_at, known, self.puts = len(out), len(self.memo), []
         self._call(call.fn, call.args, id(entry))
-
-    def _storage(self, storage: Storage, dtype: DType | None) -> None:
-        """A persistent id: `("storage", class, key, location, number of elements)`.
-
-        torch reads every tensor of a storage with the type that it meets first; only bytes and untyped go together. A
-        storage without bytes is none to torch: it makes a new one for each tensor.
-        """
-        first = self.types.setdefault(id(storage), dtype)
-        if first is not dtype and storage.nbytes and not {first and first.name, dtype and dtype.name} <= {"u8", None}:
-            what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
-            raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
-        of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
-        size = storage.nbytes // (dtype.itemsize if dtype else 1)
-        self._arguments(("storage", of, self.key_of(storage), storage.location, size))
-        self.out += b"Q"
+        puts, self.puts = self.puts, None
+        if (
+            is_plain and is_new and first > 255 and len(self.memo) == known + 2
+        ):  # but the key and the tensor, all is known
+            ends = [*(place + 1 for place in puts[1:]), len(out)]
+            fields = [each for place, end in zip(puts, ends, strict=True) for each in (0, bytes(out[place + 5 : end]))]
+            layout = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
+            self.alike[kind] = _Alike(bytes(out[begin_at : puts[0] - len(raw) - 4]), layout, fields)
 
     # Containers: generators of their parts, which are written where they are given ----------------------------------
 
-    def _container(self, value: Any) -> Iterator[Any]:
+    def container(self, value: Any) -> Iterator[Any]:
         out, key = self.out, id(value)
         if isinstance(value, OrderedDict):
-            self._leaf(ORDERED_DICT)
+            self.leaf(ORDERED_DICT)
             out += b")R"
             self._put(key)
             yield from self._items(value, exact=False)
@@ -303,7 +297,7 @@ class _Encoder:
                 what = "a set that contains itself cannot be written"
                 raise Unsupported(what, "Protocol 2, which every torch reads, cannot express it.")
             self.begun[key] = len(self.memo)
-            self._leaf(_FROZENSET if value.frozen else _SET)
+            self.leaf(_FROZENSET if value.frozen else _SET)
             out += b"]"
             self._put()
             yield from self._elements(value.items)

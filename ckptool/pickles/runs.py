@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
@@ -25,17 +24,13 @@ from ckptool.pickles.torch_objects import MOST, ORDERED_DICT, REBUILD_TENSOR_V2,
 
 _GET, _NUMBER = b"(h.|j....)", b"(?:K.|M..|J....)"
 _NUMBERS = b"(\\)|(?:#\x85|##\x86|###\x87|\\((?:#){4,64}t)r(....))"  # sizes, or strides
+# What stands behind a name: `_rebuild_tensor_v2(storage, offset, sizes, strides, False, OrderedDict())`.
+_TENSOR = b"r(....)@\\(\\(@@X(.)\0\0\0([0-9]{1,19})r(....)@(#)tr(....)Q(#)%b%b\x89@\\)Rr(....)tr(....)Rr(....)"
+_TENSOR = (_TENSOR % (_NUMBERS, _NUMBERS)).replace(b"@", _GET).replace(b"#", _NUMBER)
 _PUTS = (1, 7, 10, 13, 15, 17, 18, 19)  # the groups of the memo's numbers for what is made, in order
 _GETS = (2, 3, 4, 8, 16)  # and for the function, "storage", its class, its location, `OrderedDict`
 _OPCODES = 23  # of a tensor without dimensions
 MOST_MOULDS = 256
-
-
-@cache
-def _tensor() -> re.Pattern[bytes]:
-    """What stands behind a name: `_rebuild_tensor_v2(storage, offset, sizes, strides, False, OrderedDict())`."""
-    call = b"r(....)@\\(\\(@@X(.)\0\0\0([0-9]{1,19})r(....)@(#)tr(....)Q(#)%b%b\x89@\\)Rr(....)tr(....)Rr(....)"
-    return re.compile((call % (_NUMBERS, _NUMBERS)).replace(b"@", _GET).replace(b"#", _NUMBER), re.DOTALL)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +122,7 @@ class Runs:
 
     def _mould(self, data: bytes, pos: int, memo: dict[int, Any]) -> Mould | None:
         """The mould of the tensor whose bytes begin here; None for one that is left to the machine."""
-        match = _tensor().match(data, pos)
+        match = re.compile(_TENSOR, re.DOTALL).match(data, pos)
         if match is None:
             return None
         size, mask = match.end() - pos, bytearray(b"\xff") * (match.end() - pos)
@@ -143,7 +138,14 @@ class Runs:
         values: tuple[Any, ...] = tuple(memo.get(number) for number in gets)
         function, word, of, location, hooks = values
         dtype = storage_class(of)[1]
-        (numel,), (offset,), shape, stride = map(_integers, (match[9], match[11], match[12], match[14]))
+        # The number of an opcode, or those of a tuple that is stored.
+        raw = (each[:-6] if each[-5:-4] == b"r" else each for each in match.group(9, 11, 12, 14))
+        (numel,), (offset,), shape, stride = (
+            tuple(
+                int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in re.findall(_NUMBER, part, re.S)
+            )
+            for part in raw
+        )
         if not (
             (function, hooks, type(word), type(location)) == (REBUILD_TENSOR_V2, ORDERED_DICT, str, str)
             and dtype is not None
@@ -162,9 +164,3 @@ class Runs:
         pid = key, match.end(10) + 1 - pos, (word, of), (location, numel)
         mould = Mould(size, fixed, bits, *memo_uses, *pid, offset, shape, stride, dtype, needs)
         return self.moulds.setdefault((size, bits), mould)
-
-
-def _integers(raw: bytes) -> tuple[int, ...]:
-    """The number of an opcode, or those of a tuple that is stored."""
-    numbers = re.findall(_NUMBER, raw[:-6] if raw[-5:-4] == b"r" else raw, re.DOTALL)
-    return tuple(int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in numbers)

@@ -30,12 +30,14 @@ _END = object()
 class Position:
     """The place of the next batch. epoch: from 0.  batch: how many of this epoch were yielded.
 
-    began: the steps done before this epoch.  start: the random state with which it began.
+    began: the steps done before this epoch.  start: the random state with which it began.  body: that with which the
+    body of `run.epochs` around it began.
     """
 
     def __init__(self) -> None:
         self.epoch = self.batch = self.began = 0
         self.start: rng.State | None = None
+        self.body: rng.State | None = None
         self.loader_state: Any = None
         self.loader: Any = None
         self.parts: dict[str, Any] = {}  # the states with which given parts of the loader began the epoch
@@ -43,21 +45,23 @@ class Position:
     def next_epoch(self, completed: int) -> None:
         """Goes to the beginning of the next epoch, after so many steps in all."""
         self.epoch, self.batch, self.began = self.epoch + 1, 0, completed
-        self.start = self.loader_state = None
+        self.start = self.body = self.loader_state = None
         self.parts = {}
 
     def rank_state(self) -> dict[str, Any]:
         """The part of the place that each process has for itself; none between two epochs."""
         inside = bool(self.batch)
         state = self.loader.state_dict() if inside and has_state(self.loader) else None
-        parts = {"parts": self.parts} if inside and self.parts else {}
-        return {"epoch_start": self.start if inside else None, "loader": state, **parts}
+        more: dict[str, Any] = {"parts": self.parts} if inside and self.parts else {}
+        if inside and self.start and self.body and rng.moved(self.body, self.start):
+            more["body_start"] = self.body
+        return {"epoch_start": self.start if inside else None, "loader": state, **more}
 
     def restore(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Takes a place that was saved."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
         self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
-        self.parts = own.get("parts", {})
+        self.parts, self.body = own.get("parts", {}), own.get("body_start", self.start)
 
 
 def saves(value: Any) -> bool:
@@ -146,6 +150,8 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     finally:
         if getattr(loader, "num_workers", 0) and batches is not None:
             end_workers(batches)
+            if not has_state(loader):
+                make_ready(loader)  # the script may begin it again
 
 
 def _begun(loader: Any, position: Position) -> Iterator[Any]:

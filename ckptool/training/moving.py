@@ -47,11 +47,14 @@ def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
     return reachable(objects)[0]
 
 
-def reachable(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """A snapshot, and name -> the object itself, of all objects that were met on the way."""
+def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+    """A snapshot, and name -> the object itself, of all objects that were met on the way.
+
+    seen: those that are passed over, by their ids; what was met is added.
+    """
     found: dict[str, str] = {}
     met: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # the objects too: another could get the number of one that is gone
+    seen = {} if seen is None else seen  # the objects too: another could get the number of one that is gone
     queue: deque[tuple[str, Any, str]] = deque((name, value, VALUE) for name, value in objects.items())
     while queue and len(seen) < MAX_OBJECTS:  # breadth first, so that a thing is named by its nearest owner
         name, value, kind = queue.popleft()
@@ -63,7 +66,9 @@ def reachable(objects: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any
                 met.setdefault(name, value)
                 if (own := _of_values(value, kind)) is None:
                     queue.extend(list(_parts(name, value, kind)))
-                    continue
+                    if type(value) not in _ITEMS | _MAPPINGS:
+                        continue
+                    own = kind, f"{type(value).__name__} of {len(value)}"  # a cache, a memory of what was seen
                 kind, text = own
             if text:
                 names = chain([name], (f"{name}#{number}" for number in count(2)))

@@ -255,6 +255,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
         raise Conflict(
             f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(given)}",
             "The state of one parameter would be given to another.",
+            "Give the optimizer these groups before its state is loaded",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*given))

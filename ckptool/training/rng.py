@@ -28,18 +28,22 @@ def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State
 
 
 def moved(state: State, before: State) -> set[str]:
-    """The names under which a state is another one than before, or was not there."""
-    return {name for name, each in state.items() if not _same(each, before.get(name))}
+    """The names under which a state is another one than before, or was not there. Generators: those of `state`."""
+    own = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
+    before = {**before, "generators": own}
+    return {name for name, each in state.items() if not same(each, before.get(name))}
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """True for equal plain values and tensors."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+        like = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+        return like and (torch.equal(one, other) or bool(((one == other) | (one != one)).all()))  # NaN, too
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is other or bool(one == other)
 
 
 def _global_generators() -> dict[str, Any]:

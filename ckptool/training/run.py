@@ -22,13 +22,14 @@ from torch import nn
 
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
-from ckptool.training import LOOP, moving, rng, run_folder
-from ckptool.training.batches import Position, batches_of, epochs_of, generators_of, workers_spared
+from ckptool.training import LOOP, rng, run_folder
+from ckptool.training.batches import Position, batches_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
-from ckptool.training.state import Objects, Schedule, Window, unsaved_objects
-from ckptool.training.stopping import SIGNALS, Stopping, left_by_break, loop_frame, stopping
+from ckptool.training.seen import Looks
+from ckptool.training.state import SUFFIX, Objects, Window
+from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
 ELSEWHERE = "ckptool.Run('OTHER', …)"
@@ -110,8 +111,10 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._snapshot: dict[str, str] = {}
+        self._looks = Looks()
         self._notes_given: set[str] = set()
+        self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
+        self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that came to its end
         self._options = self.objects.options()
         self._window = Window(self.objects)
         if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
@@ -196,8 +199,6 @@ class Run:
     def __setitem__(self, name: str, value: Any) -> None:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
-        if self._resumed is not None and name in self._resumed.values:
-            self._resumed.overwritten.add(name)
 
     def __getattr__(self, name: str) -> Any:
         why = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -241,10 +242,10 @@ class Run:
 
     def _point(self) -> Point:
         now, position = self._capture(self._generators()), self.position
-        self._drawn |= rng.moved(now, {**self._initial_random, "generators": now["generators"]})
+        self._drawn |= rng.moved(now, self._initial_random) - {"generators"}
         rank = {**position.rank_state(), "now": now}
-        for key in ("now", "epoch_start"):  # global generators that nothing ever drew from may differ in every process
-            drawn = {*self._drawn, "generators"}
+        for key in rank.keys() & {"now", "epoch_start", "body_start"}:
+            drawn = {*self._drawn, "generators"}  # others may differ in every process
             rank[key] = rank[key] and {name: each for name, each in rank[key].items() if name in drawn}
         place = {"epoch": position.epoch, "batch": position.batch, "began": position.began}
         return Point(place, rank, self.objects.states_of_others())
@@ -278,10 +279,8 @@ class Run:
                         f"{printable(name)}: {key} of group {place} is {now[key]!r} in the script, but was "
                         f"{before[key]!r} when the run began; the saved value is used"
                     )
-        self._options = tree["options"]
-        self.objects.restore(tree, where)
-        # Copied, since they would keep the file mapped.
-        self.step, self.loss, self.values = tree["step"], tree["loss"], to_cpu(tree["values"], copied=True)
+        self._options, self.step, self.loss = tree["options"], tree["step"], tree["loss"]
+        self._take(tree, where)
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
             raise Conflict(
@@ -301,8 +300,15 @@ class Run:
         self._drawn = set(own["now"]) - {"generators"}
         self.position.restore(tree["data_state"], own)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        self._resumed = _Resumed(where, values, set(), self._capture(self.objects.generators))
+        self._resumed = _Resumed(where, values, self._capture(self.objects.generators))
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
+
+    def _take(self, tree: dict[str, Any], where: str) -> None:
+        """Gives the objects and the values what a checkpoint holds of them; tensors that they share stay shared."""
+        keys = ["values", *(name + SUFFIX for name in self.objects.others)]
+        copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
+        self.objects.restore({**tree, **copied}, where)
+        self.values = copied["values"]
 
     # The loop ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +318,7 @@ class Run:
         `batches` in it yields the steps of one epoch. What follows that belongs to the epoch: a save that is marked in
         its last step or later, and a signal, wait for the end of this body. Without `batches` an epoch is one step.
         """
-        return self._epochs("run.epochs", {"epochs": epochs})
+        return self._handed(self._epochs("run.epochs", {"epochs": epochs}))
 
     def steps(self, steps: int) -> Iterator[int]:
         """The numbers of the steps, from the one after the newest checkpoint to `steps`; stops cleanly at a signal.
@@ -326,7 +332,7 @@ class Run:
                 self._reseed("step", self.step)
                 yield
 
-        return (number for number, _ in self._flat(draws, {"steps": steps}))
+        return self._handed(number for number, _ in self._flat(draws, {"steps": steps}))
 
     def batches(self, loader: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, and its batch; resumes in the middle of an epoch.
@@ -351,12 +357,16 @@ class Run:
             )
         self.position.loader = loader
         if nested:
-            return self._one_epoch(self._epoch_of(loader), {})
-        return self._flat(lambda: self._epoch_of(loader), asked)
+            return self._handed(self._one_epoch(self._epoch_of(loader), {}))
+        return self._handed(self._flat(lambda: self._epoch_of(loader), asked))
+
+    def _handed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._iterator = weakref.ref(iterator)
+        return iterator
 
     def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """A loop over steps is one over epochs whose bodies have nothing else. epoch: gives the data of one."""
-        for _ in self._epochs("run.steps" if "steps" in asked else "run.batches", asked):
+        for _ in self._epochs("run.steps" if self.position.loader is None else "run.batches", asked):
             yield from self._one_epoch(epoch(), asked)
 
     def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
@@ -371,9 +381,16 @@ class Run:
             self._say_once(
                 f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
             )
+        if loop == self._ended_at and not self._is_over(asked):
+            self._say_once(
+                f"{name} runs once more at one place of the script: what comes between is not done again where the "
+                "run was killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
+            )
         with self._looping(name):
             if not self.position.batch or self._is_over(asked):
                 self._restore_random(self._random, self._generators())
+            elif is_nested:  # what the body drew before its batches is drawn again
+                self._restore_random(self.position.body, self.objects.generators)
             try:
                 while not self._is_over(asked):
                     self._stop.begin()
@@ -381,6 +398,7 @@ class Run:
                     self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
                     if is_nested:
                         self._reseed("body", self.position.epoch)
+                        self.position.body = self._capture(self.objects.generators)
                     yield self.position.epoch
                     if self._is_over(asked):
                         break
@@ -389,7 +407,13 @@ class Run:
                     if wanted or (stop and not self._is_over(asked)):
                         self._at_point(self._point(), stop=stop and not self._is_over(asked))
             except GeneratorExit:
-                if left_by_break(loop) and not self._closed:
+                by_break = False if self._closed else left_by_break(loop)
+                if by_break is None and self._saver.step != self.step:
+                    self.say(
+                        f"step {self.step:,} was not saved: what is around {name} ended the loop, or failed; leave it "
+                        "by `break`, or put it inside: run.batches(lambda: islice(loader, 100))"
+                    )
+                if by_break:
                     if is_nested:
                         self.position.next_epoch(self.step)
                     try:
@@ -399,15 +423,15 @@ class Run:
                         self.say(f"step {self.step:,}, where `break` left the loop, was not saved: {error}")
                 raise
             self._end()
+            self._ended_at = loop
 
     def _epoch_of(self, loader: Any) -> Generator[Any]:
         """The data of the epoch that the run is in, from its place on."""
         resumed = bool(self.position.batch)
         if resumed and (begun := self._resumed) is not None:  # what the body of `epochs` did again is taken back
-            self._say_drawn(begun)
-            self.values = to_cpu(begun.values, copied=True)
-            self.objects.restore(loaded(begun.path, self.objects.in_parts), begun.path)
+            self._take(loaded(begun.path, self.objects.in_parts), begun.path)
             self._resumed = None
+            self._say_counted()
         random, self._random = self._random, None
         if random is not None and not resumed:  # the loop has begun before the loader was known
             rng.restore({"generators": random["generators"]}, generators_of(loader))
@@ -480,24 +504,30 @@ class Run:
         """At the beginning of the loop of a resumed process: what the script did since `Run(…)` and cannot count."""
         if (resumed := self._resumed) is None:
             return
-        for name in sorted(resumed.overwritten):
-            if name in self.values:
-                self.values[name] = to_cpu(resumed.values[name], copied=True)
+        changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
+        for name in sorted(changed):
+            self.values[name] = to_cpu(resumed.values[name], copied=True)
             self._say_once(
                 f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
                 f"is used; write: if not run.resumed: run[{name!r}] = …"
             )
-        self._say_drawn(resumed)
+        if self.position.epoch if nested else self.step:
+            self._say_counted()
         if not (nested and self.position.batch):
             self._resumed = None
-
-    def _say_drawn(self, resumed: _Resumed) -> None:
         now = self._capture(self.objects.generators)
         if self._seed is None and rng.moved(now, resumed.random):
             self._say_once(
                 "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
+            )
+
+    def _say_counted(self) -> None:
+        for kind in counters_around(self._iterator()):
+            self._say_once(
+                f"`{kind}` around the loop of a resumed process counts anew: count by `step`, and put what belongs to "
+                f"the batches inside: run.batches(lambda: {kind}(loader, …))"
             )
 
     def _wanted(self) -> tuple[bool, bool]:
@@ -630,31 +660,13 @@ class Run:
     def _say_notes(self, first: bool) -> None:
         """What there is to say after a save, once each. first: of the run."""
         loader = self.position.loader
-        if first:  # what is in it, and what was seen in the script and is not
+        if first:
             named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
             contents = [*map(printable, named), *(["the place in the data"] if loader is not None else [])]
             contents += [f"the random states of {listed(sorted(self._drawn))}"] if self._drawn else []
             self._say_once(f"the checkpoint of step {self.step:,} holds {listed(contents, 20)}")
-            told = Schedule if self.objects.optimizer_without_its_schedule() else ()  # has a note of its own
-            given = [*self.objects.named.values(), *self._generators().values(), loader]
-            if unsaved := unsaved_objects(given, told):
-                self._say_once(
-                    f"seen in the script and not saved: {listed([*map(printable, unsaved)], 8)}. What training changes "
-                    "in them is lost: give generators, and what has state_dict() and load_state_dict(), to Run by name"
-                )
-        if name := self.objects.optimizer_without_its_schedule():
-            self._say_once(
-                f"{printable(name)} has a learning rate schedule, which was not given to ckptool.Run and is not saved; "
-                "write: ckptool.Run(…, scheduler=scheduler)"
-            )
-        # What changed since the last save, is reachable from the objects, and is in no state.
-        roots = {**self._generators(), **self.objects.named, **({"loader": loader} if loader is not None else {})}
-        now = {**moving.snapshot(roots), **self.objects.requires_grad()}
-        saved = moving.saved_names({name: value.state_dict() for name, value in self.objects.modules.items()})
-        saved |= {*self._generators(), *(self.objects.named.keys() - self.objects.modules.keys()), *epochs_of(loader)}
-        for name, kind in moving.unsaved(self._snapshot or now, now, saved).items():
-            self._say_once(f"{printable(name)} ({kind}) changes during training and is not saved")
-        self._snapshot = now
+        for text in self._looks.notes(self, first):
+            self._say_once(text)
 
     def _say_once(self, text: str) -> None:
         if text not in self._notes_given:
@@ -693,11 +705,10 @@ _END = object()
 
 
 class _Resumed(NamedTuple):
-    """The checkpoint that was resumed from, until the loop begins. overwritten: values that the script set since."""
+    """The checkpoint that was resumed from, until the loop begins."""
 
     path: str
     values: dict[str, Any]
-    overwritten: set[str]
     random: rng.State
 
 

@@ -267,13 +267,7 @@ class Lock:
                     "Two trainers on one run would mix their checkpoints.",
                     f"Wait for it, stop it, or name another folder: {elsewhere}",
                 )
-            if held and not _HOLDER.fullmatch(held):
-                raise Conflict(
-                    f"{path} is not the lock of a run",
-                    "A run would overwrite it. It was left as it is.",
-                    f"Move it away, or give the run a folder of its own: {elsewhere}",
-                )
-            if held or not there:  # an empty one may be anybody's: a lock works without a name in it
+            if not there or _HOLDER.fullmatch(held):  # another may be anybody's: a lock works without a name in it
                 os.ftruncate(self.fd, 0)
                 os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:

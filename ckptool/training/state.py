@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,18 +13,16 @@ from torch.amp import GradScaler
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.training import moving
 from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
-from ckptool.training.rng import is_generator
+from ckptool.training.rng import is_generator, same
 from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
-SUFFIX = "_state_dict"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+SUFFIX, SETTING = "_state_dict", "requires_grad"
 
 
 class Objects:
@@ -38,6 +33,7 @@ class Objects:
         self.generators: dict[str, Any] = {}
         for name, value in (given or {}).items():
             self.add(name, value)
+        self._group_counts = {name: len(each.param_groups) for name, each in self.of(Optimizer).items()}
 
     def add(self, name: str, value: Any) -> None:
         """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
@@ -72,10 +68,13 @@ class Objects:
         """True for the key of a state that may be sharded."""
         return isinstance(self.named.get(key.removesuffix(SUFFIX)), (nn.Module, Optimizer, Average))
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """What is no part of torch, by name: it may hold anything, and fetching data may change it."""
+        return {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
+
     def states_of_others(self) -> dict[str, Any]:
-        """The states of what is no part of torch: fetching data may change them, so they are taken before."""
-        others = {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
-        return {name: value.state_dict() for name, value in others.items()}
+        return {name: value.state_dict() for name, value in self.others.items()}
 
     def parts_of(self, loader: Any) -> dict[str, Any]:
         """The states of the objects that are a loader, its data set or a sampler of it, copied."""
@@ -93,8 +92,9 @@ class Objects:
         for name, state in parts.items():
             self.named[name].load_state_dict(to_cpu(state, copied=True))
         yield
-        for name, state in states.items():
-            self.named[name].load_state_dict(state)
+        for name, state in self.states_of_others().items():
+            if not same(state, states[name]):  # else tensors that it shares with others stay shared
+                self.named[name].load_state_dict(states[name])
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
         """The states of all objects, by the keys that they are saved under. taken: those that were taken before."""
@@ -195,15 +195,10 @@ class Objects:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
         return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
 
-    @property
-    def _knows_all_kinds(self) -> bool:
-        """False if something else was given, which may hold a schedule or parameters."""
-        return all(isinstance(each, _KINDS) for each in self.named.values())
-
     def refuse_unowned_parameters(self) -> None:
         """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
         held = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
-        for name, each in self.of(Optimizer).items() if self._knows_all_kinds else ():
+        for name, each in self.of(Optimizer).items() if not self.others else ():
             trained = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
             if lost := [one for one in trained if id(one) not in held]:
                 raise UsageError(
@@ -213,13 +208,18 @@ class Objects:
                 )
 
     def requires_grad(self) -> dict[str, str]:
-        """Which parameters are trained, which no state dict has, in the form of `moving.snapshot`."""
+        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has it."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
-        return {f"requires_grad of {label}.{key}": f"{moving.VALUE}: {one.requires_grad}" for label, key, one in named}
+        return {f"{SETTING} {label}.{key}": f"{SETTING}: {one.requires_grad}" for label, key, one in named}
+
+    def regrouped(self) -> str:
+        """The name of an optimizer with another number of groups than when it was given; empty for none."""
+        counts = ((name, len(each.param_groups)) for name, each in self.of(Optimizer).items())
+        return next((name for name, count in counts if count != self._group_counts.get(name, count)), "")
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""
-        if self.of(Schedule) or not self._knows_all_kinds:
+        if self.of(Schedule) or self.others:
             return ""
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
@@ -330,44 +330,3 @@ def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alo
     optimizer.register_step_post_hook(stepped)
     if not alone:
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-# What was not given ---------------------------------------------------------------------------------------------------
-
-
-def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> list[str]:
-    """The objects with a state in the variables of the script that runs the loop, without those given: `ema (EMA)`.
-
-    Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; environments,
-    which have `reset` and `step`. Asks the classes: no property of theirs is run. left_out: classes that are not named.
-    """
-    known = {id(each) for each in given}
-    for each in list(given):
-        known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
-        known |= set(map(id, parts_of(each).values()))
-    frame: FrameType | None = sys._getframe(1)  # to the innermost whose code is neither ours nor a library's
-    while frame is not None and (
-        str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
-        or frame.f_code.co_filename.startswith(_LIBRARIES)
-    ):
-        frame = frame.f_back
-    if frame is None:
-        return []
-    variables = {**frame.f_globals, **frame.f_locals}
-    found = {
-        id(value): f"{name} ({type(value).__name__})"
-        for name, value in variables.items()
-        if _has_state(name, value) and not isinstance(value, left_out)
-    }
-    whole = {id(value): id(unwrapped(value)) for value in variables.values() if isinstance(value, nn.Module)}
-    return [text for key, text in found.items() if key not in known and whole.get(key) not in known]
-
-
-def _has_state(name: str, value: Any) -> bool:
-    kind = type(value)
-    if name.startswith("_") or issubclass(kind, type) or kind.__module__.partition(".")[0] == "ckptool":
-        return False
-    if isinstance(value, nn.Module):
-        return any(True for _ in (*value.parameters(), *value.buffers()))
-    methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
-    return is_generator(value) or all(methods[:2]) or all(methods[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import opcode
 import signal
@@ -10,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from itertools import islice
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 SIGNALS = ("TERM", "INT", "USR1")
@@ -67,22 +69,38 @@ def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> It
                 signal.signal(number, handler)
 
 
-def loop_frame() -> tuple[int, CodeType | None]:
-    """In a generator: which frame runs the loop over it, through other generators around it (tqdm)."""
+def loop_frame() -> tuple[int, CodeType | None, int]:
+    """In a generator: which frame runs the loop over it, through other generators around it (tqdm), and where."""
     frame = _loop_frame()
-    return id(frame), frame and frame.f_code
+    return (id(frame), frame.f_code, frame.f_lasti) if frame is not None else (0, None, 0)
 
 
-def left_by_break(loop: tuple[int, CodeType | None]) -> bool:
-    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception.
+def counters_around(iterator: Any) -> list[str]:
+    """The kinds of what begins to count anew with a process: `enumerate(iterator)`, also through generators (tqdm)."""
+    near, found = [iterator], list[Any]()
+    while near and len(found) < 20:
+        for each in gc.get_referrers(near.pop()):
+            if type(each) in (enumerate, zip, islice, tuple, GeneratorType) and each not in found:
+                found.append(each)
+                near.append(each)
+    return sorted({type(each).__name__ for each in found} - {"tuple", "generator"})
+
+
+def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool | None:
+    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception; None
+    where the loop had an end before this generator, as what is around it had (`zip`), or failed.
 
     Both close it in the same way. But after `break` the frame of the loop is at the instruction that takes the iterator
     from the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
     """
     frame = _loop_frame()
-    if frame is None or loop != (id(frame), frame.f_code):
+    if frame is None or loop[:2] != (id(frame), frame.f_code):
         return False
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER", "SWAP")
+    code, at = frame.f_code.co_code, frame.f_lasti
+    here, before = opcode.opname[code[at]], opcode.opname[code[at - 2]]
+    if here in ("FOR_ITER", "END_FOR") or before == "END_FOR":
+        return None
+    return here in ("POP_TOP", "POP_ITER", "SWAP")
 
 
 def _loop_frame() -> FrameType | None:

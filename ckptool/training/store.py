@@ -16,21 +16,23 @@ import math
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint import Checkpoint, FileRange
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, open_regular, read_small
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
 from ckptool.output import replace_file
 from ckptool.output.folders import NewFolder, remove_folder
-from ckptool.output.sink import StreamingSha256, digest_of
 from ckptool.training import CHECKPOINTS, HISTORY, METRICS
 
 if TYPE_CHECKING:
@@ -90,7 +92,8 @@ def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts
         record.update({"sha256": running.result(temporary), **facts})
         write_json(sidecar, record, sync_folder=False)  # its name is synced with the checkpoint's
 
-    replace_file(plan, path, overwrite=True, verify=describe, digest=running)
+    with closing(running):
+        replace_file(plan, path, overwrite=True, verify=describe, feed=running.feed)
     return SavedState(known["step"], path, record)
 
 
@@ -545,8 +548,42 @@ def remove_file(path: str) -> None:
 
 def file_digest(path: str) -> str:
     """The sha256 of a file, in hexadecimal. Raises `FileProblem`."""
-    with _problems(path, "read"):
-        return digest_of(path)
+    source = Source(path)
+    return sha256_of(FileRange(source, 0, source.size)).hexdigest()
+
+
+AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up rather than keep more
+
+
+class StreamingSha256:
+    """Fed with what is written, in order. A file that was written in another order is read again at the end."""
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+        self._at = 0  # how far it has come; -1 after something out of order
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
+        self._kept: deque[Future[None]] = deque()  # those of pieces that live until they are summed
+
+    def feed(self, at: int, data: bytes | bytearray | memoryview) -> None:
+        """Takes what is written at byte `at`, which nobody changes afterwards."""
+        if at != self._at:
+            self._at = -1
+            return
+        self._at += len(data)
+        if len(self._kept) >= AHEAD:
+            self._kept.popleft().result()
+        job = self._pool.submit(self._total.update, data)
+        if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait while the file is synced
+            self._kept.append(job)
+
+    def result(self, path: str) -> str:
+        """The digest of the file at `path`, in hexadecimal. Raises `FileProblem` where it cannot be read again."""
+        self.close()
+        return self._total.hexdigest() if self._at == os.stat(path).st_size else file_digest(path)
+
+    def close(self) -> None:
+        """Waits for what was begun; more is not taken."""
+        self._pool.shutdown(wait=True)
 
 
 @contextmanager

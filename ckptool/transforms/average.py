@@ -432,8 +432,13 @@ def average(
             )
         raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
     first: dict[Any, str] = {}  # of the names of a tensor that has several, whatever order they are in
-    for name, value in sorted((str(key), value) for key, value in last.items() if isinstance(value, TensorEntry)):
-        first.setdefault(value.view, name)
+    whole: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages of all files: the largest tensor over them
+    for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
+        entries = [node[key] for node in nodes]
+        first.setdefault(last[key].view, name)
+        if all(entry.is_contiguous for entry in entries):
+            over = whole.setdefault(tuple(id(entry.storage) for entry in entries), entries)
+            over[:] = entries if entries[-1].numel > over[-1].numel else over
     made: dict[tuple[Any, ...], tuple[str, Sequence[float], TensorEntry]] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
@@ -450,21 +455,34 @@ def average(
             kept[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
         elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
             kept[str(key)] = f"of type {value.dtype.name}"
-        else:  # names that are one tensor in every file stay one
+        else:  # names that are one tensor in every file stay one; what is the same part of one in every file, too
             entries = [node[key] for node in nodes]
-            view, weights = tuple(entry.view for entry in entries), by_key.get(str(key), how.weights)
+            of = whole.get(tuple(id(entry.storage) for entry in entries), [])
+            places = {_place(*pair) for pair in zip(entries, of, strict=False)}
+            is_part = len(places) == 1 and None not in places
+            of = of if is_part else entries
+            view, weights = tuple(entry.view for entry in of), by_key.get(str(key), how.weights)
             if view not in made:
-                merged = _Merged(entries, how, weights, first[value.view])
-                made[view] = str(key), weights, each(merged.piece, *entries, dtype=value.dtype)
+                merged = _Merged(of, how, weights, first[of[-1].view])
+                made[view] = str(key), weights, each(merged.piece, *of, dtype=value.dtype)
             other, others_weights, entry = made[view]
             if list(others_weights) != list(weights):
                 what = f"{other} and {key!s} are one tensor in all files"
                 why = "They were given different weights, and one of them would be ignored. Nothing was written."
                 raise Conflict(what, why, f"Give both the same: a {arg('weight')} whose pattern matches both")
+            if is_part:
+                entry = replace(entry, shape=value.shape, stride=value.stride, offset=value.offset - of[-1].offset)
             # What is one object stays one.
             flags = value.flags._replace(conj=False, neg=False)
             tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
     return tree, len(made), kept
+
+
+def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
+    """Where in a contiguous tensor another over its storage is, and in which order; None if not all of it is there."""
+    (begin, end), (first, last) = part.span(), whole.span()
+    is_there = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy
+    return (part.stride, part.offset - whole.offset) if is_there else None
 
 
 def _without_mean(value: Any) -> str:

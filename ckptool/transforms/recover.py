@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.strided import row_major

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint
@@ -31,11 +30,6 @@ class Renamed(NamedTuple):
     total: int
     roots: tuple[tuple[str, int, int], ...]
     names: dict[str, str]
-
-    @property
-    def examples(self) -> tuple[tuple[str, str], ...]:
-        """A few of the names."""
-        return tuple(islice(self.names.items(), 3))
 
 
 # Prefixes ------------------------------------------------------------------------------------------------------------
@@ -118,7 +112,8 @@ def apply(
     facts = []
     for root in roots:
         names = {key: rename(key) for key in root.names()}
-        _refuse_collisions(root, names)
+        if len({*names.values()}) < len(names) or any(old and not new for old, new in names.items()):
+            raise _collision(root, names)
         changed = {old: new for old, new in names.items() if old != new}
         facts.append((root.address, len(changed), len(names)))
         mapping.update(changed)
@@ -137,7 +132,8 @@ def apply(
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
-def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
+def _collision(root: StateDict, names: dict[str, str]) -> Conflict:
+    """The error for keys that would become one, or empty."""
     counts, where = Counter(names.values()), root.address or "the file"
     texts = []
     for new in [new for new, count in counts.items() if count > 1][:3]:
@@ -146,9 +142,9 @@ def _refuse_collisions(root: StateDict, names: dict[str, str]) -> None:
         texts.append(f"{both} be {new!r}")
     if texts:
         what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
-        raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
-    if empty := [old for old, new in names.items() if not new and old]:
-        raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
+        return Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
+    empty = next(old for old, new in names.items() if old and not new)
+    return Conflict(f"the key {empty!r} of {where} would become empty", "Nothing was written.")
 
 
 def _renamed_metadata(

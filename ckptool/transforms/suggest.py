@@ -139,6 +139,16 @@ class Family:
     def words(self) -> Words:
         return words(self.text)
 
+    @cached_property
+    def unnumbered(self) -> str:
+        """The name without the parts that are numbers."""
+        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.", "", self.text)
+
+    @cached_property
+    def rank(self) -> int:
+        """The dimensions of its first tensor, without those of size 1."""
+        return sum(size != 1 for size in self.traits[0] or ())
+
     @property
     def module(self) -> str:
         return self.text.rpartition(".")[0]
@@ -283,17 +293,20 @@ def _modules(some: Iterable[Family]) -> Modules:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """The search for links. free: keys of both sides that have none so far."""
+    """The search for links. free: keys of both sides that have none so far.  doubtful: those that have a doubtful one,
+    and may be what another key is."""
 
     free: tuple[dict[str, Trait], dict[str, Trait]]
     links: list[Link] = field(default_factory=list)
+    doubtful: tuple[dict[str, Trait], dict[str, Trait]] = field(default_factory=lambda: ({}, {}))
 
     def run(self) -> None:
         """Finds all, with all numbers of names as variables first, then with fewer."""
         few = max(map(len, self.free)) <= MOST
         self._by_prefix(*map(families, self.free, LEVELS[0]))
         for level in LEVELS if few else ():
-            self._by_words(*map(families, self.free, level))
+            open_ones = (free | doubtful for free, doubtful in zip(self.free, self.doubtful, strict=True))
+            self._by_words(*map(families, open_ones, level))
         for level in LEVELS if few else ():
             self._by_order(*map(families, self.free, level))
 
@@ -304,9 +317,11 @@ class Search:
         goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
         old, new = match.ours.template(), match.theirs.template(match.numbers)
         self.links.append(Link(old, new, goals, why, certain, way=way))
-        for key, goal in match.pairs.items():
-            self.free[0].pop(key, None)
-            self.free[1].pop(goal, None)
+        for free, doubtful, keys in zip(self.free, self.doubtful, (match.pairs, match.pairs.values()), strict=True):
+            for key in keys:
+                trait = free.pop(key, None)
+                if not certain:
+                    doubtful[key] = trait
 
     def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
         """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
@@ -343,13 +358,14 @@ class Search:
             if len(ways) > 1:
                 shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
                 why = f"the names and shapes fit in more than one way: {shown}"
-            # Names that end as well in what the prefix leaves, and that nothing else becomes, may be meant instead.
-            side = ours if new else theirs
+            # Other names of either side that end in what the prefix leaves may be meant instead.
+            ends: dict[str, set[Trait]] = defaultdict(set)
+            for side, taken in ((ours, {m.ours.text for m in matches}), (theirs, {m.theirs.text for m in matches})):
+                for family in (each for text, each in side.items() if text not in taken):
+                    for at in (at for at, letter in enumerate(family.text) if letter == "."):
+                        ends[family.text[at + 1 :]].update(family.traits)
             bare = [match.ours if new else match.theirs for match in matches]
-            taken = {each.text for each in bare}
-            left = [each for text, each in side.items() if text not in taken]
-            ends = {(each.text[at + 1 :], each.traits) for each in left for at, c in enumerate(each.text) if c == "."}
-            rivals = sum((each.text, each.traits) in ends for each in bare)
+            rivals = sum(not ends.get(each.text, set()).isdisjoint(each.traits) for each in bare)
             is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
             if not is_certain and len(ways) == 1:
                 why += "; other names end so, too"
@@ -357,29 +373,53 @@ class Search:
                 self._accept(match, why, is_certain, (old, new))
 
     def _by_words(self, *sides: list[Family]) -> None:
-        """Families with more words in common with each other than with any other of the same shapes."""
+        """Families with more words in common with each other than with any other of the same shapes, or of shapes that
+        the other side does not have; and where the other tensors of their modules are not of another rank."""
         before, modules = -1, [*map(_modules, sides)]
         while len(self.links) != before:
             before = len(self.links)
             alike: tuple[dict[Trait, list[Family]], ...] = defaultdict(list), defaultdict(list)
-            for rows, side, free in zip(alike, sides, self.free, strict=True):
-                for family in (each for each in side if free.keys() >= {*each.keys.values()}):
+            called: tuple[dict[tuple[str, int], list[Family]], ...] = defaultdict(list), defaultdict(list)
+            levels = Counter[str]()  # families that differ in numbers only, or in how many they have
+            for rows, having, side, free, doubtful in zip(alike, called, sides, self.free, self.doubtful, strict=True):
+                keys = free.keys() | doubtful.keys()
+                for family in (each for each in side if keys >= {*each.keys.values()}):
+                    levels[family.unnumbered] += 1
                     for trait in {*family.traits}:
                         rows[trait].append(family)
+                    for word in family.words.strong | family.words.weak:
+                        having[word, family.rank].append(family)
             for trait, mine in alike[0].items():
                 goals = alike[1].get(trait, ())
                 for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
                     near = max(
                         goals, key=lambda each: tuple(len(a & b) for a, b in zip(one.words, each.words, strict=True))
                     )
-                    alone = len(mine) == len(goals) == 1
+                    alone = all(len(rows.get(each, ())) == 1 for rows in alike for each in (*one.traits, *near.traits))
                     linear = alone and "linear" in one.words.weak & near.words.weak
                     telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(trait or ()) > 3)
                     match = matched(one, near) if telling else None
                     if match is None or not match.known or _cannot_be(match) or not self._is_open(match):
                         continue
-                    if all(each is near or one.words.is_nearer(near.words, each.words) for each in goals) and all(
-                        each is one or near.words.is_nearer(one.words, each.words) for each in mine
+                    if one.unnumbered == near.unnumbered and levels[one.unnumbered] > 2 and not alone:
+                        continue
+                    beside = modules[1][near.module] if one.leaf == near.leaf else {}
+                    pairs = [(each, beside[leaf]) for leaf, each in modules[0][one.module].items() if leaf in beside]
+                    rivals = [(one, near, each) for each in goals if each is not near]
+                    rivals += [(near, one, each) for each in mine if each is not one]
+                    nearer = (
+                        family.words.is_nearer(rival.words, other.words) and there.keys().isdisjoint(rival.traits)
+                        for family, other, having, there in (
+                            (one, near, called[1], alike[0]),
+                            (near, one, called[0], alike[1]),
+                        )
+                        for word in (family.words.strong | family.words.weak) - other.words.strong - other.words.weak
+                        for rival in having.get((word, family.rank), ())
+                    )
+                    if (
+                        all(family.words.is_nearer(other.words, rival.words) for family, other, rival in rivals)
+                        and all(each.rank == other.rank for each, other in pairs)
+                        and not any(nearer)
                     ):
                         why = "of the tensors with these shapes, the names are the nearest"
                         self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)

@@ -38,7 +38,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import row_major

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptool.analysis.findings import Chain, Diagnosis, Finding, Stage, finding, in_order, table
+from ckptool.analysis.findings import ABOVE, Chain, Diagnosis, Finding, Stage, finding, in_order, table
 from ckptool.analysis.fit import Way, best_root, find_way, mains, of_layout, of_target
-from ckptool.analysis.inspect import WEIGHTS_ONLY, Listing, engine_of, listing
+from ckptool.analysis.inspect import NUMPY, WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
 from ckptool.checkpoint import Checkpoint, PartKind
@@ -97,11 +97,12 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         each = _of_problem(error, file)
         fixes = (command("recover", FILE, out=OUT),) if isinstance(checkpoint.source, Source) else each.commands
         damage = [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
+    container = list(_of_container(found, file, values, taken))
     findings = [
         *damage,
-        *_of_container(found, file, values, taken),
+        *container,
         *_of_values(values, found, taken),
-        *_of_notes(found, way),
+        *_of_notes(found, way, any(each.commands for each in container)),
         *of_layout(found, chosen, target is None, taken, gone),
     ]
     if chosen is not None and target is not None and way is not None:
@@ -127,7 +128,9 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     chain = Chain(file, address(checkpoint.base))
     ordered = tuple(in_order(findings, compact, chain))
     at_once, model = "", target.name if target is not None else ""
-    if file and len(chain.steps) > 1:
+    left = [each for each in findings if not each.commands and each.advice != ABOVE]
+    is_mended = not any(each.blocks or each.stage in (Stage.PLACE, Stage.ENTRIES) for each in left)  # else it refuses
+    if file and len(chain.steps) > 1 and is_mended:
         suffix = parted(chain.steps[-1].out)[1]
         one = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
         at_once = str(Chain(file, address(checkpoint.base)).fill(one))
@@ -228,6 +231,8 @@ def _of_values(values: RefusedValues, found: Listing, taken: StateDict | None) -
         each = finding("weights-only, beside the weights", what=what, place=address(taken.path) or "/")
     else:
         each = finding("weights-only, of which plain ones lose some" if values.lossy else "weights-only", what=what)
+        arrays = tuple(note.fix for note in found.notes if note.code == NUMPY and isinstance(note.fix, Command))
+        each = replace(each, commands=arrays or each.commands)
     # Engines read their folders with loaders of their own.
     yield replace(each, code=code, blocks=not named(found.container).is_folder or code == UNSAFE)
 
@@ -235,9 +240,9 @@ def _of_values(values: RefusedValues, found: Listing, taken: StateDict | None) -
 # Notes ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
+def _of_notes(found: Listing, way: Way | None, rewritten: bool) -> Iterator[Finding]:
     """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may
-    be right."""
+    be right.  rewritten: another finding's command writes a torch file of what is in it."""
     seen = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
     for note in found.notes:
         row = table("findings")["notes"].get(note.code, {"notes": True})
@@ -249,6 +254,7 @@ def _of_notes(found: Listing, way: Way | None) -> Iterator[Finding]:
         each = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
             each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
+            each = replace(each, commands=(), advice=ABOVE) if rewritten else each
         elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
             each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
             each = replace(each, code=note.code)

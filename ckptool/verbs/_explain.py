@@ -95,9 +95,8 @@ def explain(
     name = pasted[1] if pasted else code.strip("[]: ").lower()
     if name not in codes:
         meant = nearest(name, codes)
-        see = f"See all: {Command(('ckptool', 'explain'))}"
-        if " " in name:
-            see = f"For a message: … 2>&1 | {Command(('ckptool', 'explain', '-'))}"
+        message = f"For a message: … 2>&1 | {Command(('ckptool', 'explain', '-'))}"
+        see = message if " " in name else f"See all: {Command(('ckptool', 'explain'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
     return Explanation((codes[name],))
 

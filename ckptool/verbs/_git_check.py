@@ -77,18 +77,15 @@ def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Probl
         return
     in_lfs = said.split("\0")[2] == "lfs"
     staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
+    track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
     held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
     if pointer and not in_lfs:
         why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
-        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {_track(file)}")
+        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}")
     if held > max(most, SMALL):
         why = (
             "git-lfs should have stored it, by the attributes, but did not: git lfs install; git add --renormalize ."
             if in_lfs
-            else f"Every version of it would stay in the repository forever. {_track(file)}"
+            else f"Every version of it would stay in the repository forever. {track}"
         )
         yield Problem("large-file", f"git itself would store {size_text(held)}", why)
-
-
-def _track(file: str) -> str:
-    return f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"

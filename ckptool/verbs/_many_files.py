@@ -53,6 +53,8 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
         verb = function.__name__.replace("_", "-")
         outs = in_folder(verb, files, options) if "folder" in options else [None] * len(files)
         results = list(write_many(list(zip(files, outs, strict=True)), options, work))
+    if results and all(type(each) is UsageError for each in results):
+        raise results[0]  # what was asked for makes no sense, whatever the file
     for result in results:
         if isinstance(result, Exception) and not isinstance(result, CkptoolError):
             raise result  # an option that there is not

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptool.checkpoint import Checkpoint, workers
+from ckptool.checkpoint import Checkpoint, jobs
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
 from ckptool.errors import LimitExceeded, MissingExtra, UsageError
@@ -39,7 +39,8 @@ ChangedAt = Annotated[
     option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
 _PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Good for many files."
-Jobs = Annotated[workers.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: workers.checked_jobs(text))]
+_parse_jobs: Any = lambda _, text: import_module("ckptool.checkpoint.workers").checked_jobs(text)  # noqa: E731
+Jobs = Annotated[jobs.Jobs, option("--jobs N", _PAYS, rare=True, parse=_parse_jobs)]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]

@@ -25,7 +25,7 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, in
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
-from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_to_change
+from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_file, to_be_changed
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, replace_file
@@ -47,6 +47,7 @@ else:
         __class_getitem__ = staticmethod(lambda options: options)
 
 
+NAMED = ("unbundle", "lora extract", "lora convert")  # in Python nothing but the output is given without its name
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 
 
@@ -74,7 +75,8 @@ class Written(Report):
     summary: one sentence of what was changed.  facts: the same for programs.  details: lines worth reading below it.
     bytes_written counts what was added to the disk; file_bytes is the size of the result.
     made: what the verb gives in place of this report, where nothing was to be written; rows: what it did then, whose
-    lines may read values.  left: notes on what of the original is not in the output."""
+    lines may read values.  left: notes on what of the original is not in the output.  replaced: it took the place of
+    what was there."""
 
     is_written: ClassVar[bool] = True
 
@@ -94,14 +96,14 @@ class Written(Report):
     made: Annotated[tuple[Any, ...], LIVE] = ()
     rows: Annotated[tuple[Any, ...], LIVE] = ()
     left: Annotated[tuple[Note, ...], LIVE] = ()
+    replaced: Annotated[bool, LIVE] = False
 
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
         """The same with what the verb did, in rows, lines and facts."""
         if self.made:
             return replace(self, summary=summary, rows=rows, facts=facts)
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
-        lines = lines_of(rows)
-        details, notes = (*map(escaped, lines), *self.details), (*notes, *self.left, *self.notes)
+        details, notes = (*map(escaped, lines_of(rows)), *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())
 
     def told(self) -> Told:
@@ -112,6 +114,7 @@ class Written(Report):
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
         is_odd = self.output and how in ("new file", "copy") and (suffix is None or suffix.name != self.container)
+        how = f"{how.removeprefix('new ')} replaced" if self.replaced and how != "copy" else how
         words = [self.container if is_odd else "", size(self.file_bytes), how, "verified" if self.verified else ""]
         facts = ", ".join(filter(None, words))
         where = f"written to {self.output}" if self.output else "returned"
@@ -150,7 +153,8 @@ SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Where a verb writes, and how.  path: None where none was named.  asked: every option of `SaveInPlace`.
+    """Where a verb writes, and how.  path: None where none was named.  asked: every option that the verb has, of
+    `SaveInPlace`.
     live: nothing is written: something in memory was given, and so is the result."""
 
     verb: str
@@ -186,11 +190,11 @@ class Change:
         Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises."""
         asked, path, source = self.asked, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
-        if (path is None) != bool(asked["in_place"]) and not self.live:
+        if (path is None) != bool(asked.get("in_place")) and not self.live:
             both = f"{self.verb} was given both an output and {arg(in_place=True)}"
             what = f"{self.verb} needs to know where to write" if path is None else both
-            why = "Nothing is written unless you name an output."
-            raise UsageError(what, why, f"A new file: {arg(out=OUT)}; the file itself: {arg(in_place=True)}")
+            why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
+            raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in asked else ''}")
         if asked["verify"] and not asked["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
@@ -205,16 +209,17 @@ class Change:
             return replace(written, made=(made,))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
+        replaced = may_exist(path) and not is_url(path)
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
             fix = f"To replace it: {arg(overwrite=True)}"
-            if source is not None and not is_url(path):
+            if source is not None and not is_url(path) and "in_place" in asked:
                 fix += f"; to change the file itself: {arg(in_place=True)}"
             raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
         container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
-        was_asked = bool(asked["container"])
-        formats.refuse_name(path, container, changed.container, str(changed.source or ""), asked=was_asked)
+        was = changed.container, str(changed.source or "")
+        formats.refuse_name(path, container, *was, asked=bool(asked["container"]))
         # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
         stays = container.name == original.container or (
             asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
@@ -239,7 +244,7 @@ class Change:
                 before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
-            notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+            notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
             if beside is not None and changed.origin is None:  # with the names that the configuration's library seeks
                 from ckptool.formats.sharded import divided
 
@@ -255,13 +260,15 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        if not container.writes_folder:
+        keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
+        if any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
-            notes += left_adapter(original, changed.tree, path)
+            notes += left_adapter(original, path)
         meant = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
-        return self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
+        written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
+        return replace(written, replaced=replaced)
 
     def written(
         self,
@@ -280,13 +287,13 @@ class Change:
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
         left = [note for note in original.notes if note.code in codes]
         has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.asked["in_place"]:
+        if has_others and how != "nothing" and not self.asked.get("in_place"):
             from ckptool.formats.members import left_beside
 
             left += left_beside(original)
         of = self.verb, original.source.path if original.source else "", path, container
-        report = Written(*of, how, added, nbytes, dry_run=dry_run, verified=verified)
-        return replace(report, details=tuple(details), notes=notes, left=tuple(left))
+        more = tuple(details), notes, dry_run, verified
+        return Written(*of, how, added, nbytes, "", {}, *more, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
@@ -299,7 +306,7 @@ class Change:
             if isinstance(source, Folder):
                 why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
             raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
-        from ckptool.output.durable import append_in_place, refuse_links
+        from ckptool.output.edits import append_in_place, refuse_links
 
         refuse_links(source.path)
         if asked["container"] not in (None, original.container):
@@ -310,13 +317,14 @@ class Change:
             notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
             return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
         _refuse_repeated(original)
-        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown)
+        notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
         plan = container.append(changed, keep_unknown=keep_unknown)
         if plan is None:
             plan = container.write(changed, keep_unknown=keep_unknown)
             own = replace(self, asked={**asked, "overwrite": True})
             notes += own.put(plan, source.path, inputs, partial(check_written, changed))
-            return self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
+            written = self.written(original, source.path, container.name, "new file", *2 * (plan.nbytes,), notes)
+            return replace(written, replaced=True)
         if not asked["dry_run"]:
             if not os.access(source.path, os.W_OK):
                 what = f"cannot change {source}: no permission to write to it"
@@ -345,25 +353,23 @@ class Change:
         A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
         in a folder of that name, if not those of a checkpoint."""
         asked, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
+        check: Callable[..., Any] = check_target
+        write: Callable[..., tuple[Note, ...]] = replace_file
         options: Any = {"overwrite": bool(asked["overwrite"])}
         if asked["make_folder"] and not may_exist(folder or "."):
             if asked["dry_run"]:
                 return ()
             make_folder(folder)
         if not is_file:
-            known = _files_at(target) if replaceable is None else replaceable
-            options["replaceable"] = {*known, *plan.files}
+            from ckptool.output import folders
+
+            check, write = folders.check_folder, folders.replace_folder
+            options["replaceable"] = {*(_files_at(target) if replaceable is None else replaceable), *plan.files}
         if asked["dry_run"]:
-            from ckptool.output.folders import check_folder
-
-            (check_target if is_file else check_folder)(target, **options)
+            check(target, **options)
             return ()
-        options |= {"inputs": inputs, "progress": asked["progress"], "verify": verify if asked["verify"] else None}
-        if is_file:
-            return replace_file(plan, target, **options)
-        from ckptool.output.folders import replace_folder
-
-        return replace_folder(plan, target, **options)
+        proof = verify if asked["verify"] else None
+        return write(plan, target, inputs=inputs, progress=asked["progress"], verify=proof, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,16 +427,15 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
-    if memory and is_word and options.get("container") is None and verb != "unbundle":
+    if memory and is_word and options.get("container") is None and verb not in NAMED:
         why = "That is where the output is named, and this is the suffix of no container. An option has a name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
-    if path is not None and not isinstance(path, (str, os.PathLike)):
+    if (path is None and verb == "save") or (path is not None and not isinstance(path, (str, os.PathLike))):
         what = f"{verb} was given {type(path).__name__} in the place of its output's path"
-        fix = f"For example: {arg(out='new.pt')}"
-        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else fix
+        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: 'm.pt'"
         raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
-    asked: Any = dict.fromkeys(SaveInPlace.__annotations__) | options
+    asked: Any = dict.fromkeys(known) | options
     return Change(verb, None if path is None else named_urls(os.fspath(path)), asked, memory and path is None)
 
 
@@ -456,13 +461,13 @@ def begin_change(
     out: PathLike | None,
     at: str | None,
     options: SavePart,
-    opening: Callable[[CheckpointLike, str | None], Opened] = open_to_change,
+    opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
 ) -> FileChange:
     """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
     given: Any = {**options}
     extract = bool(given.pop("extract", False))
     change = change_of(verb, out, given, file, in_place=True)
-    opened = opening(file, at)
+    opened = to_be_changed(open_file(file, at)) if opening is None else opening(file, at)
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"
@@ -496,12 +501,12 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
-    more = len(renamed.names) - len(renamed.examples)
+    names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
         Row("roots", roots, of if len(of) > 1 else []),
-        *(f"{old} → {new}" for old, new in renamed.examples),
-        *([f"… {more:,} more"] if more else []),
+        *names[:3],
+        *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
         notes=notes,

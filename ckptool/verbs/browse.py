@@ -19,11 +19,11 @@ from ckptool.analysis.values import values_of
 from ckptool.analysis.words import FEW, array_text, tensor_text, value_text
 from ckptool.checkpoint import Composite, TensorEntry
 from ckptool.checkpoint.files import unchanged
+from ckptool.checkpoint.jobs import ENDS, signals_held
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import is_url, selected
 from ckptool.checkpoint.strided import corners, to_numpy
 from ckptool.checkpoint.tree import Path
-from ckptool.checkpoint.workers import ENDS, signals_held
 from ckptool.commands import FILE, command, verb
 from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted

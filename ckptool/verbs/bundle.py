@@ -13,7 +13,7 @@ from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.tree import Path, find
-from ckptool.commands import FILE, NAME, OUT, arg, argument, command, option, repeated, several, verb
+from ckptool.commands import FILE, OUT, arg, argument, command, option, repeated, several, verb
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.formats import CheckpointLike, PathLike, bundle_json, marks, open_whole, shown, split
 from ckptool.formats.in_memory import checkpoint_in_memory, together
@@ -89,12 +89,9 @@ def bundle(
         what = f"bundle takes members by name, and was given {type(members).__name__}"
         raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
     change = change_of("bundle", out, options, file, *(members or {}).values(), in_place=True)
-    if file is not None and from_folder is not None:
-        raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
-    if (drop or rename) and file is None and from_folder is None:
-        fix = command("bundle", file=FILE, drop=NAME, out=OUT)
-        raise UsageError("there is no bundle whose members could be dropped or renamed", "", f"Name it: {fix}")
     if from_folder is not None:
+        if file is not None:
+            raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
         parts = _of_folder(from_folder, part)
     else:
         path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)

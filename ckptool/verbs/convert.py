@@ -12,17 +12,13 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.nodes import Object, fields, same_kind
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
-from ckptool.formats.model_folder import model_folder
-from ckptool.formats.sharded import divided
-from ckptool.formats.whole_tree import pack
-from ckptool.pickles.weights_only import weights_only as plain_values
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
@@ -94,14 +90,14 @@ def convert(
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
     if ties not in ("record", "copy"):
         raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
-    if out is None and not formats.is_in_memory(file):
-        fix = f"For example: {arg(out='model.safetensors')}"
-        raise UsageError("convert needs an output", "It writes a new file.", fix)
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
-    opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    if rules_file is None and (against is None or optimizer_as is not None):
+        opened = open_whole(file, at, part=part)
+    else:
+        opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
         opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
@@ -130,7 +126,7 @@ def convert(
         target = None if against is None else find_target(against)
         taken, lines = with_optimizers(taken, optimizer_as, opened.checkpoint, target)
         rows += lines
-    expected = None
+    expected = beside = None
     if ties == "copy" and (all or not container.tensors_only):
         raise UsageError(f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays.")
     if not container.tensors_only:
@@ -144,6 +140,8 @@ def convert(
         if only or exclude:
             what = f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out"
             raise UsageError(what, "", f"Drop entries first: {command('edit', opened.path, drop=ADDRESS, out=OUT)}")
+        from ckptool.formats.whole_tree import pack
+
         # What is beside cannot go along: writing it says so.
         changed, expected = replace(pack(taken), extras=taken.extras), taken
         summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
@@ -152,14 +150,15 @@ def convert(
         copies = ties == "copy" or not container.keeps_ties
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
     behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
-    beside = None
     if container.tensors_only and container.writes_folder:
+        from ckptool.formats.model_folder import model_folder
+        from ckptool.formats.sharded import divided
+
         beside = model_folder(taken, changed.tree, None if like is None else os.fspath(like))
         changed = divided(changed, shard_size, beside.stem)
         names = [name for name in changed.tree if type(name) is str]
         prefix = next(filter(None, map(wrappers, names)), "")
-        whole = opened.checkpoint.tree
-        lightning = isinstance(whole, dict) and "pytorch-lightning_version" in whole
+        lightning = "pytorch-lightning_version" in fields(opened.checkpoint.tree)
         if lightning and not prefix and len({name.split(".")[0] for name in names}) == 1:
             prefix = f"{names[0].split('.')[0]}."
         if prefix and beside.library:  # which would not find its weights
@@ -223,7 +222,9 @@ def _only(name: str, change: Change, option: Command) -> Change:
 
 def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
     """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
-    plain = plain_values(part)
+    from ckptool.pickles.weights_only import weights_only
+
+    plain = weights_only(part)
     if plain.checkpoint.tree is None and part.tree is not None:
         what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
         raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")

@@ -10,7 +10,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import find, tensors
+from ckptool.checkpoint.tree import tensors
 from ckptool.commands import OUT, arg, argument, option, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
@@ -135,21 +135,19 @@ def recover(
     safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
-    refuse_address("recover", file)
+    refuse_address("recover", file, takes_open=True)
     source, _ = open_source(file)
-    if out is None:
+    if out is None or formats.for_output(out, formats.DEFAULT).writes_folder:
+        what = "recover needs an output" if out is None else f"{os.fspath(out)} would be a folder"
         why = "It writes a new file, and leaves the damaged one as it is."
-        raise UsageError("recover needs an output", why, f"For example: {arg(out='recovered.pt')}")
+        raise UsageError(what, why, f"For example: {arg(out='recovered.pt')}")
     target = os.fspath(out)
     if source.is_at(target):
         why = "More may yet be recovered from it; it was left as it is."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    opened = open_file(fill_from) if fill_from is not None else None
-    other = opened.checkpoint if opened is not None else None
-    if opened is not None and opened.at is not None:
-        other = replace(opened.checkpoint, tree=find(opened.checkpoint.tree, opened.at)[1])
+    other = open_file(fill_from).taken if fill_from is not None else None
     found = restored(done, other)
     original = done.checkpoint.container
     container = formats.for_output(target, original)
@@ -161,8 +159,8 @@ def recover(
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
-        with no_collection():
-            plan = container.write(found.checkpoint, keep_unknown=keep_unknown)
+        with no_collection():  # without its source: no other verb takes that, to drop what would run
+            plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
     there = other.source if other is not None else None
     notes: tuple[Note, ...] = ()
     if not dry_run:

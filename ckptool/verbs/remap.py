@@ -42,16 +42,8 @@ def remap(
     moved, present, changes = remapped(change.part, to, moves)
     changed, total = sum(count for *_, count in changes), present.total()
     saved = change.save(moved, changes=changed > 0)
-    where = to if to is not None else "the devices asked for"
-    return saved.about(
-        f"{changed:,} of {counted(total, 'storage')} moved"
-        if changed
-        else f"already clean: every storage is on {where}",
-        Row(
-            "moves",
-            [{"from": old, "to": new, "storages": count} for old, new, count in changes],
-            [f"{old} → {new}: {counted(count, 'storage')}" for old, new, count in changes],
-        ),
-        changed=changed,
-        storages=total,
-    )
+    clean = f"already clean: every storage is on {'the devices asked for' if to is None else to}"
+    summary = f"{changed:,} of {counted(total, 'storage')} moved" if changed else clean
+    moves_made = [{"from": old, "to": new, "storages": count} for old, new, count in changes]
+    lines = [f"{old} → {new}: {counted(count, 'storage')}" for old, new, count in changes]
+    return saved.about(summary, Row("moves", moves_made, lines), changed=changed, storages=total)

@@ -48,9 +48,8 @@ def rename(
     """
     parsed = renaming(several(rules, " => "), rules_file)
     if not parsed:
-        what = "rename was given no rule"
-        why = "A rule is OLD => NEW."
-        raise UsageError(what, why, f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}")
+        fix = f"For example: {command('rename', FILE, 'backbone.* => encoder.*', out=OUT)}"
+        raise UsageError("rename was given no rule", "A rule is OLD => NEW.", fix)
     change = begin_change("rename", file, out, at, options)
     roots = model_state_dicts(change.part, named=change.named)
     renamed = apply(change.part, roots, by_rules(parsed, dict.fromkeys(key for root in roots for key in root.names())))

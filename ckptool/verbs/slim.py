@@ -31,9 +31,8 @@ def slim(
     Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
     """
     if options.get("in_place"):
-        what = "slim writes a new file"
         why = "In place, the dropped bytes would stay in the file."
-        raise UsageError(what, why, f"For example: {arg(out='small.pt')}")
+        raise UsageError("slim writes a new file", why, f"For example: {arg(out='small.pt')}")
     change = begin_change("slim", file, out, at, options)
     whole, others = change.part.tree, frozenset(map(id, storages(change.outside)))
     lean, dropped = (whole, ()) if keep_optimizer else without_optimizers(whole, change.part.base)

@@ -17,6 +17,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
 from ckptool.errors import CkptoolError, Conflict, UsageError, counted
 from ckptool.formats import PathLike, bundle_json, marks, open_whole
+from ckptool.pickles.calls import refuse_unknown
 from ckptool.transforms import bundles
 from ckptool.verbs._options import File, IsPart, Texts
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of, check_written, refuse_extras
@@ -72,6 +73,7 @@ def unbundle(
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {file: replace(part_of, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
         keep_unknown = bool(change.asked["keep_unknown"])
+        refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # where it is here
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
@@ -86,7 +88,7 @@ def unbundle(
 
         sources = [checkpoint.source] if checkpoint.source is not None else []
         path = os.fspath(folder)
-        replaceable = set[str]()  # what an earlier `unbundle` wrote
+        replaced, replaceable = os.path.exists(path), set[str]()  # what an earlier `unbundle` wrote
         with suppress(CkptoolError):
             before = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
             if before is not None:
@@ -94,6 +96,7 @@ def unbundle(
         notes = change.put(plan, path, sources, verify, replaceable)
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
+        written = replace(written, replaced=replaced)
     values = len(tree) - len(files)
     return written.about(
         f"{counted(len(files), 'file')} and {bundle_json.NAME}"

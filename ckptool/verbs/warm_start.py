@@ -154,10 +154,8 @@ def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target,
     for metadata, path in parts:
         mark |= marks.recovered(metadata, path, () if state is None else (WEIGHTS,), before=mark)
     model = target.checkpoint.source if target.checkpoint is not None else None
-    if model is not None and model.is_at(change.path or "") and not change.asked["overwrite"]:
-        what = f"{change.path or ''} is the target itself"
-        raise UsageError(what, "It was left as it is.", f"Replace it: {arg(overwrite=True)}, or name another file.")
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = whole if target.checkpoint is None else together(whole, [target.checkpoint])
     made = Checkpoint(tree, kind, mark, whole.source)
-    return change.write(original, made, beside=beside if beside is not None and beside.files else None)
+    beside = beside if beside is not None and beside.files else None
+    return change.write(original, made, inputs=[model] if model is not None else [], beside=beside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import nan
+from math import inf, nan
 
 import numpy
 import pytest
@@ -19,6 +19,8 @@ def test_nothing_finite() -> None:
     assert statistics(entry_of(torch.empty(0, 4))) == Statistics(0, None, None, None, None, None, 0, 0, 0)
     assert statistics(entry_of(torch.tensor([nan]))) == Statistics(1, None, None, None, None, None, 0, 1, 0)
     assert statistics(entry_of(torch.tensor(5.0))) == Statistics(1, 5.0, 5.0, 5.0, None, 5.0, 0, 0, 0)
+    large = statistics(entry_of(torch.tensor([1e300, 3e300], dtype=torch.float64)))  # too large to be squared
+    assert (large.mean, large.std, large.norm) == (2e300, inf, inf)
 
 
 @pytest.mark.parametrize("name", ["f4_e2m1fn_x2", "qu4x2", "bits8"])

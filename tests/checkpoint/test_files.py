@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.checkpoint import files
-from ckptool.checkpoint.files import Folder, Source, source_of
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.errors import CkptoolError, FileChanged, FileProblem, Truncated, UsageError
+from ckptool.formats.in_memory import source_of
 from tests.support.same import assert_same_objects
 from tests.support.sharded_folders import write_index
 

@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import basic_indices
 from numpy._core.multiarray import _reconstruct, scalar
 
 import ckptool
-from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, blocks, strided
+from ckptool.checkpoint import Computed, Data, FileRange, Flags, InlineBytes, Storage, TensorEntry, strided
 from ckptool.checkpoint.arrays import TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import BY_TORCH, DTYPES, by_name, dtype_of
 from ckptool.checkpoint.files import Source
@@ -128,11 +128,11 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
     base.tofile(path)
     storage = Storage(FileRange(Source(path), 0, base.nbytes))
     entry = TensorEntry(storage, by_name("f32"), (5000, 3000), (1, 5000))
-    blocks._made.clear()
+    strided._made.clear()
     data = entry.row_major()
     found = b"".join(data.read(place, 1 << 20) for place in range(0, data.length, 1 << 20))
     assert found == base.T.tobytes()
-    assert not blocks._made  # nothing stays behind after a reader is through
+    assert not strided._made  # nothing stays behind after a reader is through
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])

@@ -1,24 +1,37 @@
-"""The program as a process: pipes, signals, colours, encodings, what it imports."""
+"""The program as a process: pipes, signals, colours, encodings, what it imports; Ctrl-C in every verb; 80 columns, on
+which nothing is cut."""
 
 from __future__ import annotations
 
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
+import ckptool
 from ckptool.checkpoint import progress
-from ckptool.cli.output import progress_line
+from ckptool.cli.output import answer_of, progress_line
+from ckptool.errors import CkptoolError
+from ckptool.render.lines import Style
+from fixtures.make import PRODUCERS, make
 from fixtures.sparse import make_sparse
+from tests.support.forks import Forks
+from tests.support.looped import examples
 from tests.support.processes import HANG, default_signals, shown_in
 from tests.support.programs import programs
+from tests.support.small_files import PLAIN, kinds_and_bytes, plain_words
 
 PROGRAM = [sys.executable, "-c", "import sys; from ckptool.cli import main; sys.exit(main())"]
 
@@ -220,3 +233,123 @@ def test_the_line_has_room(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         line = progress_line("verify a-checkpoint-with-a-long-name.safetensors", width)
     assert len(line) < width and (("38% " in line and "0:00:05 left" in line) or width < 60), line
     assert progress.passes == []
+
+
+# Those that train end what they are at, save, and say so; the others are over before a file is opened.
+OTHERS = {"train", "resume", "explain", "schema", "completion", "git-setup"}
+VERBS = [verb for verb in PLAIN if verb not in OTHERS]
+IN_PLACE = ["strip-module", "add-module", "rename", "remap", "cast", "edit", "bake"]
+EARLY = 2  # a moment at which no verb has written anything
+Ended = tuple[int, str, int, dict[str, bytes | str]]  # exit code, what was shown, moments, files
+
+
+@pytest.fixture(scope="module")
+def ended(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ended]]:
+    """Runs a command line in a terminal, on a fresh copy of the files, and interrupts it at the moment of a number."""
+    place = tmp_path_factory.mktemp("interrupted") / "made" / "work"
+    forks = Forks("-m", "tests.support.interrupted")
+
+    def run(words: list[str], at: int = 0) -> Ended:
+        shutil.rmtree(place.parent, ignore_errors=True)
+        place.parent.mkdir()
+        subprocess.run(["cp", "-a", str(small), str(place)], check=True)
+        return (*forks.ask([words, str(place), at]), kinds_and_bytes(place))
+
+    yield run
+    forks.close()
+
+
+def problems(words: list[str], ended: Callable[..., Ended], small: Path, most: int) -> Iterator[object]:
+    """What is wrong with how a command line ends that is interrupted at so many of its moments."""
+    before = {f"work/{path.relative_to(small)}": path for path in small.rglob("*")}
+    code, shown, count, after = ended(words) if most > 1 else (0, "", EARLY, {})
+    if code not in (0, 1) or not count:
+        yield words, code, shown, count
+    for at in sorted({count - number * (count - 1) // most for number in range(min(most, count))}):
+        code, shown, _, files = ended(words, at)
+        if code != 130 or not shown.endswith("interrupted\r\n") or "Traceback" in shown:
+            yield words, at, count, code, shown
+        for name, content in files.items():
+            old = before.get(name)
+            is_old = old is not None and (not old.is_file() or old.is_symlink() or old.read_bytes() == content)
+            if name not in ("work", "work/run/lock") and not is_old and after.get(name) != content:
+                yield words, at, count, name
+
+
+@pytest.mark.long("a process for each verb, with torch in it")
+def test_every_verb(ended: Callable[..., Ended], small: Path) -> None:
+    assert [wrong for verb in VERBS for wrong in problems([*verb.split(), *plain_words(verb)], ended, small, 1)] == []
+
+
+@pytest.mark.soak
+def test_every_verb_at_every_moment(ended: Callable[..., Ended], small: Path) -> None:
+    # `browse` goes on until it is told to end: tests/verbs/test_browse.py.
+    lines = [[*verb.split(), *plain_words(verb)] for verb in VERBS if verb not in ("prove", "browse")]
+    lines += [[*line[:-2], "--in-place"] for line in lines if line[0] in IN_PLACE]
+    assert [wrong for line in lines for wrong in problems(line, ended, small, 40)] == []
+
+
+WIDTH = 80
+LOOKS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "inspect": (ckptool.inspect, {}, {}),
+    "inspect --all": (ckptool.inspect, {}, {"all": True}),
+    "inspect --depth": (ckptool.inspect, {}, {"depth": 9}),
+    "inspect --stats": (ckptool.inspect, {"stats": True}, {}),
+    "inspect --only": (ckptool.inspect, {"only": "*"}, {}),
+    "verify": (ckptool.verify, {"finite": True}, {}),
+    "verify --digest": (ckptool.verify, {"digest": True}, {"digest": True}),
+    "doctor": (ckptool.doctor, {}, {}),
+    "scan": (ckptool.scan, {}, {}),
+    "spec": (ckptool.spec, {}, {}),
+    "show": (ckptool.show, {}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fixtures")
+    for name in PRODUCERS:
+        make(name, folder)
+    return folder
+
+
+def words(text: str) -> Counter[str]:
+    """Bars are shorter on a narrow terminal; a colour is no word, nor are the commas between the cells of a row."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|[█▏▎▍▌▋▊▉]", "", text)
+    plain = re.sub(r"\b\d+\s+(?:s|min|h|d)\b", "age", plain)  # a file grows older between the two
+    return Counter(word.rstrip(",") for word in plain.split())
+
+
+def check(report: Any, options: dict[str, Any]) -> None:
+    wide = answer_of(report, Style(), options, 0).content
+    for style in (Style(width=WIDTH), Style(colour=True, width=WIDTH)):
+        text = answer_of(report, style, options, 0).content
+        # The heads of a table may stand in each of its rows, but for that of the names.
+        assert not words(wide) - words(text) - Counter(["file"])
+        for line in re.sub(r"\x1b\[[0-9;]*m", "", text).split("\n"):
+            whole = line.split()
+            command = re.search(r"(^|\s)ckptool [a-z-]+ ", line)
+            assert len(line) <= WIDTH or len(whole) == 1 or command or len(whole[0]) > WIDTH // 2, line
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_nothing_is_cut_at_80_columns(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for verb, (function, arguments, options) in LOOKS.items():
+        for file in Path().glob(f"{name}*"):
+            try:
+                report = function(str(file), **arguments)
+            except CkptoolError:
+                assert verb in ("show", "spec", "verify --digest"), (verb, file)  # of the one part that they take
+                continue
+            check(report, options)
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(st.text("ab \x1b-,", max_size=60), max_size=5), st.integers(1, 100))
+def test_pages_keep_every_word_and_the_width(lines: list[str], width: int) -> None:
+    text = "\n".join(lines).replace("\x1b", "\x1b[1mx\x1b[0m")
+    page = Style(width=width).page(text)
+    assert words(page) == words(text) and Style().page(text) == text
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", page).split("\n"):
+        assert len(line) <= width or len(line.split()) <= 1

@@ -114,6 +114,9 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
     rows = [Path(row.path).name for row in ckptool.scan(tmp_path / "run").files]
     assert rows == ["run", "global_step2"]
     (tmp_path / "run" / "latest").unlink()
+    write_zero(tmp_path / "own" / "my tag", 2, 1)
+    (tmp_path / "own" / "zero_to_fp32.py").touch()  # tells a tag of any name where there is no `latest`
+    assert ckptool.open(tmp_path / "own").container == "deepspeed"
     with pytest.raises(ckptool.CkptoolError, match="holds 2 checkpoints of DeepSpeed"):
         ckptool.open(tmp_path / "run")
 

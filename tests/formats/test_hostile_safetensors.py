@@ -156,6 +156,8 @@ def test_absurd_numbers_in_the_header_are_refused_quickly(number: bytes) -> None
     for header in (
         b'{"w": {"dtype": "F32", "shape": [' + number + b'], "data_offsets": [0, 4]}}',
         b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, ' + number + b"]}}",
+        b'{"w": {"dtype": "F32", "shape": [0, ' + number + b'], "data_offsets": [0, 0]}, "v": '
+        b'{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}',
     ):
         assert meets_budget(made(header), ".safetensors").code in ("corrupt", "bad-tensor")
     sizes = b",".join([b"2305843009213693952"] * 3000)  # whose product would take minutes

@@ -15,6 +15,7 @@ from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.errors import unreadable
 from tests.support.looped import looped
+from tests.support.part_files import megatron_folder
 
 ITERATION = ROOT / "megatron-torch-dist" / "checkpoint"
 
@@ -39,6 +40,10 @@ def test_a_run_is_its_last_iteration_and_scan_lists_each(tmp_path: Path, run: Ru
     assert [row["step"] for row in rows] == [100, 100]
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     assert ckptool.open(folder).metadata["step"] == 100
+    shutil.rmtree(folder / "release")
+    megatron_folder(folder / "release")
+    done = run("convert", str(folder), "-o", str(tmp_path / "b.safetensors"))
+    assert done.code == 2 and f"ame one of its files: {folder / 'release' / 'mp_rank_00'};" in done.err
 
 
 @looped("tracker", ["../iter_0000100", "/etc", "iter_0000100", "-1", "", "1" * 30, "200", "release", "7" * 100])

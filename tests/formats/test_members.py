@@ -23,7 +23,7 @@ from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
 from tests.support.files import contents
-from tests.support.part_files import pipeline_folder, random_weights, saved_below, trainer_folder
+from tests.support.part_files import accelerate_folder, pipeline_folder, random_weights, saved_below, trainer_folder
 
 
 @pytest.fixture
@@ -101,6 +101,21 @@ def test_folders_of_bytecheckpoint(tmp_path: Path, run: Run) -> None:
     assert load_file(tmp_path / "w.safetensors")["fc.weight"].equal(weights["fc.weight"])
     (tmp_path / "step_4" / "extra_state" / ".metadata").unlink()
     assert "extra_state" in ckptool.open(tmp_path / "step_4").part.meaning
+
+
+def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
+    """As the training scripts of diffusers save them, by hooks of accelerate's `save_state`."""
+    folder = accelerate_folder(tmp_path / "checkpoint-500")
+    for name in ("unet", "unet_ema"):
+        (folder / name).mkdir()
+        shutil.copy(folder / "model.safetensors", folder / name / "diffusion_pytorch_model.safetensors")
+        (folder / name / "config.json").write_text('{"_class_name": "UNet"}')
+    (folder / "model.safetensors").unlink()
+    found = run("convert", str(folder), "-o", str(tmp_path / "w.safetensors"))
+    assert found.code == 0 and "took unet, not its average unet_ema" in found.out
+    assert run("verify", str(folder)).code == 0
+    (folder / "unet_ema" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
+    assert "unet_ema" in ckptool.open(folder).part.meaning
 
 
 # Do they belong together? ---------------------------------------------------------------------------------------------

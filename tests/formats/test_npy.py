@@ -139,8 +139,9 @@ def said(shape: str, descr: str = "'<f4'", fortran: object = False, more: str = 
 
 
 HEADERS: dict[type[CkptoolError], list[str]] = {
-    BadTensor: [said(shape) for shape in ("(-1,)", "[1]", "(True,)", "(1)", "(1.0,)", "(" + "1," * 65 + ")")],
-    Truncated: [said("(99999999999999999999,)"), said("(2,)")],
+    BadTensor: [said(shape) for shape in ("(-1,)", "[1]", "(True,)", "(1)", "(1.0,)", "(" + "1," * 65 + ")")]
+    + [said("(99999999999999999999,)"), said(f"(0, {1 << 61})")],  # numpy counts a dimension of 0 as one of 1
+    Truncated: [said("(9999999999999,)"), said("(2,)")],
     Corrupt: [
         *("", "{", "{'descr': '<f4'}", said("(1,)", more="'more': 1, "), said("(1,)", more="'descr': '<f8', ")),
         *(said("(1,)", fortran=0), said("(" + "9" * 5000 + ",)"), said("()") + " 1", said("(1,), **{}")),

@@ -230,8 +230,9 @@ def test_a_folder_of_members_is_one_line_and_says_how_many_are_whole(
 
 def test_weights_of_a_whole_folder_are_converted_as_ever(tmp_path: Path, run: Callable[..., object]) -> None:
     folder = trainer_folder(tmp_path / "checkpoint-500")
+    (folder / "optimizer.pt").rename(folder / "optimizer.bin")  # as with FSDP and full state dicts
     assert run("convert", str(folder), "-o", str(tmp_path / "w.safetensors")).code == 0
-    (folder / "optimizer.pt").write_bytes(b"PK")
+    (folder / "optimizer.bin").write_bytes(b"PK")
     assert run("convert", str(folder), "-o", str(tmp_path / "x.safetensors")).code == 2
     assert run("convert", str(folder), "--part", "-o", str(tmp_path / "x.safetensors")).code == 0
     assert run("convert", str(folder / "model.safetensors"), "-o", str(tmp_path / "y.safetensors")).code == 0
@@ -247,6 +248,7 @@ def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: 
     found = run("scan", str(tmp_path), "--latest-good", "-q")
     assert (found.code, found.out) == (1, "")
     saved_below(random_weights("fc.weight"), tmp_path / "model.pt")
+    saved_below({"_snapshot": {}}, tmp_path / "data.pt")  # of a data loader; newer
     assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
 
 

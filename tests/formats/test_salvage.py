@@ -25,7 +25,6 @@ from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Tru
 from ckptool.formats import damaged, read
 from ckptool.formats.damaged import Salvaged
 from ckptool.formats.zip.directory import CENTRAL, LOCAL
-from ckptool.formats.zip.writer import local_header
 from ckptool.verbs.convert import convert
 from ckptool.verbs.edit import edit
 from fixtures.make import make
@@ -462,7 +461,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         header(b"n/%d" % i, 0, MEGABYTE - 40 * i, 5) for i in range(MEGABYTE // 40)
     ),
     "a size of four gigabytes": lambda: filled(header(b"a/data.pkl", 0, 0xFFFFFFFE, 5)),
-    "padding": lambda: filled(local_header("a/data/1", 0, 0, 64)),
+    "padding": lambda: filled(LOCAL.pack(b"PK\x03\x04", 0, 0x0808, *[0] * 6, 8, 26) + b"a/data/1FB\x16\0" + b"Z" * 22),
 }
 
 

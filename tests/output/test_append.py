@@ -20,7 +20,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
-from ckptool.output.durable import append_in_place
+from ckptool.output.edits import append_in_place
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.folder_plans import free_space
 from tests.support.same import assert_same_objects, assert_same_tree

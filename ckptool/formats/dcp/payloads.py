@@ -32,7 +32,7 @@ from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
-from ckptool.formats import safetensors, torch_zip
+from ckptool.formats import ZIP, safetensors, torch_zip
 from ckptool.formats.dcp.tables import Chunk, Place, Saved
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.placements import Box, Stored
@@ -267,7 +267,7 @@ class Payloads:
         return True
 
     def _zip(self, name: str, part: Part) -> Checkpoint:
-        if not torch_zip.detect(part.read(0, min(4, part.size)), part.file):
+        if part.read(0, min(4, part.size)) not in ZIP:
             what = f"{part}: there is no torch zip where {name} should be"
             raise Corrupt(what, "The file or the table belongs to another checkpoint.")
         checkpoint = torch_zip.read(part)

@@ -83,7 +83,8 @@ def tag_of(folder: Folder) -> str | None:
 
 def _tags(folder: Folder) -> tuple[list[str], str, str]:
     """The tags in a folder; the file that names one of them (`latest`), and what it says. Without it the only one."""
-    tags = [name for name in folder.names if _TAG.fullmatch(name) and _is_tag(folder, name)]
+    named = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
+    tags = [name for name in named if _is_tag(folder, name)]
     for latest in (each for each in LATEST if each in folder):
         text = read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG)
         name = text.decode(errors="replace").strip()
@@ -101,16 +102,9 @@ def _has_states(names: Iterable[str]) -> bool:
     return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
 
 
-def read(source: Folder) -> Checkpoint:
-    """The checkpoint of a tag's folder, or of the tag that `latest` names in the folder above.
-
-    Reads the tables of every rank's files, no tensor data. Raises `Corrupt` for ranks that are missing, and for a
-    `latest` that leads elsewhere; `Ambiguous` for several tags without it; `Conflict` for files of several steps,
-    stages or world sizes; `Unsupported` for tensor parallelism and what else is not joined; what opening a rank's file
-    raises.
-    """
-    if _has_states(source.names):
-        return read_tag(source)
+def _of_run(source: Folder) -> Checkpoint:
+    """The checkpoint of the tag that `latest` names in this folder. Raises `Corrupt` where it leads elsewhere,
+    `Ambiguous` for several tags without it."""
     tags, latest, name = _tags(source)
     advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
     if not latest and not name:
@@ -124,7 +118,7 @@ def read(source: Folder) -> Checkpoint:
         what = f"{path} names {name[:200]!r}, which is no folder beside it"
         why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
         raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', source.path)}")
-    found = read_tag(tag := Folder(os.path.join(source.path, name)))
+    found = read(tag := Folder(os.path.join(source.path, name)))
     source.adopt(name, tag)
     notes = found.notes
     if others := [each for each in tags if each != name]:
@@ -147,21 +141,27 @@ class Tag:
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
         ranked = [found for name in folder.names if (found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-        self.stages = {
-            int(number): StageFiles(self.joiner) for number in sorted({found["mp"] for found in ranked}, key=int)
-        }
+        files: dict[int, tuple[dict[int, str], dict[int, str]]]  # of the model, of the optimizer, by rank
+        files = {number: ({}, {}) for number in sorted({int(found["mp"]) for found in ranked})}
         for found in ranked:
-            stage, rank, name = self.stages[int(found["mp"])], int(found["rank"] or 0), found[0]
-            files = stage.models if found.re is _MODEL else stage.optimizers
-            if files.setdefault(rank, name) != name:
-                raise mixed(folder, files[rank], name, "both are of one rank")
+            of_ranks, name = files[int(found["mp"])][found.re is _OPTIMIZER], found[0]
+            if (other := of_ranks.setdefault(int(found["rank"] or 0), name)) != name:
+                raise mixed(folder, other, name, "both are of one rank")
+        self.stages = {number: StageFiles(self.joiner, *each) for number, each in files.items()}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
         self.first = self.stages[0]
 
 
-def read_tag(folder: Folder) -> Checkpoint:
-    """The checkpoint of a tag's folder of any kind; see `read`."""
+def read(folder: Folder) -> Checkpoint:
+    """The checkpoint of a tag's folder, or of the tag that `latest` names in the folder above.
+
+    Reads the tables of every rank's files, no tensor data. Raises `Corrupt` for ranks that are missing, `Conflict` for
+    files of several steps, stages or world sizes, `Unsupported` for tensor parallelism and what else is not joined,
+    what opening a rank's file raises; see `_of_run`.
+    """
+    if not _has_states(folder.names):
+        return _of_run(folder)
     tag = Tag(folder)
     if UNIVERSAL in folder:
         return _universal(tag)
@@ -184,7 +184,15 @@ def read_tag(folder: Folder) -> Checkpoint:
             weights[name] = tag.joiner.replicated(name, [*earlier, each])
         optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
         optimizer["state"] = more["state"] | optimizer["state"]
-        _join_groups(optimizer["param_groups"], more["param_groups"])
+        # Parameters go to the group of the same settings, first that in the same place; those of others are added.
+        groups = optimizer["param_groups"]
+        known = {name for group in groups for name in group["params"]}
+        for place, other in enumerate(more["param_groups"]):
+            candidates = (*groups[place : place + 1], *groups)
+            group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
+            if group is None:
+                groups.append(group := {**other, "params": []})
+            group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
@@ -201,21 +209,9 @@ def read_tag(folder: Folder) -> Checkpoint:
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
     found = _checkpoint(tag, own, weights, optimizer, share.rest, kind, world, share.engine + engine)
-    if kind > 2 and not any("step" in zero.undivided(share.state(group)) for group in range(len(share.weights))):
+    if kind > 2 and not any("step" in zero.undivided(share.states.get(group)) for group in range(len(share.weights))):
         return replace(found, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have the weights twice
     return found
-
-
-def _join_groups(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
-    """Adds the parameters of another stage to the groups of the same settings, first that in the same place; what has
-    settings of its own is a group of its own."""
-    known = {name for group in groups for name in group["params"]}
-    for place, other in enumerate(others):
-        candidates = (*groups[place : place + 1], *groups)
-        group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
-        if group is None:
-            groups.append(group := {**other, "params": []})
-        group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
 
 
 def _with_experts(tag: Tag) -> dict[Any, Any]:
@@ -226,7 +222,7 @@ def _with_experts(tag: Tag) -> dict[Any, Any]:
         if type(count) is int and len(there) < count:
             what = f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there"
             raise lacks(tag.folder, what)
-    if states.get("module") is None:
+    if not isinstance(states.get("module"), dict):
         raise damaged(tag.folder, f"{tag.first.file} has no `module` with the weights of a model in it")
     own: dict[Any, Any] = dict(states["module"])
     experts: set[Any] = set()
@@ -309,33 +305,19 @@ def _checkpoint(
     ranks: int,
     engine: str,
 ) -> Checkpoint:
-    """What the first rank saved, with the whole model and the optimizer by name in their places.
+    """What the first rank saved, with the whole model (trained, frozen and tied parameters, buffers, in the order in
+    which it was saved) and the optimizer by name in their places.
 
     own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
     """
-    first = tag.first.states
-    more: dict[str, Any] = {"module": _module_of(tag, own, trained, stage, ranks)}
-    more |= {} if optimizer is None else {"optimizer": optimizer}
-    more |= {ZERO: rest} if rest else {}
-    more |= {name: tag.joiner.open(name).tree for name in tag.others}
-    tree = {key: value for key, value in first.items() if key != "frozen_param_fragments"} | more
-    version = first.get("ds_version")
-    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
-    return tag.joiner.checkpoint(NAME, tree, engine, ranks, first.get("global_steps"))
-
-
-def _module_of(
-    tag: Tag, own: dict[Any, Any], trained: dict[str, TensorEntry], stage: int, world: int
-) -> dict[Any, Any]:
-    """The model: trained, frozen and tied parameters, buffers, in the order in which it was saved."""
     first, states = tag.first, tag.first.states
     frozen = {n: s for each in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in each.items()}
     values: dict[str, Any] = dict(trained)
     fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
     if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
-        complete(tag.folder, first.models, world, first.file)
+        complete(tag.folder, first.models, ranks, first.file)
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
-        each = first.model(file) if facts else states
+        each = fields(tag.joiner.open(file).tree) if facts else states
         about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
         about["list of parameters"] = first.shapes_in(each, file)
         facts = facts or about
@@ -368,12 +350,19 @@ def _module_of(
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
     module = same_kind(own, {**own, **values})
     empty = [n for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,)]
-    empty = [str(name) for name in empty if name not in frozen and name not in buffers]
+    empty = [str(name) for name in empty if name not in {*frozen, *buffers, *trained}]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
         why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
         raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
-    return module
+    more: dict[str, Any] = {"module": module}
+    more |= {} if optimizer is None else {"optimizer": optimizer}
+    more |= {ZERO: rest} if rest else {}
+    more |= {name: tag.joiner.open(name).tree for name in tag.others}
+    tree = {key: value for key, value in states.items() if key != "frozen_param_fragments"} | more
+    version = states.get("ds_version")
+    engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
+    return tag.joiner.checkpoint(NAME, tree, engine, ranks, states.get("global_steps"))
 
 
 # A universal folder --------------------------------------------------------------------------------------------------

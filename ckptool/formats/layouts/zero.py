@@ -38,53 +38,40 @@ Shapes = dict[str, tuple[int, ...]]
 
 class StageFiles:
     """What the ranks of one stage of a pipeline saved; without a pipeline, all of them. `models`, `optimizers`: their
-    files by rank. Below stage 3 of ZeRO there are model states of the first rank alone."""
+    files by rank. Below stage 3 of ZeRO there are model states of the first rank alone. `file`: the first of them."""
 
-    def __init__(self, joiner: Joiner) -> None:
+    def __init__(self, joiner: Joiner, models: dict[int, str], optimizers: dict[int, str]) -> None:
         self.joiner, self.folder = joiner, joiner.folder
-        self.models: dict[int, str] = {}
-        self.optimizers: dict[int, str] = {}
-
-    @property
-    def file(self) -> str:
-        """The file of the first rank's model states."""
-        return self.models[min(self.models)]
+        self.models, self.optimizers = models, optimizers
+        self.file = models[min(models)] if models else ""
 
     @cached_property
     def states(self) -> dict[str, Any]:
-        return self.model(self.file)
-
-    def model(self, file: str) -> dict[str, Any]:
-        """A rank's model states; of a pipeline, `module` is None. Raises `Corrupt` for something else."""
-        tree: dict[str, Any] = fields(self.joiner.open(file).tree)
-        if not isinstance(tree.get("module", ()), (dict, type(None))):
-            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
-        return tree
+        """The first rank's model states."""
+        return fields(self.joiner.open(self.file).tree)
 
     @cached_property
     def shares(self) -> list[Share]:
         """What all ranks have of the optimizer. Raises `Conflict` for shares of several checkpoints, `Corrupt` where
         some are missing."""
-        found = [Share(rank, name, self.joiner.open(name).tree) for rank, name in sorted(self.optimizers.items())]
+        # With this option DeepSpeed's own record of the pieces has another order than its vectors.
+        is_mapped = not inside(self.states, "ds_config.zero_optimization.round_robin_gradients")
+        files = sorted(self.optimizers.items())
+        found = [Share(rank, name, self.joiner.open(name).tree, is_mapped) for rank, name in files]
         for other in found[1:]:
             refuse_other(self.folder, (found[0].file, found[0].facts), (other.file, other.facts))
         if found:
             complete(self.folder, self.optimizers, max(found[0].counts), found[0].file)
         return found
 
-    @property
-    def is_mapped(self) -> bool:
-        """False where DeepSpeed's own record of the pieces has another order than its vectors."""
-        return not inside(self.states, "ds_config.zero_optimization.round_robin_gradients")
-
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...] | None]]:
         """The names and shapes of the parameters of each group; no shapes where only the order of their pieces is
         recorded."""
-        if self.states.get("param_shapes") is not None or not self.shares or not self.is_mapped:
+        if self.states.get("param_shapes") is not None or not self.shares:
             return [{**group} for group in self.shapes_in(self.states, self.file)]
-        groups = range(len(self.shares[0].mappings))
-        return [{name: None for share in self.shares for name in share.placed(group)} for group in groups]
+        groups = self.shares[0].placed
+        return [{name: None for share in self.shares for name in share.placed.get(group, ())} for group in groups]
 
     def shapes_in(self, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
         """The shapes that a file has by name, for each group. Raises `Corrupt` for what is no shape."""
@@ -105,11 +92,12 @@ class Share:
     """The optimizer's file of one rank: its share of the flat vectors. Raises `Corrupt` for a file of another kind.
 
     weights: the f32 master values of each group (of stage 3: each sub-group).  states: the state of the base optimizer,
-    by group.  groups: its parameter groups.  counts: over how many ranks each group is divided.  rest: what says
-    nothing of the layout.  engine: the optimizer that wrote it, for people.
+    by group.  groups: its parameter groups.  counts: over how many ranks each group is divided.  placed: by group,
+    where pieces of names begin in this rank's vector, and their lengths; where that is known.  rest: what says nothing
+    of the layout.  facts: what all ranks have alike.  engine: the optimizer that wrote it, for people.
     """
 
-    def __init__(self, rank: int, file: str, tree: Any) -> None:
+    def __init__(self, rank: int, file: str, tree: Any, is_mapped: bool) -> None:
         found = fields(fields(tree).get("optimizer_state_dict"))
         vectors, base = (next((found[key] for key in keys if key in found), None) for keys in (_VECTORS, _STATES))
         self.rank, self.file = rank, file
@@ -118,50 +106,40 @@ class Share:
             raise damaged(file, "has no f32 weights in flat vectors")
         self.weights: list[TensorEntry] = weights
         states = base if isinstance(base, list) else fields(base).get("state")
-        self.states: dict[Any, Any] = dict(enumerate(states)) if isinstance(states, list) else fields(states)
+        pairs = enumerate(states) if isinstance(states, list) else fields(states).items()
+        self.states: dict[Any, dict[Any, Any]] = {group: fields(state) for group, state in pairs}
         self.groups = items(fields(base).get("param_groups"))
         stage = plain(found.get("zero_stage"))
         self.stage = stage if type(stage) is int else 1
         self.counts = (*items(found.get("partition_count")),) or (found.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
             raise damaged(file, "does not say over how many ranks it is divided")
-        self.mappings = [*map(fields, items(found.get("param_slice_mappings")))]
+        self.placed: dict[int, dict[str, tuple[int, int]]] = {}
+        for group, named in enumerate(items(found.get("param_slice_mappings")) if is_mapped else ()):
+            self.placed[group] = {}
+            for name, address in fields(named).items():
+                begin, length = (fields(address).get(key) for key in ("start", "numel"))
+                if type(name) is str and type(begin) is int and type(length) is int and min(begin, length) >= 0:
+                    self.placed[group][name] = begin, length
         self.paddings = [*map(items, items(found.get("param_alignment_paddings")))]
         self.rest = {str(key): plain(value) for key, value in found.items() if key not in _LAYOUT}
         self.engine = f", ZeRO stage {self.stage}" if "zero_stage" in found else ", BF16_Optimizer"
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the shares of all ranks have alike."""
         settings = [{k: v for k, v in fields(group).items() if type(v) in _PLAIN} for group in self.groups]
-        facts = {"ZeRO stage": self.stage, "division over ranks": self.counts, "number of groups": len(self.weights)}
-        facts |= {"learning rate or another setting": settings}
+        self.facts = {"ZeRO stage": self.stage, "division over ranks": self.counts, "number of groups": len(weights)}
+        self.facts |= {"learning rate or another setting": settings}
         if self.stage > 2:
-            facts["length of vectors"] = [entry.shape[0] for entry in self.weights]
-        for number in range(len(self.weights)):
-            once = undivided(self.state(number))
-            facts |= {f"{key} of group {number} of the optimizer": value for key, value in once.items()}
-        return facts
-
-    def state(self, group: int) -> dict[Any, Any]:
-        return fields(self.states.get(group))
+            self.facts["length of vectors"] = [entry.shape[0] for entry in weights]
+        for group in range(len(weights)):
+            once = undivided(self.states.get(group))
+            self.facts |= {f"{key} of group {group} of the optimizer": value for key, value in once.items()}
 
     def vector(self, group: int, key: str) -> tuple[TensorEntry, str]:
         """The master values of a group, or what the optimizer keeps under a key for it, as long as those; and whose."""
         weights = self.weights[group]
-        entry = self.state(group).get(key) if key else weights
+        entry = self.states.get(group, {}).get(key) if key else weights
         if not isinstance(entry, TensorEntry) or len(entry.shape) != 1 or entry.shape[0] < weights.shape[0]:
             raise damaged(self.file, f"has no {key} for all of group {group}, of which it has the weights")
         return replace(entry, shape=weights.shape), f"rank {self.rank:,}"
-
-    def placed(self, group: int) -> dict[str, tuple[int, int]]:
-        """Where the file says that the pieces of names begin in this rank's vector, and their lengths."""
-        found = {}
-        for name, address in self.mappings[group].items() if group < len(self.mappings) else ():
-            begin, length = (fields(address).get(key) for key in ("start", "numel"))
-            if type(name) is str and type(begin) is int and type(length) is int and min(begin, length) >= 0:
-                found[name] = begin, length
-        return found
 
 
 def bare(node: Any) -> Any:
@@ -214,7 +192,7 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
     """
     states, share = stage.states, stage.shares[0]
     total, skipped = states.get("global_steps"), states.get("skipped_steps", 0)
-    steps = [n for group in range(len(share.weights)) if (n := number_in(share.state(group).get("step")))]
+    steps = [n for group in range(len(share.weights)) if (n := number_in(share.states.get(group, {}).get("step")))]
     if type(total) is int and type(skipped) is int and steps and max(steps) != total - skipped:
         what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
         if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
@@ -229,7 +207,7 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
         raise lacks(stage.folder, "the file of the layer", lacking)
     shapes = [{n: sized[n] if shape is None else shape for n, shape in group.items()} for group in stage.groups]
     for teams, groups, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
-        slots = teams[0][0].state(min(groups, default=0))
+        slots = teams[0][0].states.get(min(groups, default=0), {})
         keys = ["", *(key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape)]
         rows = {key: [Vector(s.vector(group, key) for s in team for group in groups) for team in teams] for key in keys}
         length = rows[""][0].length
@@ -248,7 +226,7 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
                 for key, row in rows.items()
             }
             weights[name] = values.pop("")
-            if slots := values | undivided(share.state(group)):
+            if slots := values | undivided(share.states.get(group, {})):
                 state[name] = slots
             names.setdefault(group, []).append(name)
     return weights, {"state": state, "param_groups": named_groups(share.groups, names)}
@@ -304,7 +282,7 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
             high = 0
             for each in team:
                 low, high = high, high + each.weights[group].shape[0]
-                for name, place in each.placed(group).items() if stage.is_mapped else ():  # of the rank's own alone
+                for name, place in each.placed.get(group, {}).items():  # of the rank's own alone
                     at, count = where.get(name, (high, 0))
                     begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):

@@ -152,27 +152,6 @@ class Record:
             self.wrong("does not match its checksum")
         return data
 
-    def place(self, end: int, by_header: bool) -> None:
-        """Places the data so that it, with its descriptor, ends where the next record begins.
-
-        by_header: behind the record's own header instead; the descriptor is then what is left until `end`.
-        """
-        self.end = end
-        self.data_at = end - self.descriptor_size - self.stored
-        if by_header and (fits := end - self.header >= LOCAL.size):
-            name_size, extra_size = LOCAL.unpack(self.archive.source.read(self.header, LOCAL.size))[-2:]
-            self.data_at = self.header + LOCAL.size + name_size + extra_size
-            self.descriptor_size = end - self.data_at - self.stored
-            fits = self.descriptor_size in DESCRIPTORS
-        elif not by_header:
-            fits = 0 <= self.data_at - self.header - LOCAL.size - len(self.name.encode()) <= FULL16
-        if not fits:
-            if self.header + LOCAL.size <= self.archive.directory:
-                self.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
-            what = f"the record {self} does not fit where the directory puts it (byte {self.header:,})"
-            why = "Records overlap, or there are bytes between them that belong to none."
-            raise Corrupt(f"{self.archive.source}: {what}", why)
-
     def confirm(self, *, name_alone: bool = False) -> None:
         """Compares the record's own header and descriptor with the directory; raises `Ambiguous` or `Corrupt`."""
         if self.is_confirmed:
@@ -219,7 +198,28 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     case_matters: the readers of this kind of archive tell names apart that differ in case alone.  confirm: looks at the
     headers of the first and the last record.
     """
-    archive = _read_directory(source, _find_end(source))
+    # The last end record; only what a torn in-place edit leaves may follow it, not even a comment.
+    tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
+    after = tail[found + END.size :]
+    if found < 0 or after[:4] == b"PK\x03\x04":
+        what, why = "whose directory is missing", "a zip keeps its directory at the end."
+        if found >= 0:
+            what = f"to which something was added, and {what}"
+            why = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it."
+        advice = "Download or copy it again, and compare the sizes."
+        error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
+        error.cut_archive = source.file if source.size == source.file.size else None
+        raise error
+    at = -1
+    while (at := tail.find(b"PK\x05\x06", at + 1, found)) >= 0:
+        comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
+        if comment and at + END.size + comment == len(tail):
+            raise Ambiguous(f"{source} has the end of one zip archive in the comment of another")
+    # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
+    copy = after.lstrip(b"\0")
+    if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy)):
+        raise Ambiguous(f"{source} has {len(after):,} bytes after the end of its zip archive")
+    archive = _read_directory(source, tail_at + found)
     names: dict[str, str] = {}
     if not case_matters and len({name.lower() for name in archive.records}) < len(archive.records):
         one, other = next(
@@ -297,31 +297,6 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
 # The end records -----------------------------------------------------------------------------------------------------
 
 
-def _find_end(source: Readable) -> int:
-    """The byte of the last end record; only what a torn in-place edit leaves may follow it, not even a comment."""
-    tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
-    after = tail[found + END.size :]
-    if found < 0 or after[:4] == b"PK\x03\x04":
-        what, why = "whose directory is missing", "a zip keeps its directory at the end."
-        if found >= 0:
-            what = f"to which something was added, and {what}"
-            why = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it."
-        advice = "Download or copy it again, and compare the sizes."
-        error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
-        error.cut_archive = source.file if source.size == source.file.size else None
-        raise error
-    at = -1
-    while (at := tail.find(b"PK\x05\x06", at + 1, found)) >= 0:
-        comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
-        if comment and at + END.size + comment == len(tail):
-            raise Ambiguous(f"{source} has the end of one zip archive in the comment of another")
-    # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
-    copy = after.lstrip(b"\0")
-    if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy)):
-        raise Ambiguous(f"{source} has {len(after):,} bytes after the end of its zip archive")
-    return tail_at + found
-
-
 def _read_directory(source: Readable, end_at: int) -> Archive:
     """The archive whose end record is at `end_at`, its records not placed yet."""
     _, disk, directory_disk, *counts, comment = END.unpack(source.read(end_at, END.size))
@@ -368,7 +343,53 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         what = f"{source}: a zip directory of {entries} and {size:,} bytes"
         raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
     archive = Archive(source, offset, records_end, end_records)
-    _read_entries(archive, source.read(offset, size), count)
+    directory = source.read(offset, size)
+    unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
+    try:
+        for _ in range(count):
+            sig, _, needed, flags, method, _, _, crc, stored, size, n, m, k, disk, _, attributes, header = unpack(
+                directory, at
+            )
+            name_at = at + fixed
+            raw, extra = directory[name_at : name_at + n], directory[name_at + n : name_at + n + m]
+            if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8) or needed & 0xFF > _NEEDED:
+                _refuse_entry(archive, sig, flags, method, disk, raw)
+            name = str(raw, "utf-8")
+            if m or not (flags & _UTF8 or raw.isascii()):
+                _check_extra(archive, name, extra, flags)
+            if zip64 := FULL in (stored, size, header):
+                if (found := zip64_values(extra, size, stored, header)) is None:
+                    raise Corrupt(f"{source}: the record {name} lacks its 64-bit sizes, or has them twice")
+                size, stored, header = found
+            if size != stored and not method:
+                what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
+                raise Corrupt(f"{source}: the record {name} {what}")
+            if name in records:
+                raise Ambiguous(f"{source} has two records named {name}")
+            descriptor = 0
+            if flags & _HAS_DESCRIPTOR:  # as torch writes it
+                descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
+            central = directory[at:name_at]
+            record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
+            records[name] = record
+            if attributes & _FOLDER:
+                _check_folder(record)
+            at = name_at + n + m + k
+    except (struct.error, UnicodeDecodeError):
+        raise Corrupt(f"{source}: entry {len(records):,} of the zip directory is damaged") from None
+    if at != len(directory):
+        entries = f"the {counted(count, 'entry', 'entries')} of the zip directory"
+        raise Corrupt(f"{source}: {entries} take {at:,} bytes, not {len(directory):,}")
+    if "" in records:
+        raise Corrupt(f"{source}: a record has no name")
+    together = "\n".join(records) + "\n"
+    if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
+        for name, record in records.items():
+            if "\0" in name:
+                raise Ambiguous(f"{source}: the record name {name} holds a NUL")
+            if name.endswith("/"):
+                _check_folder(record)
+    archive.has_checksums = any(record.crc for record in records.values())
     return archive
 
 
@@ -385,55 +406,6 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 
 # The entries ---------------------------------------------------------------------------------------------------------
-
-
-def _read_entries(archive: Archive, directory: bytes, count: int) -> None:
-    unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
-    try:
-        for _ in range(count):
-            sig, _, needed, flags, method, _, _, crc, stored, size, n, m, k, disk, _, attributes, header = unpack(
-                directory, at
-            )
-            name_at = at + fixed
-            raw, extra = directory[name_at : name_at + n], directory[name_at + n : name_at + n + m]
-            if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8) or needed & 0xFF > _NEEDED:
-                _refuse_entry(archive, sig, flags, method, disk, raw)
-            name = str(raw, "utf-8")
-            if m or not (flags & _UTF8 or raw.isascii()):
-                _check_extra(archive, name, extra, flags)
-            if zip64 := FULL in (stored, size, header):
-                if (found := zip64_values(extra, size, stored, header)) is None:
-                    raise Corrupt(f"{archive.source}: the record {name} lacks its 64-bit sizes, or has them twice")
-                size, stored, header = found
-            if size != stored and not method:
-                what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
-                raise Corrupt(f"{archive.source}: the record {name} {what}")
-            if name in records:
-                raise Ambiguous(f"{archive.source} has two records named {name}")
-            descriptor = 0
-            if flags & _HAS_DESCRIPTOR:  # as torch writes it
-                descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
-            central = directory[at:name_at]
-            record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
-            records[name] = record
-            if attributes & _FOLDER:
-                _check_folder(record)
-            at = name_at + n + m + k
-    except (struct.error, UnicodeDecodeError):
-        raise Corrupt(f"{archive.source}: entry {len(records):,} of the zip directory is damaged") from None
-    if at != len(directory):
-        entries = f"the {counted(count, 'entry', 'entries')} of the zip directory"
-        raise Corrupt(f"{archive.source}: {entries} take {at:,} bytes, not {len(directory):,}")
-    if "" in records:
-        raise Corrupt(f"{archive.source}: a record has no name")
-    together = "\n".join(records) + "\n"
-    if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
-        for name, record in records.items():
-            if "\0" in name:
-                raise Ambiguous(f"{archive.source}: the record name {name} holds a NUL")
-            if name.endswith("/"):
-                _check_folder(record)
-    archive.has_checksums = any(record.crc for record in records.values())
 
 
 def _check_folder(record: Record) -> None:
@@ -505,7 +477,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
     records, begins = archive.by_offset(), 0
     ends = [*(record.header for record in records[1:]), archive.directory]
     pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
-    if pickles:  # all that is no tensor is read
+    if pickles and archive.source.file.far:  # all that is no tensor is read
         few = (place for place in zip(records, ends, strict=False) if not re.search(_OF_TENSORS, place[0].name))
         archive.source.expect((record.header, end) for record, end in few)
     before = pickles[0].header - END.size if len(pickles) == 1 else -1
@@ -526,8 +498,22 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
             usual = fits and archive.source.read(at, 4) == b"PK\x07\x08"
             break
     for record, end in zip(records, ends, strict=True):
-        is_known = not record.descriptor_size or (usual and record.central[6] < ZIP64_VERSION)
-        record.place(end, by_header=not is_known)
+        # The data, with its descriptor, ends where the next record begins; or it begins behind the record's own header,
+        # and the descriptor is what is left.
+        record.end, record.data_at = end, end - record.descriptor_size - record.stored
+        if not record.descriptor_size or (usual and record.central[6] < ZIP64_VERSION):
+            fits = 0 <= record.data_at - record.header - LOCAL.size - len(record.name.encode()) <= FULL16
+        elif fits := end - record.header >= LOCAL.size:
+            name_size, extra_size = LOCAL.unpack(archive.source.read(record.header, LOCAL.size))[-2:]
+            record.data_at = record.header + LOCAL.size + name_size + extra_size
+            record.descriptor_size = end - record.data_at - record.stored
+            fits = record.descriptor_size in DESCRIPTORS
+        if not fits:
+            if record.header + LOCAL.size <= archive.directory:
+                record.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
+            what = f"the record {record} does not fit where the directory puts it (byte {record.header:,})"
+            why = "Records overlap, or there are bytes between them that belong to none."
+            raise Corrupt(f"{archive.source}: {what}", why)
 
 
 # In-place edits ------------------------------------------------------------------------------------------------------

@@ -9,12 +9,10 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
-from ckptool.checkpoint import Data, FileRange, InlineBytes
-from ckptool.checkpoint.blocks import Crc, Deferred, Segment
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes
+from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment
 from ckptool.facts import dataclass
-from ckptool.formats.checksums import checksummed, crc_combine
 from ckptool.formats.zip.directory import (
     CENTRAL,
     DESCRIPTOR,
@@ -32,28 +30,14 @@ from ckptool.formats.zip.directory import (
 
 @dataclass(slots=True, eq=False)
 class NewRecord:
-    """A record of our own, at byte `at`: `head`, then `data`. Its headers are made when they are asked for.
+    """A record of our own: its header and how it begins, the rest of its data, descriptor and line of the directory,
+    which lack the checksum `total`: that is known when it was written."""
 
-    summed: they have its checksum, which is known when it was written.
-    """
-
-    name: str
-    at: int
-    size: int
     head: bytes
     data: Data | Deferred
+    descriptor: bytes
+    line: bytes
     total: Crc
-    summed: bool
-
-    def descriptor(self) -> bytes:
-        layout = DESCRIPTOR64 if max(self.size, self.at) >= FULL else DESCRIPTOR
-        return layout.pack(b"PK\x07\x08", self.total.value if self.summed else 0, self.size, self.size)
-
-    def entry(self) -> bytes:
-        """Its line of the directory."""
-        crc, short, place = self.total.value if self.summed else 0, min(self.size, FULL), min(self.at, FULL)
-        fields = [b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, crc, short, short, 0, 0, 0, 0, 0, 0, place]
-        return _entry(fields, self.name, (self.size, self.size, self.at))
 
 
 class ZipLayout:
@@ -67,22 +51,33 @@ class ZipLayout:
         self.sums: list[Crc] = []
         self._parts: list[FileRange | NewRecord] = []
         self._together: list[Record] = []  # the old records that the last of the parts is, if it is a range
-        self._lines: list[bytes | NewRecord] = []  # of the directory: a layout may have 50,000
+        self._lines: list[bytes | NewRecord] = []  # of the directory
         self._directory_size = 0
 
     def add(self, name: str, data: Data | Deferred, crc: int | None = None, head: bytes = b"") -> None:
-        """A record of our own: `head`, then `data`, whose checksum `crc`, if it is known, is checked on the way."""
+        """A record of our own, as torch would write it: `head`, then `data`, aligned in the file. crc: of the data, if
+        it is known; it is checked on the way."""
         if isinstance(data, InlineBytes):
             head, data = head + data.content, InlineBytes(b"")
-        total, size = Crc(zlib.crc32(head), name=name), len(head) + data.length
+        raw, size, total = name.encode(), len(head) + data.length, Crc(zlib.crc32(head), name=name)
         if crc is not None and data.length:
+            if head:
+                from ckptool.formats.checksums import crc_combine  # of few files
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
-        record = NewRecord(name, self.at, size, head, data, total, self.checksums)
+        wide = zip64_extra((size, size, self.at)) if max(size, self.at) >= FULL else b""
+        padding = -(self.at + LOCAL.size + len(raw) + len(wide) + 4) % self.alignment
+        extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        header = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
+        layout = DESCRIPTOR64 if max(size, self.at) >= FULL else DESCRIPTOR
+        descriptor, short, at = layout.pack(b"PK\x07\x08", 0, size, size), min(size, FULL), min(self.at, FULL)
+        lengths = len(raw), len(wide), 0
+        line = CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, 0, short, short, *lengths, 0, 0, 0, at) + raw + wide
+        record = NewRecord(header + head, data, descriptor, line, total)
         self.sums.append(total)
         self._parts.append(record)
         self._lines.append(record)
-        self._directory_size += len(record.entry())
-        self.at += len(local_header(name, self.at, size, self.alignment)) + size + len(record.descriptor())
+        self._directory_size += len(line)
+        self.at += len(header) + size + len(descriptor)
 
     def add_old(self, record: Record, *, copied: bool) -> None:
         """A record of another archive as it is, header and all: copied to here, or left where it stands there."""
@@ -107,19 +102,25 @@ class ZipLayout:
             if isinstance(part, FileRange):
                 yield part
                 continue
-            yield InlineBytes(local_header(part.name, part.at, part.size, self.alignment))
-            if part.head:
-                yield InlineBytes(part.head)
+            yield InlineBytes(part.head)
             if isinstance(part.data, Deferred):
-                yield Deferred(part.size, partial(_summed, part.data, part.total))
-            elif part.data.length:
+                yield Deferred(part.data.length, partial(_summed, part.data, part.total))
+            elif isinstance(part.data, Computed) and part.data.concatenated:
+                from ckptool.formats.checksums import checksummed  # of few files
+
                 yield from checksummed(part.data, part.total)
-            yield Deferred(len(part.descriptor()), part.descriptor)
+            elif part.data.length:
+                yield Checksummed(part.data, part.total)
+            yield Deferred(len(part.descriptor), partial(self._with_sum, part.descriptor, 4, part.total))
         yield Deferred(self._directory_size, self._directory)
         yield InlineBytes(end_records(len(self._lines), self.at, self._directory_size))
 
+    def _with_sum(self, raw: bytes, at: int, total: Crc) -> bytes:
+        return raw[:at] + (total.value if self.checksums else 0).to_bytes(4, "little") + raw[at + 4 :]
+
     def _directory(self) -> bytes:
-        return b"".join(line if isinstance(line, bytes) else line.entry() for line in self._lines)
+        lines = (line if isinstance(line, bytes) else self._with_sum(line.line, 16, line.total) for line in self._lines)
+        return b"".join(lines)
 
 
 def _confirm(records: Sequence[Record]) -> None:
@@ -133,38 +134,22 @@ def _summed(data: Deferred, total: Crc) -> bytes:
     return made
 
 
-# What torch writes ---------------------------------------------------------------------------------------------------
-
-
-def zip64_extra(size: int, stored: int, at: int, short: Sequence[int] = (0, 0, 0)) -> bytes:
-    """The extra field with the values that do not fit into 32 bits, or stand nowhere else, as `short` has them full."""
-    if max(size, stored, at, *short) < FULL:
-        return b""
-    wide = [value for value, each in zip((size, stored, at), short, strict=True) if value >= FULL or each == FULL]
-    return struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide)
-
-
-def local_header(name: str, at: int, size: int, alignment: int) -> bytes:
-    """The header of a record of `size` bytes at byte `at`: padded so that the data is aligned."""
-    raw, extra = name.encode(), zip64_extra(size, size, at)
-    padding = -(at + LOCAL.size + len(raw) + len(extra) + 4) % alignment
-    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    return LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(raw), len(extra)) + raw + extra
+def zip64_extra(values: tuple[int, int, int], short: Sequence[int] = (0, 0, 0)) -> bytes:
+    """The extra field with those of size, stored size and place that do not fit into 32 bits, or stand nowhere else, as
+    `short` has them full."""
+    wide = [value for value, each in zip(values, short, strict=True) if value >= FULL or each == FULL]
+    return struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
 def moved_entry(record: Record, at: int) -> bytes:
     """The directory's entry for a record that was copied whole to byte `at`, as a file if it was a symbolic link."""
-    old = record.central
+    old, raw = record.central, record.name.encode()
     if at < FULL and not record.zip64 and not any(old[30:34]) and old[41] >> 4 != LINK:  # as nearly all are
-        return old[:42] + at.to_bytes(4, "little") + record.name.encode()
+        return old[:42] + at.to_bytes(4, "little") + raw
     fields = [*CENTRAL.unpack(old)]
     fields[15] = 0 if fields[15] >> 28 == LINK else fields[15]
     fields[16] = FULL if at >= FULL or record.zip64 else at
-    return _entry(fields, record.name, (record.size, record.stored, at))
-
-
-def _entry(fields: list[Any], name: str, values: tuple[int, int, int]) -> bytes:
-    raw, extra = name.encode(), zip64_extra(*values, short=(fields[9], fields[8], fields[16]))
+    extra = zip64_extra((record.size, record.stored, at), (fields[9], fields[8], fields[16]))
     fields[10:13] = len(raw), len(extra), 0
     return CENTRAL.pack(*fields) + raw + extra
 

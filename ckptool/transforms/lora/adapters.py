@@ -457,6 +457,7 @@ def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
         is_bias, dora = delta.method == BIAS, delta.magnitude is not None
         difference = is_bias and "B.bias" not in delta.factors
         facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
+        facts["a module in another"] = any(".base_layer." in key for key in delta.keys.values())  # PEFT adds it twice
         for fact, present in facts.items():
             if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
                 why = f"{old} and {scheme} have no common form for it."

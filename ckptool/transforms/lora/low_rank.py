@@ -282,8 +282,10 @@ def extract(
     for key in sorted(every, key=lambda key: key.rpartition(".")[0] in alike):
         module, _, leaf = key.rpartition(".")
         if module in low and key in changed and leaf == "weight":
-            turned = bool(is_turned(key))
-            pair = [node[key].transpose() if turned else node[key] for node in (tuned, base)]
+            if len(turned := is_turned(key)) > 1:
+                what = f"{key} is square, [out, in] or [in, out], and matrices around it are of both kinds"
+                raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=key)}")
+            pair = [node[key].transpose() if True in turned else node[key] for node in (tuned, base)]
             deltas.append(_low(key, module, pair, rank, dtype))
             clamped += [key] if deltas[-1].rank < rank else []
         elif module in saved or (module in low and key in changed):
@@ -307,7 +309,7 @@ def extract(
         "base_model_name_or_path": None,
         "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole) else "none",
         "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
-        "fan_in_fan_out": any(is_turned(f"{delta.module}.weight") for delta in deltas),
+        "fan_in_fan_out": any(True in is_turned(f"{delta.module}.weight") for delta in deltas),
         "inference_mode": True,
         "lora_dropout": 0.0,
         "modules_to_save": sorted(saved) or None,

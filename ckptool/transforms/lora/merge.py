@@ -13,7 +13,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
-from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, PEFT, TOKENS, WHOLE, Places, orientation
+from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta, matches
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
@@ -74,7 +74,7 @@ class AdapterMerge:
         """The names, without a prefix that the base may have, of the tensor that a change is for."""
         if delta.method == WHOLE:
             return [delta.module]
-        names = ["bias", "in_proj_bias"] if delta.method == BIAS else ["weight", "in_proj_weight"]
+        names = ["bias"] if delta.method == BIAS else ["weight", "in_proj_weight"]
         return [f"{delta.module}.{name}" for name in (*self.parameters.get(delta, ()), *names)]
 
     def _settle_parameters(self) -> None:
@@ -165,24 +165,31 @@ class AdapterMerge:
             weight,
             delta.scale * self.multiplier,
             experts=delta in self.parameters and len(weight.shape) == 3,
-            peft=self.adapter.scheme == PEFT,
+            peft=not delta.keys.get("magnitude", "").endswith("dora_scale"),
             turned=lambda: self._is_turned(key, delta),
         )
 
     def _is_turned(self, key: str, delta: Delta) -> bool:
         """True for a square weight that is [in, out]: told by others of the base or, experts, of the adapter; else by
-        the configuration, which PEFT writes for all layers at once.
+        the configuration, which PEFT writes for all layers at once, and for two kinds as the last one has it.
         """
-        if delta in self.parameters and len(self.tensors[key].shape) == 3:
-            others = [(each, self.tensors.get(self._find(each) or "")) for each in self.parameters]
-            shapes = [(each, other.shape) for each, other in others if other is not None and len(other.shape) == 3]
-            votes = {each.factors["B"].shape[0] == shape[2] for each, shape in shapes if shape[1] != shape[2]}
-            if len(votes) != 1:
-                what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
-                raise Unsupported(what, "No other experts of the adapter settle it.")
-            return votes.pop()
-        found = self.turned(key)
-        return bool(self.adapter.config.get("fan_in_fan_out")) if found is None else found
+        of_experts = delta in self.parameters and len(self.tensors[key].shape) == 3
+        in_attention = any(".base_layer.out_proj." in each for each in delta.keys.values())  # as it says, in PEFT
+        votes = frozenset() if of_experts or in_attention else self.turned(key)
+        if len(votes) != 1:
+            said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
+            others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
+            pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
+            told = {
+                each.factors["B"].shape[0] == other.shape[-1]
+                for each, other in pairs
+                if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
+            }
+            votes = frozenset(said | told if votes or of_experts else said)
+        if len(votes) != 1:
+            what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
+            raise Unsupported(what, "No other weights settle it. Nothing was written.")
+        return next(iter(votes))
 
     # Refusals
 

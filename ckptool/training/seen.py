@@ -1,0 +1,202 @@
+"""What training changes and no checkpoint has, as far as it can be seen: from the objects that were given to `Run`, and
+in the variables of the script that runs the loop. Each is named once, with what to write.
+
+It is looked for at the 1st, 2nd, 4th, 8th save of a process and so on, since looking takes time. Only classes and plain
+attributes are asked: no code of the objects is run.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from types import FrameType, GeneratorType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ckptool.bridge.modules import unwrapped
+from ckptool.errors import listed, printable
+from ckptool.training import moving
+from ckptool.training.batches import epochs_of, parts_of
+from ckptool.training.rng import is_generator
+from ckptool.training.saving import to_cpu
+from ckptool.training.state import SETTING, Schedule
+
+if TYPE_CHECKING:
+    from ckptool.training.run import Run
+
+VARIABLE = "variable"  # a kind like those of `moving`
+_HOW = {  # to save what changes; attributes and buffers as variables
+    moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
+    moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
+    moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
+    SETTING: "set it in every epoch or step, by run.epoch or run.step",
+    VARIABLE: 'if a later step needs it, make it a value of the run: run["{short}"] = {name}',
+}
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen")
+_FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
+_MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
+
+
+class Looks:
+    """What was there at the last look. told: the names of what was found to change."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+        self.entries: dict[str, str] = {}
+        self.ids: dict[str, int] = {}
+        self.told: set[str] = set()
+
+    def notes(self, run: Run, first: bool) -> Iterator[str]:
+        """What there is to say at a save. first: of the run."""
+        objects, generators, loader = run.objects, run._generators(), run.position.loader
+        if unscheduled := objects.optimizer_without_its_schedule():
+            yield (
+                f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
+                "saved; write: ckptool.Run(…, scheduler=scheduler)"
+            )
+        if grown := objects.regrouped():
+            yield (
+                f"{printable(grown)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
+                "cannot load its state; give it all of them before, and set requires_grad or lr later"
+            )
+        self.saves += 1
+        if self.saves & (self.saves - 1):
+            return
+        given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
+        unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
+        if first and unsaved:
+            names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
+            yield (
+                f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
+                "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
+                "run.batches(loader)"
+            )
+        seen: dict[int, Any] = {id(run): run}
+        now = {**moving.reachable(given, seen)[0], **objects.requires_grad()}
+        seen |= {id(each): each for each in unsaved.values()}  # which were named
+        carried, held = variables_left()
+        held = {name: value for name, value in held.items() if id(value) not in seen}
+        # A variable that is a value of the run, or a part of one, is saved; so is what the run counts.
+        parts = [run.values, run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss]
+        for each in itertools.islice(parts, moving.MAX_OBJECTS):
+            parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
+        known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
+        texts = {entry.partition(": ")[2] for entry in known.values()}
+        for name, entry in moving.reachable({**held, **carried}, seen)[0].items():
+            if (text := entry.partition(": ")[2]) not in texts:
+                now.setdefault(name, f"{VARIABLE}: {text}")
+        # What is another object now has not changed.
+        ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
+        others = {name for name, number in self.ids.items() if ids.get(name) != number}
+        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in others}
+        saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
+        saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
+        kinds: dict[str, list[str]] = {}
+        for name, kind in moving.unsaved(before or now, now, saved).items():
+            whole = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item is named by what holds it
+            if whole not in self.told:
+                self.told.add(whole)
+                kinds.setdefault(kind, []).append(printable(whole))
+        for kind, names in kinds.items():
+            verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
+            how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
+            yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
+        self.entries, self.ids = now, ids
+
+
+# The variables of the script ------------------------------------------------------------------------------------------
+
+
+def _script() -> Iterator[FrameType]:
+    """The frames whose code is neither ours nor a library's, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
+        if not ours and not frame.f_code.co_filename.startswith(_LIBRARIES):
+            yield frame
+        frame = frame.f_back
+
+
+def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
+    """The objects with a state in the variables of the script, by name, without those given.
+
+    Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
+    environments, which have `reset` and `step`. left_out: classes that are not named.
+    """
+    known = {id(each) for each in given}
+    for each in list(given):
+        known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
+        known |= set(map(id, parts_of(each).values()))
+    if (frame := next(_script(), None)) is None:
+        return {}
+    found = {
+        name: value
+        for name, value in {**frame.f_globals, **frame.f_locals}.items()
+        if _has_state(name, value) and not isinstance(value, left_out)
+    }
+    whole = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in found.items()}
+    return {name: value for name, value in found.items() if not {id(value), id(whole[name])} & known}
+
+
+def _has_state(name: str, value: Any) -> bool:
+    kind = type(value)
+    if name.startswith("_") or issubclass(kind, type) or kind.__module__.partition(".")[0] == "ckptool":
+        return False
+    if isinstance(value, nn.Module):
+        return any(True for _ in (*value.parameters(), *value.buffers()))
+    if isinstance(value, GeneratorType):
+        return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
+    if isinstance(value, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
+        return True
+    methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
+    return is_generator(value) or all(methods[:2]) or all(methods[2:])
+
+
+def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The variables that a step may leave to a later one: not those that the body of the loop sets before it uses them.
+
+    Those that it uses and then sets; and what may change while a variable holds it, whichever object it is.
+    """
+    carried: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for frame in _script():
+        code, at = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        loops = [(each.offset, each.argval) for each in code if each.opname == "FOR_ITER"]
+        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= at < end]  # the innermost first
+        uses: dict[str, tuple[bool, bool]] = {}  # of what is set: in the innermost body, and used before
+        for body in bodies:
+            first: dict[str, str] = {}
+            stored = set()
+            for each in code:
+                names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+                for verb, name in zip(_MENTION.findall(each.opname), names, strict=False):
+                    if body[0] <= each.offset < body[1]:
+                        first.setdefault(name, verb)
+                        stored |= {name} if verb == "STORE" else set()
+            uses = {name: (body == bodies[0], first[name] == "LOAD") for name in stored} | uses
+        is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
+        for name, value in frame.f_locals.items():
+            if name in carried or name in held or name.startswith("_") or not _is_of_script(type(value)):
+                continue
+            is_inner, is_used = uses.get(name, (False, False))
+            if is_used or (is_module and name not in uses and isinstance(value, _FIXED)):
+                carried[name] = to_cpu(value)  # without the graph that it hangs on
+            elif not is_inner and not isinstance(value, _FIXED):
+                held[name] = value
+    return carried, held
+
+
+def _is_of_script(kind: type) -> bool:
+    """True for plain classes, tensors, arrays, and classes that are no library's."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    plain = ("builtins", "collections") if kind.__name__ not in ("module", "type", "function") else ()
+    known = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ in plain
+    return known or not file.startswith((*_LIBRARIES, _OURS))
