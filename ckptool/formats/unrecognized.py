@@ -19,69 +19,62 @@ from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckp
 
 _READS = "ckptool reads what torch.save and safetensors write."
 _AS_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
-# Kinds of files: what it means that a file is one, and the program that unpacks it, for those of which there is one.
-# For each the first bytes, tried in this order; what the pattern has in a group stands in the place of `{}`.
-_KINDS: tuple[tuple[type[CkptoolError], str, str, dict[bytes, tuple[str, str]]], ...] = (
-    (NotACheckpoint, "The repository was cloned without its large files.", "Fetch them: ", {
-        _AS_TEXT + rb"version https://git-lfs\S*\s*([^\0]{0,200})":
-            ("a git-lfs pointer ({}), not the file itself", "git lfs pull"),
-    }),
-    (NotACheckpoint, "The download gave a login page or an error message instead of the file.",
-     "Download it again, logged in.", {
-        _AS_TEXT + rb"<(?:!doctype|html|head|\?xml|error|!--)": ("a web page", ""),
-        _AS_TEXT + rb'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"\0]{1,120})': ("a server's answer: {}", ""),
-    }),
-    (Unsupported, "The checkpoint is inside.", "Unpack it first: ", {
-        rb"\x1f\x8b": ("compressed with gzip", "gzip -dc"),
-        rb"BZh": ("compressed with bzip2", "bzip2 -dc"),
-        rb"\xfd7zXZ\x00": ("compressed with xz", "xz -dc"),
-        rb"\x28\xb5\x2f\xfd": ("compressed with zstd", "zstd -dc"),
-        rb"\x04\x22\x4d\x18": ("compressed with lz4", "lz4 -dc"),
-    }),
-    (Unsupported, "torch.save writes none; models are packed this way to get past scanners that look for pickles.",
-     "If you trust where it is from: ", {
-        rb"7z\xbc\xaf\x27\x1c": ("a 7-Zip archive, whatever its name says", "7z x"),
-        rb"Rar!\x1a\x07": ("a RAR archive, whatever its name says", "unrar x"),
-    }),
-    (Unsupported, "Its files are read one by one, when they are unpacked.", "See what is in it: ", {
-        rb".{257}ustar": ("a tar archive, not one of torch's", "tar tf"),
-    }),
-    (NotACheckpoint, "", "", {
-        rb"\x89PNG": ("a PNG image, whatever its name says", ""),
-        rb"\x7fELF": ("an ELF program, whatever its name says", ""),
-        rb"%PDF": ("a PDF document, whatever its name says", ""),
-        rb"\xff\xd8\xff": ("a JPEG image, whatever its name says", ""),
-        rb"GIF8": ("a GIF image, whatever its name says", ""),
-        rb"MZ": ("a Windows program, whatever its name says", ""),
-        rb"\xcf\xfa\xed\xfe": ("a macOS program, whatever its name says", ""),
-        rb"SQLite format 3\0": ("an SQLite database, whatever its name says", ""),
-        rb"#!": ("a script, whatever its name says", ""),
-    }),
-    (Unsupported, _READS, "", {
-        rb"GGUF": ("a GGUF model (llama.cpp)", ""),
-        rb"tjgg|lmgg": ("a GGML model (llama.cpp)", ""),
-        rb"\x89HDF\r\n": ("an HDF5 file (Keras .h5, or data)", ""),
-        rb"PYTORCH1": ("a PyTorch preview archive (Caffe2, before 1.0)", ""),
-        rb"PAR1": ("a Parquet table", ""),
-        rb"ARROW1": ("an Arrow table", ""),
-        rb"\x12\x01\0{6}": ("an MXNet parameter file", ""),
-        rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1": ("an object of Lua Torch (.t7)", ""),
-        rb"\x03\0{3}\x01\0{3}": ("a table of Lua Torch (.t7)", ""),
-        rb"\x84\xa5nodes": ("a model of spaCy or Thinc (MessagePack)", ""),
-        rb"\x81\xa6params": ("a Flax checkpoint (MessagePack)", ""),
-        rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7": ("a TVM parameter file", ""),
-        rb"\xba\x16O/": ("a fastText model", ""),
-        rb"MMIDIDX\0\0": ("the index of a fairseq or Megatron data set (.idx)", ""),
-        rb"TNTIDX\0\0": ("the index of a fairseq data set (.idx)", ""),
-        rb".{4}TFL3": ("a TensorFlow Lite model", ""),  # flatbuffers
-        rb".{4}ET12": ("an ExecuTorch program (.pte)", ""),
-        rb".{4}ORTM": ("an ONNX Runtime model", ""),
-        rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)": ("an ONNX model", ""),  # protobuf
-        rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a": ("a TensorFlow SavedModel", ""),
-        rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)":
-            ("a TensorFlow graph", ""),
-        rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde": ("the weights of a Core ML model (weight.bin)", ""),
-    }),
+_PAGE = "The download gave a login page or an error message instead of the file."
+_AGAIN, _INSIDE = "Download it again, logged in.", "The checkpoint is inside."
+_PACKED = "torch.save writes none; models are packed this way to get past scanners that look for pickles."
+# The first bytes of a file, tried in this order; the error; what it is (`{}`: what the pattern has in a group), what
+# that means, and what to do: behind a colon the program that unpacks it.
+_KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
+    (_AS_TEXT + rb"version https://git-lfs\S*\s*([^\0]{0,200})", NotACheckpoint,
+        "a git-lfs pointer ({}), not the file itself",
+        "The repository was cloned without its large files.", "Fetch them: git lfs pull"),
+    (_AS_TEXT + rb"<(?:!doctype|html|head|\?xml|error|!--)", NotACheckpoint, "a web page", _PAGE, _AGAIN),
+    (_AS_TEXT + rb'\{\s*"(?:error|message|detail|errors)"\s*:\s*"?([^"\0]{1,120})', NotACheckpoint,
+        "a server's answer: {}", _PAGE, _AGAIN),
+    (rb"\x1f\x8b", Unsupported, "compressed with gzip", _INSIDE, "Unpack it first: gzip -dc"),
+    (rb"BZh", Unsupported, "compressed with bzip2", _INSIDE, "Unpack it first: bzip2 -dc"),
+    (rb"\xfd7zXZ\x00", Unsupported, "compressed with xz", _INSIDE, "Unpack it first: xz -dc"),
+    (rb"\x28\xb5\x2f\xfd", Unsupported, "compressed with zstd", _INSIDE, "Unpack it first: zstd -dc"),
+    (rb"\x04\x22\x4d\x18", Unsupported, "compressed with lz4", _INSIDE, "Unpack it first: lz4 -dc"),
+    (rb"7z\xbc\xaf\x27\x1c", Unsupported,
+        "a 7-Zip archive, whatever its name says", _PACKED, "If you trust where it is from: 7z x"),
+    (rb"Rar!\x1a\x07", Unsupported,
+        "a RAR archive, whatever its name says", _PACKED, "If you trust where it is from: unrar x"),
+    (rb".{257}ustar", Unsupported,
+        "a tar archive, not one of torch's",
+        "Its files are read one by one, when they are unpacked.", "See what is in it: tar tf"),
+    (rb"\x89PNG", NotACheckpoint, "a PNG image, whatever its name says", "", ""),
+    (rb"\x7fELF", NotACheckpoint, "an ELF program, whatever its name says", "", ""),
+    (rb"%PDF", NotACheckpoint, "a PDF document, whatever its name says", "", ""),
+    (rb"\xff\xd8\xff", NotACheckpoint, "a JPEG image, whatever its name says", "", ""),
+    (rb"GIF8", NotACheckpoint, "a GIF image, whatever its name says", "", ""),
+    (rb"MZ", NotACheckpoint, "a Windows program, whatever its name says", "", ""),
+    (rb"\xcf\xfa\xed\xfe", NotACheckpoint, "a macOS program, whatever its name says", "", ""),
+    (rb"SQLite format 3\0", NotACheckpoint, "an SQLite database, whatever its name says", "", ""),
+    (rb"#!", NotACheckpoint, "a script, whatever its name says", "", ""),
+    (rb"GGUF", Unsupported, "a GGUF model (llama.cpp)", _READS, ""),
+    (rb"tjgg|lmgg", Unsupported, "a GGML model (llama.cpp)", _READS, ""),
+    (rb"\x89HDF\r\n", Unsupported, "an HDF5 file (Keras .h5, or data)", _READS, ""),
+    (rb"PYTORCH1", Unsupported, "a PyTorch preview archive (Caffe2, before 1.0)", _READS, ""),
+    (rb"PAR1", Unsupported, "a Parquet table", _READS, ""),
+    (rb"ARROW1", Unsupported, "an Arrow table", _READS, ""),
+    (rb"\x12\x01\0{6}", Unsupported, "an MXNet parameter file", _READS, ""),
+    (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", Unsupported, "an object of Lua Torch (.t7)", _READS, ""),
+    (rb"\x03\0{3}\x01\0{3}", Unsupported, "a table of Lua Torch (.t7)", _READS, ""),
+    (rb"\x84\xa5nodes", Unsupported, "a model of spaCy or Thinc (MessagePack)", _READS, ""),
+    (rb"\x81\xa6params", Unsupported, "a Flax checkpoint (MessagePack)", _READS, ""),
+    (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", Unsupported, "a TVM parameter file", _READS, ""),
+    (rb"\xba\x16O/", Unsupported, "a fastText model", _READS, ""),
+    (rb"MMIDIDX\0\0", Unsupported, "the index of a fairseq or Megatron data set (.idx)", _READS, ""),
+    (rb"TNTIDX\0\0", Unsupported, "the index of a fairseq data set (.idx)", _READS, ""),
+    (rb".{4}TFL3", Unsupported, "a TensorFlow Lite model", _READS, ""),
+    (rb".{4}ET12", Unsupported, "an ExecuTorch program (.pte)", _READS, ""),
+    (rb".{4}ORTM", Unsupported, "an ONNX Runtime model", _READS, ""),
+    (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", Unsupported, "an ONNX model", _READS, ""),
+    (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", Unsupported, "a TensorFlow SavedModel", _READS, ""),
+    (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", Unsupported,
+        "a TensorFlow graph", _READS, ""),
+    (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", Unsupported, "the weights of a Core ML model (weight.bin)", _READS, ""),
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 MAX_ZEROS = 1 << 20
@@ -96,15 +89,15 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         return NoCheckpointInside(
             f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix
         )
-    for error, why, fix, kinds in _KINDS:
-        for pattern, (what, program) in kinds.items():
-            if found := re.match(pattern, head, re.DOTALL):
-                said = " ".join(found[1].decode("utf-8", "replace").split()) if found.re.groups else ""
-                inside = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
-                out = inside if inside != source.path else f"{inside}.unpacked"
-                files = () if program.startswith("git") else (source.path,)
-                how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
-                return error(f"{source} is {what.format(said)}", why, f"{fix}{how}")
+    for pattern, error, what, why, fix in _KINDS:
+        if found := re.match(pattern, head, re.DOTALL):
+            said = " ".join(found[1].decode("utf-8", "replace").split()) if found.re.groups else ""
+            meant, colon, program = fix.partition(": ")
+            inside = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
+            out = inside if inside != source.path else f"{inside}.unpacked"
+            files = () if program.startswith("git") else (source.path,)
+            how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
+            return error(f"{source} is {what.format(said)}", why, f"{meant}{colon}{how}")
     if source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
         what = f"{source} is the data of a fairseq or Megatron data set, which the .idx file beside it describes"
         return Unsupported(what, _READS)
@@ -140,8 +133,8 @@ def _is_text(head: bytes) -> bool:
 
 # Zip archives --------------------------------------------------------------------------------------------------------
 
-# A pattern that finds one of the names of records; the error; what the archive is, what that means, and what to do. If
-# the last two are empty: what the archive holds, and how to unpack it.
+# As above, of an archive: the pattern finds one of the names of its records. Where the last two are empty: what it
+# holds, and how to unpack it.
 _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", Unsupported,
         "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch understands.",

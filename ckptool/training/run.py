@@ -581,6 +581,7 @@ class Run:
             self._commit(self._point())
         self._saver.wait()
         self.world.first(self.folder.prune)  # again, for a process that was killed between its last commit and this
+        self._reseed("end", self.step)  # for what the script draws later, however often it is started
         self._leave(stopped=False)
 
     # Saving ------------------------------------------------------------------------------------------------------

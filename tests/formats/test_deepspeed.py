@@ -455,6 +455,8 @@ def test_settings_of_a_stage_that_are_its_own_stay_so(tmp_path: Path) -> None:
         place = "optimizer_state_dict/base_optimizer_state/param_groups"
         for number in range(len(ckptool.open(file)[place])):
             ckptool.edit(file, set={f"{place}/{number}/weight_decay": 0.75}, in_place=True, keep_unknown=True)
+        counts = {"optimizer_state_dict/partition_count": [2] * 3}  # as of more groups than the other stage has
+        ckptool.edit(file, set=counts, in_place=True, keep_unknown=True)
     groups = [dict(group) for group in ckptool.open(folder)["optimizer"]["param_groups"]]
     assert {group["weight_decay"] for group in groups} == {0.75, *(group["weight_decay"] for group in before)}
     names = sorted(name for group in groups for name in group["params"])

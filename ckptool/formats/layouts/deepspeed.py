@@ -261,7 +261,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
     known: dict[str, Any] = {}  # the buffers, and the parameters that the optimizer has
     parameters: dict[str, Any] = {}
     for stage in stages.values():
-        of_ranks = stage.shares[0].counts if stage.shares else None
+        of_ranks = max(stage.shares[0].counts) if stage.shares else None  # its groups may be more or fewer
         about = {"step": stage.states.get("global_steps"), "number of ranks": of_ranks}
         facts = facts or about
         refuse_other(tag.folder, (first.file, facts), (stage.file, about))

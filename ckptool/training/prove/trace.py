@@ -30,7 +30,7 @@ _WORDS = {
     GENERATOR: "`{name}`, a generator, is in another state",
 }
 MOST = 3  # sentences on one cause
-_AVERAGES = ("ema", "average", "avg")
+_AVERAGES = ("ema", "average", "avg", "swa", "shadow")
 NOT_RESTORED = "the weights it resumed from are those of no step: a torn file, or not all were restored"
 
 Key = tuple[str, str]
@@ -170,13 +170,19 @@ class Reference:
         return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
-        """Weights that change with every step, that no optimizer trains, and that differ at the end."""
+        """Weights that no optimizer trains and that differ at the end: that change with every step (the best model so
+        far does not), or have an average's name; with one also tensors that the script holds in a dictionary."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
-        moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        looked = sum(not step.age for step in self.steps)
-        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > looked})
+        last, looked = self.facts[-1], sum(not step.age for step in self.steps)
+        averages = set()
+        for key in self.differing(length - 1, life.steps[-1]):
+            moves = sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts))
+            is_tensor = last[key].partition(": ")[2].startswith("[")
+            is_named = _is_average(f"{key[1]} {last[key]}") and (key[0] == WEIGHTS or is_tensor)
+            if is_named or (key[0] == WEIGHTS and 2 * moves > looked):
+                averages.add(key)
+        return self.causes(length - 1, life.steps[-1], averages)
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
@@ -203,9 +209,13 @@ class Reference:
         here, there = (printable(text.partition(": ")[2]) for text in (one, other))
         if kind == RATE:
             here, there = one.strip("[]"), other.strip("[]")
-        average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
+        average = "EMA: " if _is_average(f"{name} {here}") else ""
         values = {"here": here, "there": there, "of": here.partition(" ")[0], "average": average}
         return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=place + 1, **values)
+
+
+def _is_average(text: str) -> bool:
+    return any(word in text.lower() for word in _AVERAGES)
 
 
 def sentences(causes: list[Cause]) -> list[str]:
