@@ -383,6 +383,10 @@ def test_prefixes_on_either_side() -> None:
     assert report.share == 1 and [note.code for note in report.normalised] == ["counter-left-out", "prefix"]
     report = planned(bare, Checkpoint({f"_orig_mod.{key}": value for key, value in bare.tree.items()}, "test"))
     assert report.share == 1 and "names of the target" in report.normalised[0].message
+    for prefix in ("", "_orig_mod."):  # patterns are for names with the target's prefix, or without
+        compiled = Checkpoint({f"_orig_mod.{key}": bare["a.weight"] for key in ("a.weight", "c.weight")}, "test")
+        report = planned(checkpoint(a_weight=(2,), a_bias=(2,), c_weight=(2,)), compiled, exclude=[f"{prefix}a.*"])
+        assert [fact.target for fact in report.loaded] == ["_orig_mod.c.weight"]
     own = Checkpoint({"module.a.weight": bare["a.weight"], "a.weight": bare["a.weight"]}, "test")
     assert [fact.source for fact in planned(own, bare).loaded] == ["a.weight"]  # equal names first
     both = Checkpoint({"module.b.weight": bare["b.weight"], "_orig_mod.b.weight": bare["b.weight"]}, "test")
