@@ -111,7 +111,7 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._looks = Looks()
+        self._looks = Looks(self.objects)
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
         self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that came to its end
