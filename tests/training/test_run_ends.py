@@ -333,3 +333,14 @@ def test_a_metric_that_is_never_given_is_named_once(tmp_path: Path) -> None:
         "run.save was given no val_acc, or NaN, so keep_best cannot rank this checkpoint",
         "the checkpoint of step 0 holds model, optimizer, scheduler",
     ]
+
+
+def test_the_last_step_is_saved_once_with_all_its_metrics(tmp_path: Path) -> None:
+    run = Run(tmp_path, say=str, **parts())
+    for _ in run.epochs(2):
+        for _ in run.batches([torch.ones(4, 4)] * 3):
+            run.save(every=4, inner=lambda: 1.0)
+        run.save(outer=2.0)
+    saves = [fact for fact in run.folder.history.read() if fact["event"] == "save"]
+    assert [fact["step"] for fact in saves] == [3, 4, 6]
+    assert saves[-1]["metrics"] == {"inner": 1.0, "outer": 2.0} and run.folder.all()[-1].sidecar["parent"] == 4
