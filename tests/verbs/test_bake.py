@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("conflict", "not a norm", {"a.weight_g": (5, 1), "a.weight_v": (3, 2)}, {}),
         ("conflict", "the mask is of another shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}, {}),
         ("no-match", "no parametrized weights", {"a.weight": (2,)}, {}),
-        ("usage", "unknown form", {"a.weight": (2,)}, {"form": "newest"}),
+        ("usage", "given 'newest' as form", {"a.weight": (2,)}, {"form": "newest"}),
     ):
         file = saved({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "in.pt")
         refused(code, tmp_path, partial(ckptool.bake, file, tmp_path / "out.pt", **options), says)
