@@ -116,6 +116,13 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     assert run("verify", str(folder)).code == 0
     (folder / "unet_ema" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     assert "unet_ema" in ckptool.open(folder).part.meaning
+    router = tmp_path / "router"  # of sentence-transformers, which chooses among modules
+    shutil.move(folder / "unet", router / "query_0_Static")
+    (router / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "Router"}]')
+    (router / "router_config.json").write_text('{"types": {"query_0_Static": "Static", "document_0_Static": "Static"}}')
+    assert ckptool.open(router).part.meaning.endswith("sentence-transformers; document_0_Static is missing")
+    shutil.copytree(router / "query_0_Static", router / "document_0_Static")
+    assert ckptool.open(router).part is None and len(ckptool.open(router).tree) == 2
 
 
 # Do they belong together? ---------------------------------------------------------------------------------------------
