@@ -49,7 +49,8 @@ NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters, that are looked at
-STATE, CONFIG, ROUTER = "trainer_state.json", "config.json", "router_config.json"
+STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
+ROUTER = "router_config.json"
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
 BESIDE_WEIGHTS = NamePattern(
@@ -337,14 +338,15 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     weights = [name for name, what in modules if what == "weights"]
     missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
     accelerates = any(name.startswith("random_states_") for name in names)
-    models: list[str] = []  # in folders of their own, where hooks of a script save them, as those of diffusers do
-    if accelerates and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in (*sets, *names)):
-        inside = {name: _names_in(folder, name) for name in folder.names}
-        models = [name for name, files in inside.items() if CONFIG in files and any(map(_is_weights, files))]
+    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
+    models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
+    if (accelerates or is_trainers) and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in sets + names):
+        inside = {name: {*_names_in(folder, name)} for name in folder.names}
+        inside = {name: files for name, files in inside.items() if files & {CONFIG, ADAPTER} and STATE not in files}
+        models = [name for name, files in inside.items() if any(map(_is_weights, files))]
     # What the others belong to, first.
     there = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     saved = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
     if saved and "training_args.bin" in names and STATE not in names:
         missing.append(STATE)
