@@ -96,7 +96,11 @@ def script(shape: str, loader: str, body: str, save: str, after: str) -> str:
     step = BODIES[body].format(middle=middle or "pass", last=f"run.log(loss=float(step))\n{last or 'pass'}")
     parts = {"body": step, "after": AFTER[after], "save": outer or "pass"}
     nested = {f"{name}{depth}": indent(text, "    " * depth) for name, text in parts.items() for depth in (1, 2)}
-    return BEGIN.replace("{loader}", LOADERS[loader]) + SHAPES[shape].format(**nested) + "\nrun.log(ended=run.step)\n"
+    return (
+        BEGIN.replace("{loader}", LOADERS[loader])
+        + SHAPES[shape].format(**nested)
+        + "\nrun.log(ended=run.step, drawn=torch.rand(()) + random.random())\n"
+    )
 
 
 FACTS = ("step", "epoch", "loss", "metrics", "stop", "parent", "logged_bytes")
@@ -322,7 +326,7 @@ def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(tmp_path: Path, 
     (objects, given, loop), (options, kills) = ODD[name], ENDED[how]
     begin = BEGIN.replace("{loader}", LOADERS["shuffled"]).replace("\nrun =", f"\n{objects}run =")
     begin = begin.replace("scheduler=scheduler", f"scheduler=scheduler{given}").replace("keep_last=2", "keep_last=9")
-    compare(tmp_path, f"{begin}{loop}run.log(ended=run.step)\n", options, kills)
+    compare(tmp_path, f"{begin}{loop}run.log(ended=run.step, drawn=torch.rand(()) + random.random())\n", options, kills)
     assert len(list((tmp_path / "whole/checkpoints").glob("*.pt"))) >= 3  # none waits to the end
 
 

@@ -34,7 +34,6 @@ from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.looped import examples
-from tests.support.memory import LIMIT, peak_of
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects
 from tests.support.warm_starts import warm_started
@@ -269,21 +268,6 @@ def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: 
     assert not (tmp_path / "out.pt").exists()
 
 
-PROGRAM = """
-ways = ["pos=bicubic(cls=1)", "emb=rows(mean)", "conv=bicubic(antialias)"]
-report = ckptool.warm_start("old.pt", "new.pt", "out.pt", on_mismatch="resize", resize=ways)
-assert report.applied and report.share == 1, report
-"""
-
-
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    old = {"pos": (1, 4901, 2048), "emb": (10_000, 1024), "conv": (100, 100, 32, 32)}
-    new = {"pos": (1, 6401, 2048), "emb": (12_000, 1024), "conv": (100, 100, 28, 28)}
-    saved({name: torch.ones(shape) for name, shape in old.items()}, tmp_path / "old.pt")
-    saved({name: torch.zeros([1] * len(shape)).expand(shape) for name, shape in new.items()}, tmp_path / "new.pt")
-    assert peak_of(PROGRAM, tmp_path) < LIMIT
-
-
 def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:
     torch.manual_seed(1)
     small, large = nn.Embedding(7, 3), nn.Embedding(9, 3)
@@ -383,6 +367,10 @@ def test_prefixes_on_either_side() -> None:
     assert report.share == 1 and [note.code for note in report.normalised] == ["counter-left-out", "prefix"]
     report = planned(bare, Checkpoint({f"_orig_mod.{key}": value for key, value in bare.tree.items()}, "test"))
     assert report.share == 1 and "names of the target" in report.normalised[0].message
+    for prefix in ("", "_orig_mod."):  # patterns are for names with the target's prefix, or without
+        compiled = Checkpoint({f"_orig_mod.{key}": bare["a.weight"] for key in ("a.weight", "c.weight")}, "test")
+        report = planned(checkpoint(a_weight=(2,), a_bias=(2,), c_weight=(2,)), compiled, exclude=[f"{prefix}a.*"])
+        assert [fact.target for fact in report.loaded] == ["_orig_mod.c.weight"]
     own = Checkpoint({"module.a.weight": bare["a.weight"], "a.weight": bare["a.weight"]}, "test")
     assert [fact.source for fact in planned(own, bare).loaded] == ["a.weight"]  # equal names first
     both = Checkpoint({"module.b.weight": bare["b.weight"], "_orig_mod.b.weight": bare["b.weight"]}, "test")

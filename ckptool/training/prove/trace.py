@@ -19,6 +19,7 @@ BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
 _ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
+_MEMORY = re.compile(r"value: \w+ of \d+")  # objects that a variable holds, and how many: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run",
@@ -30,7 +31,7 @@ _WORDS = {
     GENERATOR: "`{name}`, a generator, is in another state",
 }
 MOST = 3  # sentences on one cause
-_AVERAGES = ("ema", "average", "avg")
+_AVERAGES = ("ema", "average", "avg", "swa", "shadow")
 NOT_RESTORED = "the weights it resumed from are those of no step: a torn file, or not all were restored"
 
 Key = tuple[str, str]
@@ -170,13 +171,19 @@ class Reference:
         return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
-        """Weights that change with every step, that no optimizer trains, and that differ at the end."""
+        """Weights that no optimizer trains and that differ at the end: that change with every step (the best model so
+        far does not), or have an average's name; with one also tensors that the script holds in a dictionary."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        keys = [key for key in self.differing(length - 1, life.steps[-1]) if key[0] == WEIGHTS]
-        moves = {key: sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts)) for key in keys}
-        looked = sum(not step.age for step in self.steps)
-        return self.causes(length - 1, life.steps[-1], {key for key in keys if 2 * moves[key] > looked})
+        last, looked = self.facts[-1], sum(not step.age for step in self.steps)
+        averages = set()
+        for key in self.differing(length - 1, life.steps[-1]):
+            moves = sum(one.get(key) != two.get(key) for one, two in pairwise(self.facts))
+            is_tensor = last[key].partition(": ")[2].startswith("[")
+            is_named = _is_average(f"{key[1]} {last[key]}") and (key[0] == WEIGHTS or is_tensor)
+            if is_named or (key[0] == WEIGHTS and 2 * moves > looked):
+                averages.add(key)
+        return self.causes(length - 1, life.steps[-1], averages)
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
@@ -186,12 +193,12 @@ class Reference:
         wholes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(wholes)}
         kinds = (*_ORDER, *_EFFECTS)
-        found = {key for key in keys if key[0] not in _EFFECTS} or keys
+        mine, theirs = self.facts[place], other.facts()
+        found = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         ranked = sorted(found, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}
         for key in ranked:
             groups.setdefault(_group(key, ranked), []).append(key)
-        mine, theirs = self.facts[place], other.facts()
         return [
             Cause([self.sentence(key, mine[key], theirs[key], place) for key in group[:MOST]], group)
             for group in groups.values()
@@ -203,9 +210,13 @@ class Reference:
         here, there = (printable(text.partition(": ")[2]) for text in (one, other))
         if kind == RATE:
             here, there = one.strip("[]"), other.strip("[]")
-        average = "EMA: " if any(word in f"{name} {here}".lower() for word in _AVERAGES) else ""
+        average = "EMA: " if _is_average(f"{name} {here}") else ""
         values = {"here": here, "there": there, "of": here.partition(" ")[0], "average": average}
         return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=place + 1, **values)
+
+
+def _is_average(text: str) -> bool:
+    return any(word in text.lower() for word in _AVERAGES)
 
 
 def sentences(causes: list[Cause]) -> list[str]:
