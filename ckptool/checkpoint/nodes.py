@@ -160,6 +160,14 @@ def items(node: Any) -> list[Any] | tuple[Any, ...]:
     return node if isinstance(node, (list, tuple)) else ()
 
 
+def brief(value: Any, most: int = 40) -> str:
+    """The beginning of a value of a file. Of containers in one another the kind: written out, they may be endless."""
+    begin = value[:most] if isinstance(value, (list, tuple, str, bytes)) else value
+    within = begin if isinstance(begin, (list, tuple)) else (begin,)
+    nested = any(isinstance(part, (list, tuple, dict)) for part in within)
+    return f"a {type(value).__name__}" if nested else repr(begin)[:most]
+
+
 def is_hashable(value: Any) -> bool:
     """True if Python could use what `value` stands for as a key (the parts of a tuple aside)."""
     return not (isinstance(value, (list, dict, bytearray)) or (type(value) is Set and not value.frozen))
