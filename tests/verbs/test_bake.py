@@ -12,7 +12,6 @@ import ckptool
 from ckptool.errors import LimitExceeded
 from tests.support.errors import refused
 from tests.support.files import load, saved
-from tests.support.memory import LIMIT, peak_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
 
@@ -87,13 +86,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         refused(code, tmp_path, partial(ckptool.bake, file, tmp_path / "out.pt", **options), says)
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["each row", "one pass before"])
-def test_memory_does_not_grow_with_the_weight(tmp_path: Path, dim: int) -> None:
-    """Also with the widest rows that are computed; wider ones, which no layer has, are refused."""
-    norms, rows = ((8, 1), (1, 1))[dim], torch.ones(8, 1 << 20)
-    saved({"a.weight_g": torch.ones(norms), "a.weight_v": rows}, tmp_path / "in.pt")
-    del rows
-    assert peak_of("ckptool.bake('in.pt', 'out.pt')", tmp_path) < LIMIT
+def test_rows_that_no_layer_has_are_refused(tmp_path: Path) -> None:
     wide = saved({"a.weight_g": torch.ones(1, 1), "a.weight_v": torch.ones(1, 1 + (1 << 20))}, tmp_path / "wide.pt")
     with pytest.raises(LimitExceeded, match="rows of 1,048,577 elements"):
         ckptool.bake(wide, tmp_path / "none.pt")
