@@ -300,10 +300,14 @@ class OpenFamilies(NamedTuple):
         return found
 
     def has_rival(self, chosen: Family, other: Family, shape: Trait, others: OpenFamilies) -> bool:
-        """True if the name of another of these is as near to that of the other side: it has the same shape, or is
-        nearer, and has a shape that the other side does not have."""
+        """True if the name of another of these is as near to that of the other side: it has the same shape, or another
+        of the family's and differs in numbers only, or it is nearer, and has a shape that the other side does not
+        have."""
         near, far = other.words, chosen.words
         if not all(each is chosen or near.is_nearer(far, each.words) for each in self.alike[shape]):
+            return True
+        alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
+        if any(each is not chosen and each.unnumbered == chosen.unnumbered for each in alike):
             return True
         more = (near.strong | near.weak) - far.strong - far.weak
         named = (each for word in more for each in self.called.get((word, other.rank), ()))
@@ -359,12 +363,12 @@ class Search:
                     doubtful[key] = trait
 
     def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
-        """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
+        """Accepts two families, and those of their modules, of the same numbers, that have the same leaves and shapes."""
         self._accept(match, why, certain)
         ours, theirs = match.ours, match.theirs
         below = modules[1][theirs.module]
         for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
-            other = matched(one, below.get(leaf))
+            other = matched(one, below.get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
             if other is not None and other.numbers == match.numbers and self._is_open(other):
                 self._accept(other, "the other tensors of the module fit", certain)
 
