@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial, wraps
 from importlib import import_module
+from numbers import Integral, Real
+from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ckptool.errors import INTO as INTO
@@ -173,7 +175,6 @@ class Option(NamedTuple):
     needed: bool = False
     optional: bool = False
     hidden: bool = False
-    show_default: bool = True
 
 
 class Watched(str):
@@ -219,9 +220,9 @@ repeated = partial(option, several=True)
 """An option that may be given several times, as its help says."""
 
 
-def argument(metavar: str, text: str, show_default: bool = False, **more: Any) -> Option:
+def argument(metavar: str, text: str, **more: Any) -> Option:
     """An argument as its help prints it: what stands for its value, then the text."""
-    return Option(text, (), metavar, show_default=show_default, **more)
+    return Option(text, (), metavar, **more)
 
 
 def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Function]:
@@ -283,15 +284,35 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
+# Types of parameters that are looked at in Python: what is taken for each, and what it is called.
+_TAKEN: dict[Any, tuple[type, str]] = {str: (str, "a text"), os.PathLike: (os.PathLike, "a path")}
+_TAKEN |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
+_TAKEN |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
+
+
 def for_python(function: Any) -> Any:
     """A verb as `ckptool.NAME`: it takes a list of paths, too, where several files can be typed, and gives what it made
     of a checkpoint in memory. `help()` shows plain types, and every option by its name with what its help says."""
     if "verb" not in vars(function):
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
+    kinds = {each.name: getattr(each.annotation, "__origin__", each.annotation) for each in whole.parameters.values()}
+    taken: dict[str, list[tuple[type, str]]] = {}
+    for name, of in kinds.items():  # verbs that write look at `out` themselves
+        found = [_TAKEN.get(get_origin(each) or each) for each in (get_args(of) if isinstance(of, UnionType) else [of])]
+        if None not in found and (name != "out" or "make_folder" not in kinds):
+            taken[name] = [each for each in found if each is not None]
+    words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
 
     @wraps(function)
     def called(*given: Any, **options: Any) -> Any:
+        for name, value in (*zip(whole.parameters, given, strict=False), *options.items()):
+            if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
+                what = f"{function.__name__} was given {value!r} as {name}"
+                raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
+            if not isinstance(value, tuple(kind for kind, _ in taken.get(name, [(object, "")]))):
+                what = f"{function.__name__} was given {type(value).__name__} as {name}"
+                raise UsageError(what, f"It has to be {' or '.join(text for _, text in taken[name] if text)}.")
         paths = given[0] if given and type(given[0]) in (list, tuple) else ()
         if paths and typed[0].option.each and all(isinstance(each, (str, os.PathLike)) for each in paths):
             many = import_module("ckptool.verbs._many_files")
@@ -300,10 +321,8 @@ def for_python(function: Any) -> Any:
         return report.made[0] if getattr(report, "made", ()) else report
 
     names = {flag: each.name for each in typed for flag in each.option.flags}
-    kinds = ((each, getattr(each.annotation, "__origin__", each.annotation)) for each in whole.parameters.values())
-    vars(called)["__signature__"] = whole.replace(
-        parameters=[each.replace(annotation=_Shown(of)) for each, of in kinds]
-    )
+    shown = [each.replace(annotation=_Shown(kinds[each.name])) for each in whole.parameters.values()]
+    vars(called)["__signature__"] = whole.replace(parameters=shown)
     about = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     more = inspect.signature(function, eval_str=True).parameters.values()
     about += [each.annotation.__doc__ or "" for each in more if hasattr(each.annotation, "__required_keys__")]
@@ -322,9 +341,10 @@ def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
     if pair and isinstance(texts, Mapping):
         return [f"{old}{pair}{new}" for old, new in texts.items()]
     given: Any = texts
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+    found: list[Any] = [None] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
+    if not all(isinstance(each, str) for each in found):
         raise UsageError(f"{given!r} was given where texts are needed", "", "Give a text, or a list of them.")
-    return list(given)
+    return found
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

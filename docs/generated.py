@@ -25,7 +25,7 @@ from ckptool.verbs._schema import schema
 
 HOME = Path(__file__).resolve().parents[1]
 MESSAGES = [
-    line
+    line.split("\t")[2]
     for line in (HOME / "docs" / "messages.txt").read_text(encoding="utf-8").splitlines()
     if line[:1] not in ("#", "")
 ]

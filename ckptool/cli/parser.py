@@ -88,7 +88,7 @@ def about(parameter: Parameter) -> str:
         words.append(f"[at least {option.least:g}]")
     if parameter.is_needed and option.flags:
         words.append("[required]")
-    if option.show_default and type(default) in (str, int, float) and default not in ("", *option.flags):
+    if option.flags and type(default) in (str, int, float) and default not in ("", *option.flags):
         words.append(f"[default: {default}]")
     return " ".join(words)
 

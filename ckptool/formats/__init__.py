@@ -443,13 +443,12 @@ def split(file: PathLike) -> tuple[str, str | None]:
     return path, place
 
 
-def refuse_address(verb: str, file: CheckpointLike, takes_open: bool = False) -> None:
-    """Raises `UsageError` where a verb that is about whole files was given a part of one, or something without a name.
-    takes_open: open files will do."""
-    if not isinstance(file, (str, os.PathLike)):
-        if takes_open and callable(getattr(file, "read", None)):
-            return
+def refuse_address(verb: str, file: CheckpointLike) -> None:
+    """Raises `UsageError` where a verb that is about whole files was given a part of one, or objects in memory."""
+    if is_in_memory(file):
         raise UsageError(f"{verb} looks at files, and was given {shown(file)}", "", "Name it by its path.")
+    if not isinstance(file, (str, os.PathLike)):
+        return
     path, place = split(file)
     if place is not None and may_exist(path):
         what = f"{shown(file)} is a part of a file, and {verb} takes whole files"

@@ -482,7 +482,8 @@ class Run:
             if self.step > first:  # another loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
-            if (point := self._unreached) is not None:  # a commit failed: the batch after it was fetched for nothing
+            # A commit failed, and the batch after it was fetched for nothing; a trainer counts its own.
+            if (point := self._unreached) is not None and point.rank:
                 self.position.restore(point.place, point.rank)
                 self._random, self._unreached = point.rank["now"], None
 

@@ -25,7 +25,7 @@ AdapterArgument = Annotated[
     argument("ADAPTER", "A LoRA, LoHa or LoKr: PEFT's folder, a file, or FILE#ADDRESS for a part of one."),
 ]
 ConfigOption = Annotated[AdapterConfig | None, option("--config FILE.json", "adapter_config.json, if not beside it.")]
-Rank = Annotated[int, option("--rank R", "The rank of every module.", show_default=False)]
+Rank = Annotated[int, option("--rank R", "The rank of every module.")]
 NEW_ADAPTER = f"For example: {arg(out='adapter/')}"
 _WHOLE = "1000TB"  # PEFT reads no shards
 

@@ -45,9 +45,7 @@ def average(
         CheckpointLike | None,
         option("--base FILE", "The model that task-arithmetic, ties and dare add the differences to."),
     ] = None,
-    density: Annotated[
-        Numbers, option("--density D", "Share of the differences that ties and dare keep (0.5).", parse=numbers)
-    ] = None,
+    density: Annotated[Numbers, option("--density D", "Share that ties and dare keep (0.5).", parse=numbers)] = None,
     scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
     t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
     seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,

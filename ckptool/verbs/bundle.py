@@ -85,9 +85,6 @@ def bundle(
     Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
     unknown member.
     """
-    if not isinstance(members, Mapping | None):
-        what = f"bundle takes members by name, and was given {type(members).__name__}"
-        raise UsageError(what, "", "For example: {'generator': G, 'discriminator': 'D.pt'}")
     change = change_of("bundle", out, options, file, *(members or {}).values(), in_place=True)
     if from_folder is not None:
         if file is not None:

@@ -44,9 +44,7 @@ def convert(
     all: Annotated[bool, option("--all", "Keep everything, so that converting back restores it.")] = False,
     only: Only = (),
     exclude: Exclude = (),
-    ties: Annotated[
-        Ties, option("--ties", "Tied tensors: recorded and stored once, or copied for each name.")
-    ] = "record",
+    ties: Annotated[Ties, option("--ties", "Tied tensors: stored once and recorded, or a copy for each.")] = "record",
     weights_only: Annotated[
         bool, option("--weights-only", "Write plain values in place of what torch.load(weights_only=True) refuses.")
     ] = False,
@@ -66,12 +64,8 @@ def convert(
     ] = None,
     like: Annotated[PathLike | None, LIKE] = None,
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES, rare=True)] = None,
-    ranks: Annotated[
-        int | None, option("--ranks N", "Shard a .dcp folder for N ranks; it loads at any world size.", rare=True)
-    ] = None,
-    shard_dim: Annotated[
-        int | None, option("--shard-dim D", "With --ranks: shard tensors along this dimension (0).", rare=True)
-    ] = None,
+    ranks: Annotated[int | None, option("--ranks N", "Shard a .dcp folder as N ranks would.", rare=True)] = None,
+    shard_dim: Annotated[int | None, option("--shard-dim D", "With --ranks: the dimension (0).", rare=True)] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
@@ -88,8 +82,6 @@ def convert(
     if against is not None and optimizer_as is None and not folder:
         what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
-    if ties not in ("record", "copy"):
-        raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)

@@ -31,9 +31,7 @@ def inspect(
     file: Files,
     *,
     at: At = None,
-    stats: Annotated[
-        bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN and Inf of every tensor. Reads all data.")
-    ] = False,
+    stats: Annotated[bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN, Inf. Reads all data.")] = False,
     only: Annotated[Texts, repeated("--only PATTERN", _ONLY)] = (),
 ) -> Listing:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.

@@ -26,7 +26,7 @@ def lora_convert(
     adapter: AdapterArgument,
     out: Out = None,
     *,
-    to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.", show_default=False)],
+    to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
     base: Annotated[Files, repeated("--base FILE", "A model that it is for: resolves kohya's names.")] = (),
     fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: ConfigOption = None,

@@ -135,7 +135,7 @@ def recover(
     safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
     Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
     """
-    refuse_address("recover", file, takes_open=True)
+    refuse_address("recover", file)
     source, _ = open_source(file)
     if out is None or formats.for_output(out, formats.DEFAULT).writes_folder:
         what = "recover needs an output" if out is None else f"{os.fspath(out)} would be a folder"

@@ -19,9 +19,7 @@ def slim(
     file: ChangedFiles,
     out: Out = None,
     *,
-    dedup: Annotated[
-        bool, option("--dedup", "Tie equal tensors of one set of weights: they are stored once, and stay tied.")
-    ] = False,
+    dedup: Annotated[bool, option("--dedup", "Tie equal tensors of one set of weights; they stay tied.")] = False,
     keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
     at: ChangedAt = None,
     **options: Unpack[SavePart],

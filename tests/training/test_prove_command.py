@@ -261,7 +261,12 @@ def test_what_cannot_be_tried(given: dict[str, Any], error: type[Exception], wor
 def step(number: int, **facts: Any) -> TracedStep:
     """A step of a run in which everything moves."""
     found = {"a.rng": f"generator: {number}", "m.count": f"module attribute: {number}", "i": f"value: {number}"}
-    found |= {"ema": f"weights: EMA {number}", "rates": f"scheduler: StepLR {number}", "env.x": f"attribute: {number}"}
+    found |= {
+        "bank": f"value: list of {number}",
+        "ema": f"weights: EMA {number}",
+        "rates": f"scheduler: StepLR {number}",
+        "env.x": f"attribute: {number}",
+    }
     values: dict[str, Any] = {"inputs": [f"batch {number}"], "state": str(number), "lr": [1.0]}
     values |= {
         "optimizer": "opt",
@@ -340,6 +345,10 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
         ["`m.count` (module attribute) is 5 in the unbroken run and 0 after", "the global generator of torch is in"],
     ),
     ({"found": {"i": "value: 0"}}, ["`i` (value) is 5 in the unbroken run and 0 after the restart"]),
+    (
+        {"found": {"bank": "value: list of 0"}, "inputs": ["x"]},
+        [BATCH, "`bank` (value) is list of 5 in the unbroken run and list of 0 after the restart"],
+    ),
     ({"found": {"i": "value: 0"}, "state": "x"}, ["optimizer: the state of `opt` is not"]),  # `i` is an effect
 ]
 

@@ -33,7 +33,7 @@ from ckptool.render.lines import text as text_of
 from tests.support.dcp_folders import save_dcp
 from tests.support.files import CORPUS, saved
 from tests.support.looped import looped
-from tests.support.programs import programs
+from tests.support.programs import ROOT, programs
 from tests.support.same import assert_same_objects
 
 
@@ -144,66 +144,15 @@ def test_against_ones_own_code_and_against_a_spec(tmp_path: Path, capsys: pytest
     assert codes(found)[1] == "shape-mismatch" and not found.findings[1].fixes, "a spec has no values to fill up with"
 
 
-MISSES = "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "
-TOO = " \n\tUnexpected key(s) in state_dict: "
-# Messages, with the code and the beginning of the first command: `?` before the code of what it is only likely to mean.
-MESSAGES = {
-    f'{MISSES}"conv1.weight".{TOO}"module.conv1.weight", "module.bn1.weight".': "prefix-module strip-module",
-    f'{MISSES}"module.a.w".{TOO}"a.w".': "prefix-module add-module FILE -o OUT",
-    f'{MISSES}"fc.weight".{TOO}"_orig_mod.fc.weight".': "prefix-compiled strip-module",
-    f'{MISSES}"a.w", "b".{TOO}"net.model.a.w", "c".': "prefix strip-module FILE --prefix net.model. -o OUT",
-    f'{MISSES}"fc.weight".{TOO}"epoch", "optimizer".': "nested-weights",
-    f'{MISSES}"fc.weight".': "keys-differ",
-    "size mismatch for fc.weight: copying a param with shape torch.Size([1000, 512]) from checkpoint": "shape-mismatch",
-    'ValueError: Trying to set a tensor of shape torch.Size([10]) in "w" (which has shape torch.Size([7]))': (
-        "shape-mismatch warm-start FILE --against MODEL --on-mismatch skip -o OUT"
-    ),
-    "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.": (
-        "cuda-location remap FILE --to cpu -o OUT"
-    ),
-    "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``": "torchscript",
-    "ModuleNotFoundError: No module named 'numpy._core'": "numpy-values",
-    "ModuleNotFoundError: No module named 'mmcv'": "?whole-module",
-    "_pickle.UnpicklingError: invalid load key, 'v'.": "not-a-checkpoint",
-    "_pickle.UnpicklingError: invalid load key, '\\x00'.": "corrupt doctor FILE",
-    "_pickle.UnpicklingError: Memo value not found at index 12": "corrupt doctor FILE",
-    "Weights only load failed. Unsupported operand 149": "pickle-protocol",
-    "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL argparse.Namespace": "weights-only",
-    "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory": "truncated",
-    "RuntimeError: unexpected EOF, expected 12 more bytes. The file might be corrupted.": "truncated doctor FILE",
-    "RuntimeError: unexpected pos 64 vs 0": "truncated",
-    "OSError: [Errno 28] No space left on device": "disk-full",
-    "EOFError: Ran out of input": "?truncated",
-    "RuntimeError: storage has wrong byte size: expected 9437184 got 256": "corrupt verify FILE",
-    "RuntimeError: PytorchStreamReader failed locating file data.pkl: file not found": "corrupt verify FILE",
-    "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered": (
-        "truncated recover FILE -o OUT"
-    ),
-    "RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk": "shared-tensors",
-    "KeyError: 'state_dict'": "?no-such-entry inspect FILE",
-    "TypeError: Expected state_dict to be dict-like, got <class 'models.Net'>.": (
-        "?whole-module convert FILE -o OUT.safetensors"
-    ),
-    "AttributeError: 'collections.OrderedDict' object has no attribute 'eval'": "?state-dict inspect FILE",
-    "UnicodeDecodeError: 'ascii' codec can't decode byte 0xc1 in position 0": "?python-2 convert FILE -o OUT",
-    "ValueError: loaded state dict contains a parameter group that doesn't match the size of optimizer's group": (
-        "optimizer-differs"
-    ),
-    "Cannot use ``weights_only=True`` with files saved in the legacy .tar format.": "legacy-tar",
-    "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`": "legacy-format",
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "?gpu-memory",
-    "AssertionError: Torch not compiled with CUDA enabled": "?device-location",
-    "Segmentation fault": "unknown-error",
-}
+MESSAGES = [line.split("\t") for line in (ROOT / "docs" / "messages.txt").read_text().splitlines() if line[0] != "#"]
 
 
-@looped("text", MESSAGES)
-def test_a_message_has_its_meaning_and_its_command(text: str) -> None:
-    code, _, wanted = MESSAGES[text].partition(" ")
+@looped(("code", "command", "text"), [*MESSAGES, ["unknown-error", "", "Segmentation fault"]])
+def test_a_message_has_its_meaning_and_its_command(code: str, command: str, text: str) -> None:
     (finding,) = ckptool.doctor(error=f"Traceback (most recent call last):\n  File x\n{text}\n").findings
-    assert (finding.code, finding.certain) == (code.removeprefix("?"), code[0] != "?"), finding
+    assert (finding.code, finding.certain) == (code.rstrip("?"), code[-1] != "?"), finding
     assert finding.what and (finding.fixes or finding.advice) and (code == "unknown-error" or finding.says in text)
-    assert not wanted or finding.fixes[0].startswith(f"ckptool {wanted}"), finding.fixes
+    assert finding.fixes[:1] == ((f"ckptool {command}",) if command else ()), finding.fixes
 
 
 def test_an_error_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
