@@ -363,7 +363,7 @@ class Search:
                     doubtful[key] = trait
 
     def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
-        """Accepts two families, and those of their modules, of the same numbers, that have the same leaves and shapes."""
+        """Accepts two families, and those of their modules, of no other numbers, that share leaves and shapes."""
         self._accept(match, why, certain)
         ours, theirs = match.ours, match.theirs
         below = modules[1][theirs.module]
