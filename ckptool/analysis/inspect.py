@@ -260,9 +260,8 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 def unusual(tensor: Tensor) -> list[str]:
     """What is not so of most tensors: a device, a kind, strides."""
     also = [] if tensor.location == "cpu" else [tensor.location]
-    if isinstance(tensor, Composite):
-        return [*also, tensor.kind]
-    return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
+    also += [tensor.kind] if isinstance(tensor, Composite) else []
+    return also if isinstance(tensor, Composite) or tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:
@@ -400,14 +399,14 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
     yield from use
     # Storages of which the tensors show only a part, as slices do that were saved without `.clone()`.
-    shown, totals = Counter[int](), dict[int, int]()
+    hidden = dict[int, int]()
     for row in rows:
         entry = row.tensor
         if isinstance(entry, TensorEntry) and row.storage is not None:
-            first, last = entry.span() if entry.storage.nbytes != entry.nbytes else (0, entry.nbytes)
-            shown[row.storage] += min(entry.nbytes, last - first)
-            totals[row.storage] = entry.storage.nbytes
-    wasted = [total - shown[number] for number, total in totals.items() if shown[number] < total]
+            total, nbytes = entry.storage.data.length, entry.nbytes
+            seen = nbytes if nbytes == total else min(nbytes, entry.span()[1] - entry.span()[0])
+            hidden[row.storage] = hidden.get(row.storage, total) - seen
+    wasted = [left for left in hidden.values() if left > 0]
     if sum(wasted) >= WASTE_WORTH_A_NOTE:
         where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptool.analysis.words import tensor_text, value_text
 from ckptool.checkpoint import Tensor, TensorEntry
+from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, address, tensors
 from ckptool.conventions.state_dicts import AVERAGE, COUNTER, OPTIMIZER, PLAIN, WEIGHTS, without_wrappers
@@ -31,7 +32,7 @@ ROOTS = 60  # parts with a line of their own
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 FOLDED = 3  # siblings that are shown as one, at least
-_ASPECTS = attrgetter("dtype", "shape", "stride", "location", "flags")
+_ASPECTS = attrgetter("dtype", "shape", "stride", "storage.location", "flags")
 _OF_COMPOSITES = attrgetter("dtype", "shape", "location", "kind", "nbytes")
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,9}", re.DOTALL)
 
@@ -322,39 +323,40 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     """What the weights of a listing need. Reads no tensor data."""
     models = [part for part in listing.parts if part.root.kind == WEIGHTS and part.rows]
     averages = [part for part in listing.parts if part.root.kind == AVERAGE and part.rows]
+    weights, average = models or averages, sum(part.bytes for part in averages) if models else 0
     optimizer = sum(part.bytes for part in listing.parts if part.root.kind == OPTIMIZER)
-    everything = sum(part.bytes for part in listing.parts)
-    weights = models or averages
-    dtypes, trained = Counter[str](), Counter[str]()
-    parameters, storages, known = 0, dict[int, int](), bool(weights)
-    seen: set[tuple[object, ...]] = set()
+    share = optimizer / (sum(part.bytes for part in listing.parts) or 1)
+    dtypes, parameters, frozen = Counter[DType | None](), Counter[DType](), Counter[DType]()  # bytes
+    storages, known = dict[int, int](), bool(weights)
+    several, seen = len(weights) > 1, set[tuple[object, ...]]()
     for part in weights:
-        pairs = tensors(part.root.module) if part.root.module is not None else ((r.path, r.tensor) for r in part.rows)
+        pairs = tensors(part.root.module) if part.root.module is not None else [(r.path, r.tensor) for r in part.rows]
         entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
         # What is a parameter the file tells in modules, and in state dicts that kept their parameters.
         flags = {each.view: each.flags for each in entries} if any(each.flags.parameter for each in entries) else {}
         for index, row in enumerate(part.rows):
             tensor, nbytes = row.tensor, part.sizes[index]
-            if index in part.tied or (len(weights) > 1 and tensor.view in seen):
+            if index in part.tied or (several and tensor.view in seen):
                 continue
-            seen.update((tensor.view,) if len(weights) > 1 else ())
-            dtypes[tensor.dtype.name if tensor.dtype else "unknown"] += nbytes
+            if several:
+                seen.add(tensor.view)
+            dtypes[tensor.dtype] += nbytes
             if not isinstance(tensor, TensorEntry):
                 known = False  # its parts may be anything: codes, indices
                 storages[id(tensor)] = nbytes
                 continue
-            storages[id(tensor.storage)] = tensor.storage.nbytes
-            flag = flags.get(tensor.view) if flags else None
-            may_be = tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS)
-            if flag.parameter if flag else may_be:
-                parameters += nbytes // tensor.dtype.itemsize
-                trained[tensor.dtype.name] += nbytes if flag is None or flag.requires_grad else 0
+            storages[id(tensor.storage)] = tensor.storage.data.length
+            if flags and (flag := flags.get(tensor.view)):
+                parameters[tensor.dtype] += nbytes * flag.parameter
+                frozen[tensor.dtype] += nbytes * (flag.parameter and not flag.requires_grad)
+            elif tensor.dtype.kind in ("float", "complex") and not str(row.path[-1]).endswith(_BUFFERS):
+                parameters[tensor.dtype] += nbytes
     to_load = sum(storages.values()) if weights else None
     codes = {note.code for note in listing.notes}
     known = known and codes.isdisjoint(_UNKNOWN)
+    trained = parameters - frozen
     to_train = None if not known or _ADAPTER in codes or to_load is None else to_load + ADAM * trained.total()
-    kinds = {name: nbytes for name, nbytes in dtypes.most_common() if nbytes}
-    others = sum(part.bytes for part in averages) if models else 0, optimizer, optimizer / (everything or 1)
-    types = tuple(name for name, nbytes in trained.most_common() if nbytes)
-    of = parameters if known else None, len(weights), kinds
-    return MemoryNeeds(*of, *others, to_load, to_train, types, listing.part is not None)
+    kinds = {dtype.name if dtype else "unknown": nbytes for dtype, nbytes in dtypes.most_common() if nbytes}
+    count = sum(nbytes // dtype.itemsize for dtype, nbytes in parameters.items()) if known else None
+    types, is_part = tuple(dtype.name for dtype, _ in trained.most_common()), listing.part is not None
+    return MemoryNeeds(count, len(weights), kinds, average, optimizer, share, to_load, to_train, types, is_part)

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, Tenso
 from ckptool.checkpoint.blocks import check_files, verify
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, copy_list, copy_tuple
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, brief, canonical
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type
 from ckptool.checkpoint.strided import subrange
 from ckptool.checkpoint.tree import address, walk
@@ -265,12 +265,12 @@ def known(builder: Builder, node: Object) -> Any:
         case "defaultdict":
             factory = NAMES.get(canonical(args[0])) if args else None
             if len(args) > 1 or not (isinstance(factory, type) or args in ((), (None,))):
-                return builder.refuse(node, f"a defaultdict of {args[0]}")
+                return builder.refuse(node, f"a defaultdict of {brief(args[0])}")
             return _filled(collections.defaultdict(factory), value)
         case "deque":
             size = args[1] if len(args) > 1 else None
             if size is not None and not (type(size) is int and size >= 0):
-                return builder.refuse(node, f"a deque of the length {size!r:.60}")
+                return builder.refuse(node, f"a deque of the length {brief(size)}")
             deque: Any = collections.deque(maxlen=size)
             return FillLater(deque, lambda of: deque.extend(map(of, value)))
         case "size" | "device":

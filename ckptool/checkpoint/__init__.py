@@ -212,7 +212,7 @@ class TensorEntry(ArrayLike):
     @property
     def nbytes(self) -> int:
         """The bytes of the tensor's values in row-major order; what lies behind an expanded view counts each time."""
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def location(self) -> str:
@@ -313,6 +313,7 @@ class Composite(ArrayLike):
     made: the rebuild call, kept whole and written back as it was.  kind: what it is, for people.
     `shape` and `dtype` are those of the tensor as a whole; None where only torch could say.
     build: makes the composite of other arguments of that call; `NotImplemented` where they make none.
+    found: its parts, once its file is decoded; until then its arguments may still be filled.
     """
 
     made: Object
@@ -320,10 +321,20 @@ class Composite(ArrayLike):
     dtype: DType | None
     shape: tuple[int, ...] | None
     build: Callable[[tuple[Any, ...]], Any]
+    found: tuple[TensorEntry | StorageRef, ...] | None = field(default=None, init=False)
 
-    def parts(self) -> Iterator[TensorEntry | StorageRef]:
+    def parts(self) -> Iterable[TensorEntry | StorageRef]:
         """The entries and storages that it is made of."""
+        if self.found is not None:
+            return self.found
         return (part for part in visit(self.made) if isinstance(part, (TensorEntry, StorageRef)))
+
+    def settle(self) -> int:
+        """Looks for its parts, now that nothing in it changes; how much there was to look at."""
+        inside = list(visit(self.made))
+        found = tuple(part for part in inside if isinstance(part, (TensorEntry, StorageRef)))
+        object.__setattr__(self, "found", found)
+        return len(inside) + sum(len(part) // 8 for part in inside if isinstance(part, (dict, list, tuple)))
 
     def with_arguments(self, args: tuple[Any, ...]) -> Composite:
         """The composite of the same call with other arguments (storages, …). Raises `BadTensor` if there is none."""

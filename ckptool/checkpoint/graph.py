@@ -46,7 +46,9 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
             continue
         seen.add(id(node))
         yield node
-        stack.extend(reversed(tuple(parts(node))))
+        below = tuple(parts(node))
+        if not SCALARS.issuperset(map(type, below)):
+            stack.extend(reversed(below))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -85,6 +87,9 @@ MAX_DEPTH = 1_000
 # more for each node.
 FREE_TEXT = 16 << 20
 TEXT_PER_NODE = 256
+# How many values objects may hold, each counted for every object that holds it: so many, and so many for each node.
+FREE_HELD = 100_000
+HELD_PER_NODE = 8
 # How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at
 # least that for each, and twice that for an object.
 FREE_CONTAINERS = 50_000
@@ -100,14 +105,20 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
     """
     most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
-    nodes = text = objects = 0
+    nodes = text = objects = held = 0
     stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
     while stack:
         node, depth, length = stack.pop()
         if id(node) in seen or type(node) not in _CONTAINERS:
             continue
         seen.add(id(node))
-        objects += type(node) is Object
+        if type(node) is Object:
+            objects += 1
+            slots = node.state if type(node.state) is tuple and len(node.state) == 2 else (node.state,)
+            owned = (node.args, node.items, node.elements, *slots)
+            held += sum([len(part) for part in owned if isinstance(part, (dict, list, tuple))])
+        elif type(node) is OrderedDict and node.attributes:
+            held += len(node.attributes)
         if len(seen) + objects > most:
             raise LimitExceeded(f"more than {counted(most, 'container')} in {nbytes:,} bytes")
         if depth > MAX_DEPTH:
@@ -133,6 +144,8 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         nodes += size
         text += length * size + names
         stack += reversed(below)
+    if held > FREE_HELD + HELD_PER_NODE * nodes:
+        raise LimitExceeded(f"{counted(objects, 'object')} that share {counted(held, 'value')}")
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
         raise LimitExceeded(f"{counted(nodes, 'value')} whose addresses have {counted(text, 'character')}")
 

@@ -51,7 +51,8 @@ class OrderedDict(dict[Any, Any]):
     __slots__ = ("attributes",)
 
     def __init__(self, items: Any = (), attributes: dict[str, Any] | None = None) -> None:
-        super().__init__(items)
+        if items:
+            super().__init__(items)
         self.attributes = attributes
 
     @property
@@ -158,6 +159,14 @@ def inside(node: Any, names: str) -> Any:
 def items(node: Any) -> list[Any] | tuple[Any, ...]:
     """A list or tuple itself; nothing for anything else."""
     return node if isinstance(node, (list, tuple)) else ()
+
+
+def brief(value: Any, most: int = 40) -> str:
+    """The beginning of a value of a file. Of containers in one another the kind: written out, they may be endless."""
+    begin = value[:most] if isinstance(value, (list, tuple, str, bytes)) else value
+    within = begin if isinstance(begin, (list, tuple)) else (begin,)
+    nested = any(isinstance(part, (list, tuple, dict)) for part in within)
+    return f"a {type(value).__name__}" if nested else repr(begin)[:most]
 
 
 def is_hashable(value: Any) -> bool:

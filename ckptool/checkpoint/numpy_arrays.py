@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
-from ckptool.checkpoint.nodes import MISSING, Object, canonical
+from ckptool.checkpoint.nodes import MISSING, Object, brief, canonical
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 from ckptool.facts import dataclass
@@ -314,7 +314,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
     text: Any = node.args[0] if isinstance(node, Object) and type(node.args) is tuple and node.args else None
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
     if not known or text[:1] == "O" or not re.fullmatch(_CODE, text):
-        kind = "Python objects" if known and text[:1] == "O" else f"the unknown type {str(text)[:40]!r}"
+        kind = "Python objects" if known and text[:1] == "O" else f"the unknown type {brief(text)}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
         raise Unsupported(f"a numpy array of {kind}", why)
     if not is_type(node):

@@ -88,7 +88,10 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _width(node: Any) -> int:
-    return 1 + len(node) if isinstance(node, (dict, list, tuple)) else 8
+    """About how many nodes `children` gives."""
+    if isinstance(node, (dict, list, tuple)):
+        return 1 + len(node) + len(getattr(node, "attributes", None) or ())
+    return 8 + sum(1 for _ in children(node))
 
 
 def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:

@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.checkpoint import Composite, FileRange, Flags, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Source
-from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
+from ckptool.checkpoint.nodes import Global, Object, brief, fields, inside, items
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats.folder import another_run, damaged
@@ -279,7 +279,7 @@ class RankFile:
         for kind, dim, split in placements:
             fits = type(dim) is int and type(split) is int and -len(shape) <= dim < len(shape) and split > 0
             if kind != "Replicate" and not (kind in ("Shard", "StridedShard") and fits):
-                raise ValueError(f"along dimension {repr(dim)[:40]} of {len(shape)}")
+                raise ValueError(f"along dimension {brief(dim)} of {len(shape)}")
             axes.append(None if kind == "Replicate" else (dim % len(shape), split))
         if len(axes) != len(mesh.sizes):
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
@@ -321,14 +321,14 @@ class RankFile:
             why = "Files of ranks are missing, or this one is of another run."
             raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
-            raise another_run(self.path, f"{name} was saved by rank {repr(facts.get('_rank'))[:20]} of its mesh")
+            raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
         axes = row_major_axes(own.shape) if isinstance(own, TensorEntry) else _layout(facts.get("_layout"))
         if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
             raise damaged(self.path, f"{name} has a mesh whose axes do not fit its table of ranks")
         mesh = self.mesh(ranks, axes)
         saved = facts.get("_coordinate_on_dim")
         if isinstance(saved, (list, tuple)) and tuple(saved) != mesh.coordinate:
-            said = f"is at {repr(tuple(saved))[:60]} of its mesh, whose table says {mesh.coordinate}"
+            said = f"is at {brief(tuple(saved), 60)} of its mesh, whose table says {mesh.coordinate}"
             raise another_run(self.path, f"{name} {said}")
         return mesh
 

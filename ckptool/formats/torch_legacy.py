@@ -23,7 +23,7 @@ from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Stor
 from ckptool.checkpoint import InlineBytes as InMemory
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import visit
-from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.nodes import Global, brief
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.strided import subrange
 from ckptool.commands import FILE, OUT, command
@@ -131,11 +131,13 @@ def _head(data: Data, name: str) -> Decoded:
         why = "torch writes a number there; this file runs a program as soon as it is loaded."
         raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
     if magic.root != MAGIC or type(magic.root) is not int:
-        what = f"{name} is laid out as torch's legacy files, but its magic number is {shown(magic.root)}"
+        what = f"{name} is laid out as torch's legacy files, but its magic number is {brief(magic.root, 80)}"
         raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
     version = small_pickle(data, magic.end, name)
     if version.root != VERSION or type(version.root) is not int:
-        raise Corrupt(f"{name}: its version is {shown(version.root)} instead of {VERSION}", "No torch writes another.")
+        raise Corrupt(
+            f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}", "No torch writes another."
+        )
     info = small_pickle(data, version.end, name)
     little_endian = machine_order(info.root, VERSION, name)
     return Decoded(little_endian, (*magic.discarded, *version.discarded, *info.aside()), info.protocol, info.end)
@@ -162,13 +164,8 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         or type(sizes) is not dict
         or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
     ):
-        raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({shown(info)})")
+        raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({brief(info, 80)})")
     return little_endian
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value that stands where another should, for a message."""
-    return repr(value)[:80]
 
 
 # Its storages --------------------------------------------------------------------------------------------------------

@@ -23,20 +23,11 @@ from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, Checkpoint, Data, FileRange, Note, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.nodes import Global, brief
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.torch_legacy import (
-    COMPACT,
-    Sources,
-    add_sources,
-    as_text,
-    class_of,
-    machine_order,
-    shown,
-    small_pickle,
-)
+from ckptool.formats.torch_legacy import COMPACT, Sources, add_sources, as_text, class_of, machine_order, small_pickle
 from ckptool.pickles.decode import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
@@ -123,10 +114,10 @@ class _Member:
         """What to call each of the things that it counts, and the pickle that describes it."""
         count = self.pickle(f"the number of {kind}s")
         if type(count) is not int or not 0 <= count <= self.data.length:
-            raise Corrupt(f"{shown(count)} as the number of {kind}s", _DAMAGED)
+            raise Corrupt(f"{brief(count, 80)} as the number of {kind}s", _DAMAGED)
         for number in range(count):
             fields = self.pickle(what := f"{kind} {number:,}")
-            yield f"{what}, described by {shown(fields)},", fields
+            yield f"{what}, described by {brief(fields, 80)},", fields
 
     def take(self, size: int, what: str) -> Data:
         """The next bytes."""
@@ -158,7 +149,7 @@ class _Tables:
             key = int(key)
         found = self.values.get(key) if type(key) is int else None
         if found is None:
-            raise Corrupt(f"the value refers to the tensor {shown(key)}, which is not in the file", _DAMAGED)
+            raise Corrupt(f"the value refers to the tensor {brief(key, 80)}, which is not in the file", _DAMAGED)
         if isinstance(found, StorageView):
             raise Unsupported("a view of a storage stands by itself", "torch keeps such a view in tensors only.")
         return found
@@ -181,13 +172,13 @@ class _Tables:
                 case (key, int() | str() as root, int(begin), int(size)):
                     ref = self.values.get(root)
                 case _:
-                    raise Corrupt(f"a view of a storage is described by {shown(view)}", _DAMAGED)
+                    raise Corrupt(f"a view of a storage is described by {brief(view, 80)}", _DAMAGED)
             if (
                 not isinstance(ref, StorageRef)
                 or ref.dtype is None
                 or not 0 <= begin <= begin + size <= ref.storage.nbytes // ref.dtype.itemsize
             ):
-                raise BadTensor(f"the view {shown(view)} is of no storage in the file, or goes beyond it", _DAMAGED)
+                raise BadTensor(f"the view {brief(view, 80)} is of no storage in the file, or goes beyond it", _DAMAGED)
             self._add(key, StorageView(ref.storage, ref.dtype, begin, size * ref.dtype.itemsize))
         self.trailing += reader.left
 
@@ -214,7 +205,7 @@ class _Tables:
 
     def _add(self, key: Any, value: StorageRef | StorageView | TensorEntry) -> None:
         if not isinstance(key, (int, str)) or key in self.values:
-            raise Corrupt(f"{shown(key)} is no key, or is given twice", "Readers would disagree about it.")
+            raise Corrupt(f"{brief(key, 80)} is no key, or is given twice", "Readers would disagree about it.")
         self.values[key] = value
 
 

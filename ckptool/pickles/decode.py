@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from ckptool.checkpoint import Data, Note
+from ckptool.checkpoint import Composite, Data, Note
 from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
@@ -35,14 +35,16 @@ from ckptool.facts import dataclass, field
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader
+from ckptool.pickles.runs import Runs
 from ckptool.pickles.strings import MAX_STRING, check_size, whole
-from ckptool.pickles.torch_objects import Builder, PerPickle, purse
+from ckptool.pickles.torch_objects import BUILDERS, COMPOSED, ORDERED_DICT, REBUILD_TENSOR_V2, Builder, PerPickle, purse
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
 NESTED_NAMES = 4  # the protocol from which on a dot in a name leads into a class
 OLD_GRADIENTS, REPEATED_KEY = "old-gradients", "repeated-key"  # codes of notes
 MAX_REPEATED = 100  # keys given twice whose values are compared
+FREE_PARTS = 1 << 18  # of composites, each counted as often as one is made of it; a larger file may have one per byte
 FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
 
 
@@ -84,16 +86,22 @@ def decode(
     """
     left_out = sum(map(len, stubs or ()))
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
+    has_tensors = all(builders.get(fn) is BUILDERS[fn] for fn in (REBUILD_TENSOR_V2, ORDERED_DICT))
     builders = {
         fn: partial(made.build, purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()
     }
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
     objects = ObjectMaker(reader, builders, limit, bool(stubs))
-    machine = Machine(reader, objects, persistent, limit, stubs)
+    runs = Runs(reader, objects, persistent, builders[REBUILD_TENSOR_V2]) if has_tensors else None
+    machine = Machine(reader, objects, persistent, limit, stubs, runs)
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))
+        most, composed = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
+        for node in visit(root) if composed else ():
+            if isinstance(node, Composite) and (most := most - node.settle()) < 0:
+                raise LimitExceeded("tensors that share what they are made of", "Looking through it takes too long.")
     except CkptoolError as error:
         if reader.in_frame and type(error) is Truncated:
             error = reader.straddling()

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Any
+from itertools import islice, repeat
+from operator import length_hint
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
 from ckptool.pickles.objects import FRAME_END, ObjectMaker, PickleReader
 from ckptool.pickles.strings import python2_text
+
+if TYPE_CHECKING:
+    from ckptool.pickles.runs import Runs
 
 STUB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
 
@@ -28,9 +32,12 @@ _FLOAT = struct.Struct(">d").unpack_from
 
 
 class Machine:
-    """Runs one pickle. `persistent`, `limit` (in opcodes) and `stubs` are those of `decode`."""
+    """Runs one pickle. `persistent`, `limit` (in opcodes) and `stubs` are those of `decode`.
 
-    __slots__ = ("limit", "objects", "persistent", "protocol", "reader", "stubs")
+    runs: reads the opcodes of plain tensors, many at once.
+    """
+
+    __slots__ = ("limit", "objects", "persistent", "protocol", "reader", "runs", "stubs")
 
     def __init__(
         self,
@@ -39,22 +46,25 @@ class Machine:
         persistent: Callable[[Any], Any],
         limit: int,
         stubs: Sequence[Any] | None,
+        runs: Runs | None = None,
     ) -> None:
         self.reader, self.objects = reader, objects
         self.persistent = persistent
         self.limit = limit
         self.stubs = stubs
+        self.runs = runs
         self.protocol = 0
 
     def run(self) -> Any:
         """The value that the pickle leaves on the stack."""
-        reader, objects, stubs = self.reader, self.objects, self.stubs
+        reader, objects, stubs, runs = self.reader, self.objects, self.stubs, self.runs
         data, persistent, builders = reader.data, self.persistent, objects.builders
         stack: list[Any] = []
         marks: list[list[Any]] = []
         memo: dict[int, Any] = {}
         pos = 0
-        for _ in repeat(None, self.limit):
+        steps = repeat(None, self.limit)
+        for _ in steps:
             op = data[pos]
             pos += 1
             if op == 0x72:  # LONG_BINPUT
@@ -76,6 +86,9 @@ class Machine:
                     str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else reader.text(pos, size)
                 )
                 pos += size
+                if runs is not None and b"((" in (data[pos + 7 : pos + 9], data[pos + 10 : pos + 12]):
+                    pos, count = runs.read(data, pos, stack, memo, length_hint(steps))
+                    next(islice(steps, count, count), None)
             elif op == 0x71:  # BINPUT
                 memo[data[pos]] = stack[-1]
                 pos += 1

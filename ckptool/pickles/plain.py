@@ -220,7 +220,7 @@ _VALUES: dict[str, Make] = {
     **dict.fromkeys(("deque", "list"), _list),
     "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
     "size": _of(lambda sizes: tuple(sizes), tuple, list),
-    "device": _of(_device),
+    "device": _of(_device, str, int, type(None)),
     "layout": _of(lambda name: name, str),
     # None and missing values (`???`) stay those
     "omegaconf": _attribute("_content", dict, list, str, type(None)),

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import MAX_RANK, NO_FLAGS, Composite, Flags, InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH, DType
-from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, check_collisions, is_hashable
+from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, brief, check_collisions, is_hashable
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import BadTensor, LimitExceeded, counted
 from ckptool.facts import dataclass, replace
@@ -178,7 +178,8 @@ def check_view(nbytes: int, dtype: DType, shape: Any, stride: Any, offset: Any) 
     last, empty, count = offset, False, 1
     for size, step in zip(shape, stride, strict=True):
         if type(size) is not int or type(step) is not int or not (0 <= size <= MOST and 0 <= step <= MOST):
-            raise BadTensor(f"a tensor of shape {list(shape)} with strides {list(stride)}", _DAMAGED)
+            shown = [", ".join(map(brief, numbers)) for numbers in (shape, stride)]
+            raise BadTensor(f"a tensor of shape [{shown[0]}] with strides [{shown[1]}]", _DAMAGED)
         empty = empty or size == 0
         last += (size - 1) * step
         count *= size
@@ -368,8 +369,8 @@ def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | 
         case ["_rebuild_sparse_csr_tensor", tuple((_, _, TensorEntry() as values, size)) as parts]:
             check_compressed("sparse csr", parts[:3], _as_sizes(size))
             return "sparse csr", values.dtype, size
-        case ["_rebuild_sparse_tensor", Object(args=of), tuple(parts)]:
-            layout = str(of[0]).removeprefix("torch.").replace("_", " ") if of else "sparse"
+        case ["_rebuild_sparse_tensor", Object(args=(str(named),)), tuple(parts)]:
+            layout = named.removeprefix("torch.").replace("_", " ")
             match parts:
                 case [indices, TensorEntry() as values, size, *_] if "coo" in layout:
                     check_coordinates(indices, values, _as_sizes(size))
@@ -469,7 +470,7 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
     scales, zeros, axis = parameters[1].shape, parameters[2].shape, parameters[3]
     channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
     if channels is None or scales != (channels,) or zeros != (channels,):
-        found = f"scales of shape {list(scales)} and zero points of shape {list(zeros)} along axis {axis!r:.20}"
+        found = f"scales of shape {list(scales)} and zero points of shape {list(zeros)} along axis {brief(axis)}"
         raise BadTensor(f"a quantized tensor of shape {list(shape)} with {found}")
 
 
@@ -487,6 +488,10 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},
     **{Global(module, "_reconstructor"): _reconstructor for module in ("copyreg", "copy_reg")},
 }
+
+
+# The functions of which a composite may come, alone or inside of another.
+COMPOSED = frozenset(fn for fn in rebuild_functions() if type(BUILDERS[fn]) is partial) | {REBUILD_FROM_TYPE}
 
 
 def rebuilt(made: Object) -> Composite:

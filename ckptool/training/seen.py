@@ -25,7 +25,7 @@ from ckptool.errors import listed, printable
 from ckptool.training import moving
 from ckptool.training.batches import epochs_of, parts_of
 from ckptool.training.rng import is_generator
-from ckptool.training.state import SETTING, Schedule
+from ckptool.training.state import SETTING, Objects, Schedule
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -47,7 +47,8 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 class Looks:
     """What was there at the last look. told: the names of what was found to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Objects) -> None:
+        self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
@@ -61,9 +62,9 @@ class Looks:
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
             )
-        if grown := objects.regrouped():
+        for name in [each for each, count in self.groups.items() if len(objects.named[each].param_groups) != count]:
             yield (
-                f"{printable(grown)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
+                f"{printable(name)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
                 "cannot load its state; give it all of them before, and set requires_grad or lr later"
             )
         self.saves += 1

@@ -260,9 +260,8 @@ def _file_report(opened: Opened, files: int) -> FileReport:
             raise
         except CkptoolError as problem:
             skipped |= dict.fromkeys(places, problem.what)
-    numbers = {place: one.numbers for place, one in values.items()}
+    inspection = with_statistics(found, {place: one.numbers for place, one in values.items()}, opened.path)
     pictures = {place: one.picture for place, one in values.items()}
-    inspection = with_statistics(found, numbers, opened.path)
     return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, values, skipped))
 
 

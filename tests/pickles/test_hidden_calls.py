@@ -399,11 +399,6 @@ SHARED = {
         + b"h\x00h\x01R0" * 60_000,
     "parts of types": name("types", "GenericAlias") + b"q\x00((" + b"N" * 900 + b"ttq\x0100]("
         + b"h\x00h\x01R0" * 60_000,
-    "a state": name("models", "Net") + b"q\x00}(" + b"".join(integer(n) + b"N" for n in range(30_000)) + b"uq\x0100]("
-    + b"h\x00)\x81h\x01b" * 20_000,
-    "slots": name("models", "Net") + b"q\x00N}(" + b"".join(text(str(n)) + b"N" for n in range(30_000))
-        + b"u\x86q\x0100]("
-    + b"h\x00)\x81h\x01b" * 20_000,
 }  # fmt: skip
 
 

@@ -165,6 +165,31 @@ REFUSED: dict[str, tuple[bytes, type[CkptoolError]]] = {
 # What costs its reader more than it is.
 
 
+def endless(user: bytes) -> Callable[[], bytes]:
+    """A use of a list that would take for ever to write out, under memo 99."""
+    return lambda: x(laughs(90, b"]", lambda get: b"](" + get * 10 + b"e")[2:-1] + b"q\x630" + user)
+
+
+def sharing(user: bytes, shared: bytes, count: int = 2_000) -> Callable[[], bytes]:
+    """Many of one kind that share one large value, under memo 0."""
+    return lambda: program(b"}(" + text("of") + shared + b"q\x00" + b"".join(text(f"{i}.w")
+        + user for i in range(count)) + b"u", 4)  # fmt: skip
+
+
+def dtensor(spec: bytes) -> bytes:
+    """A DTensor whose placements, mesh and order are one value."""
+    of = name("torch.distributed.tensor", "DTensor")
+    facts = name("torch.distributed.tensor._dtensor_spec", "DTensorSpec") + b")\x81}("
+    facts += b"".join(text(each) + spec for each in ("mesh", "placements", "shard_order")) + b"ub"
+    inner = b"(" + of + name("torch", "float32") + b"K\x04\x85K\x01\x85K\0Ntq\x010h\x01"
+    call = name("torch._tensor", "_rebuild_from_type_v2") + b"(" + name("torch._utils", "_rebuild_wrapper_subclass")
+    return call + of + inner + b"}(" + text("_spec") + facts + text("_local_tensor") + W + b"utR"
+
+
+MANY_KEYS = b"(" + b"".join(text(f"k{i}") + b"N" for i in range(2_000)) + b"u"
+OWN = name("own.module", "Own")
+
+
 def laughs(levels: int, begin: bytes, made: Callable[[bytes], bytes], protocol: int = 2) -> bytes:
     """A value that refers to one below it ten times, which does so too."""
     body = begin + b"q\x00"
@@ -230,6 +255,20 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "72-long-keys": lambda: program((text("k" * 100_000) + b"q\x000") + b"}q\x01" * 1 + (b"0}h\x00h\x01sq\x01") * 900),
     "72-modules": lambda: laughs(60, b"N", lambda get: MARKER + b")\x81}(" + text("_modules") + keys(get)
         + text("_parameters") + b"}" + text("_buffers") + b"}ub"),
+    "72-endless-shape": endless(REBUILD + b"(" + storage() + b"K\x00hc\x85K\x01\x85\x89" + HOOKS + b"tR"),
+    "72-endless-stride": endless(REBUILD + b"(" + storage() + b"K\x00K\x04\x85hc\x85\x89" + HOOKS + b"tR"),
+    "72-endless-dtype": endless(name("numpy", "dtype") + b"hc\x85R"),
+    "72-endless-device": endless(name("torch", "device") + b"hc\x85R"),
+    "72-endless-layout": endless(name("torch._utils", "_rebuild_sparse_tensor")
+        + name("torch.serialization", "_get_layout") + b"hc\x85R(" + W + W + b"K\x04\x85t\x86R"),
+    "72-endless-deque": endless(name("collections", "deque") + b"]hc\x86R"),
+    "72-dtensors-that-share": sharing(dtensor(b"h\x00"), b"](" + b"]" * 3_000 + b"e"),
+    "72-states-that-are-shared": sharing(OWN + b")\x81h\x00b", b"}" + MANY_KEYS),
+    "72-slots-that-are-shared": sharing(OWN + b")\x81Nh\x00\x86b", b"}" + MANY_KEYS),
+    "72-metadata-that-is-shared": sharing(HOOKS + b"h\x00b", b"}" + MANY_KEYS),
+    "72-sets-that-are-shared": sharing(b"h\x00", b"\x8f(" + b"M\x01\x01" * 3_000 + b"\x90"),
+    "72-attributes-that-are-shared": sharing(b"h\x00\x85", HOOKS + b"}" + MANY_KEYS + b"b"),
+    "72-objects-that-are-shared": sharing(OWN + b"h\x00\x85R", OWN + b")\x81}" + MANY_KEYS + b"b"),
     "73-list": lambda: program(b"]q\x00h\x00a"),
     "73-dict": lambda: program(b"}q\x00" + text("me") + b"h\x00s"),
     "73-tuple": lambda: program(b"]q\x00h\x00\x85q\x01ah\x01"[:-2]),

@@ -17,6 +17,7 @@ from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
+from ckptool.checkpoint.nodes import brief
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, counted, listed
 from ckptool.formats.dcp import tree_pickle
@@ -137,7 +138,7 @@ def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list
         like = entry.like if isinstance(entry, Stored) else entry
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
-            what = f"{joined.where}: {meant}, the file of {owner} has {like!r:.100}"
+            what = f"{joined.where}: {meant}, the file of {owner} has {brief(like, 100)}"
             raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
         pieces.append(Piece(entry, chunk.offsets, owner))
     if len(pieces) > 1 and all(piece.like.shape == value.shape for piece in pieces):  # as buffers in tables of ranks

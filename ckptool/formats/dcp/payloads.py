@@ -27,6 +27,7 @@ from ckptool.checkpoint import Checkpoint, Computed, FileRange, InlineBytes, Sto
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part, Source
+from ckptool.checkpoint.nodes import brief
 from ckptool.checkpoint.paths import file_problem
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
@@ -339,7 +340,7 @@ class _Later:
     def _checked(self, found: Any) -> TensorEntry:
         if not isinstance(found, TensorEntry) or (found.shape, found.dtype) != (self.chunk.sizes, self.dtype):
             what = f"{self.payloads.folder}: the chunk of {self.name} should be {self.dtype}{list(self.chunk.sizes)}"
-            raise Corrupt(f"{what}, its file has {found!r:.100}", "They are of two checkpoints, or damaged.")
+            raise Corrupt(f"{what}, its file has {brief(found, 100)}", "They are of two checkpoints, or damaged.")
         return found
 
 

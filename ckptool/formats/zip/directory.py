@@ -7,7 +7,7 @@ directory (the next local header, less the data descriptor, less the size: right
 of what the directory says, and some readers believe the one, some the other.
 
 An in-place edit stretches the file, puts a copy of the old end records (the guard) at its very end, and writes the new
-records in between (`output/durable.py`). A reader that goes by the offset in the copy finds the old archive. One that
+records in between (`output/edits.py`). A reader that goes by the offset in the copy finds the old archive. One that
 looks for a directory right before the copy must find nothing that it could take for one; and only what begins as such
 an edit does is ever cut off.
 
