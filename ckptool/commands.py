@@ -302,10 +302,14 @@ def for_python(function: Any) -> Any:
         found = [_TAKEN.get(get_origin(each) or each) for each in (get_args(of) if isinstance(of, UnionType) else [of])]
         if None not in found and (name != "out" or "make_folder" not in kinds):
             taken[name] = [each for each in found if each is not None]
+    words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
 
     @wraps(function)
     def called(*given: Any, **options: Any) -> Any:
         for name, value in (*zip(whole.parameters, given, strict=False), *options.items()):
+            if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
+                what = f"{function.__name__} was given {value!r} as {name}"
+                raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
             if not isinstance(value, tuple(kind for kind, _ in taken.get(name, [(object, "")]))):
                 what = f"{function.__name__} was given {type(value).__name__} as {name}"
                 raise UsageError(what, f"It has to be {' or '.join(text for _, text in taken[name] if text)}.")

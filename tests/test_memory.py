@@ -22,7 +22,9 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
+from fixtures.surgery.make_quantized import Case
 from tests.support.memory import LIMIT, READING, REWRITING, peak, peak_of
+from tests.support.quantized_cases import gptq, write_case
 
 EACH = 2_000
 
@@ -108,6 +110,72 @@ def test_in_place_at_any_size(nbytes: int, tmp_path: Path) -> None:
     if nbytes < 10 << 30:  # mapping more than there is memory may be refused
         state = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
         assert list(state) == list(after) and state["layer49.weight"][-1] == 0
+
+
+def sparse(folder: Path, count: int, nbytes: int) -> None:
+    for number in range(count):
+        make_sparse(folder / f"{number}.pt", nbytes)
+
+
+def trained(folder: Path) -> None:
+    for number in range(3):
+        torch.save({"layer.weight": torch.randn(15_000_000)}, folder / f"{number}.pt")
+
+
+def normed(folder: Path, norms: tuple[int, int]) -> None:
+    torch.save({"a.weight_g": torch.ones(norms), "a.weight_v": torch.ones(8, 1 << 20)}, folder / "in.pt")
+
+
+def packed(folder: Path) -> None:
+    """100 MB of bf16, packed along the other dimension."""
+    shapes = {"a.qweight": (1024, 6144), "a.qzeros": (64, 768), "a.scales": (64, 6144)}
+    tensors = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    tensors["a.scales"] = tensors["a.scales"].half()
+    write_case(folder, Case("", tensors, gptq(4).config | {"group_size": 128}, {}))
+
+
+def old_and_new(folder: Path) -> None:
+    old = {"pos": (1, 4901, 2048), "emb": (10_000, 1024), "conv": (100, 100, 32, 32)}
+    new = {"pos": (1, 6401, 2048), "emb": (12_000, 1024), "conv": (100, 100, 28, 28)}
+    torch.save({name: torch.ones(shape) for name, shape in old.items()}, folder / "old.pt")
+    torch.save({name: torch.zeros([1] * len(of)).expand(of) for name, of in new.items()}, folder / "new.pt")
+
+
+AVERAGE = "ckptool.average({}, 'out.pt')"
+MERGE = "ckptool.average(['1.pt', '2.pt'], 'out.pt', base='0.pt', method='{}', density=0.3)"
+BUNDLE = """
+ckptool.bundle({'a': '0.pt', 'b': '1.pt'}, 'out.tar')
+ckptool.unbundle('out.tar', 'parts')
+ckptool.bundle(out='again.tar', from_folder='parts')
+assert open('again.tar', 'rb').read(1 << 16) == open('out.tar', 'rb').read(1 << 16)
+"""
+RESIZE = """
+ways = ["pos=bicubic(cls=1)", "emb=rows(mean)", "conv=bicubic(antialias)"]
+report = ckptool.warm_start("old.pt", "new.pt", "out.pt", on_mismatch="resize", resize=ways)
+assert report.applied and report.share == 1, report
+"""
+# Of verbs that compute, or take several files: what they work on, and the program.
+COMPUTING: dict[str, tuple[Callable[[Path], None], str]] = {
+    "average": (lambda folder: sparse(folder, 2, 200_000_000), AVERAGE.format(["0.pt", "1.pt"])),
+    "average of 24": (lambda folder: sparse(folder, 24, 10_000_000), AVERAGE.format([f"{n}.pt" for n in range(24)])),
+    "average of 2 GB": (lambda folder: sparse(folder, 2, 2 << 30), AVERAGE.format(["0.pt", "1.pt"])),
+    **{how: (trained, MERGE.format(how)) for how in ("ties", "dare")},
+    "bundle": (lambda folder: sparse(folder, 2, 50_000_000), BUNDLE),
+    "bundle of 2 GB": (lambda folder: sparse(folder, 2, 2 << 30), BUNDLE),
+    "bake, row by row": (lambda folder: normed(folder, (8, 1)), "ckptool.bake('in.pt', 'out.pt')"),
+    "bake, in two passes": (lambda folder: normed(folder, (1, 1)), "ckptool.bake('in.pt', 'out.pt')"),
+    "cast --dequantize": (packed, "ckptool.cast('model.safetensors', 'out.pt', dtype='bf16', dequantize=True)"),
+    "warm-start --resize": (old_and_new, RESIZE),
+}
+
+
+@pytest.mark.parametrize("verb", [pytest.param(verb, marks=[pytest.mark.soak] * ("GB" in verb)) for verb in COMPUTING])
+def test_what_computes_takes_little(verb: str, tmp_path: Path) -> None:
+    prepare, program = COMPUTING[verb]
+    prepare(tmp_path)
+    found = peak_of(program, tmp_path)
+    assert found <= LIMIT + (400_000 if "bundle" in verb else 0), f"{found:,}"
+    assert any(tmp_path.glob("out.*"))
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.soak)])

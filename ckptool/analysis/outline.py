@@ -32,7 +32,7 @@ ROOTS = 60  # parts with a line of their own
 SHOWN = 12  # of more siblings than there is room for
 DEEPEST = 100  # pieces of a name, before its rest is one
 FOLDED = 3  # siblings that are shown as one, at least
-_ASPECTS = attrgetter("dtype", "shape", "stride", "location", "flags")
+_ASPECTS = attrgetter("dtype", "shape", "stride", "storage.location", "flags")
 _OF_COMPOSITES = attrgetter("dtype", "shape", "location", "kind", "nbytes")
 _NUMBERED = re.compile(r"(.*?)[0-9]{1,9}", re.DOTALL)
 
@@ -328,7 +328,7 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     share = optimizer / (sum(part.bytes for part in listing.parts) or 1)
     dtypes, parameters, frozen = Counter[DType | None](), Counter[DType](), Counter[DType]()  # bytes
     storages, known = dict[int, int](), bool(weights)
-    seen: set[tuple[object, ...]] = set()
+    several, seen = len(weights) > 1, set[tuple[object, ...]]()
     for part in weights:
         pairs = tensors(part.root.module) if part.root.module is not None else [(r.path, r.tensor) for r in part.rows]
         entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
@@ -336,9 +336,10 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
         flags = {each.view: each.flags for each in entries} if any(each.flags.parameter for each in entries) else {}
         for index, row in enumerate(part.rows):
             tensor, nbytes = row.tensor, part.sizes[index]
-            if index in part.tied or (len(weights) > 1 and tensor.view in seen):
+            if index in part.tied or (several and tensor.view in seen):
                 continue
-            seen.update((tensor.view,) if len(weights) > 1 else ())
+            if several:
+                seen.add(tensor.view)
             dtypes[tensor.dtype] += nbytes
             if not isinstance(tensor, TensorEntry):
                 known = False  # its parts may be anything: codes, indices

@@ -51,7 +51,8 @@ class OrderedDict(dict[Any, Any]):
     __slots__ = ("attributes",)
 
     def __init__(self, items: Any = (), attributes: dict[str, Any] | None = None) -> None:
-        super().__init__(items)
+        if items:
+            super().__init__(items)
         self.attributes = attributes
 
     @property

@@ -178,7 +178,8 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     given["as_json"] = FORM.get() == "json"
     style, declared = None if given["as_json"] else style_of(sys.stdout), function.verb
     if declared.from_words is not None:
-        found = declared.from_words(**_named(declared.from_words, given))
+        with redirect_stdout(sys.stdout if FORM.get() == "text" else sys.stderr):
+            found = declared.from_words(**_named(declared.from_words, given))
         if isinstance(found, Report):
             return [answer_of(found, style, _named(found.told, given), found.exit())], False, ""
         given |= found
@@ -271,7 +272,7 @@ def _answer(function: Any, given: Arguments, first: str, style: Style | None, fi
                     arguments[name] = lambda text: tell(text + "\n")
                 else:
                     arguments[name] = progress.written if progress.is_watched else None
-            if "training" not in asked.values() and current_thread() is main_thread():
+            if current_thread() is main_thread() and ("training" not in asked.values() or FORM.get() != "text"):
                 stack.enter_context(redirect_stdout(sys.stderr))  # what a model's own code prints
             try:
                 report = function(**arguments)

@@ -177,18 +177,17 @@ def status_line() -> Iterator[Callable[[str], None]]:
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
     line each elsewhere."""
+    from ckptool.training.reports import line_of
+
     with _live_line() as show:
         width, last = style_of(sys.stderr).width, ""
 
         def told(fact: dict[str, Any], rate: float) -> None:
             nonlocal last
-            values = {printable(key): value for key, value in fact.items() if isinstance(value, float)}
-            numbers = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
             if show is None or width is None:
-                tell(f"step {fact['step']:,}  {numbers}  {rate:.1f} steps/s\n")
+                tell(f"{line_of(fact, rate)}\n")
                 return
-            share = f"{bar(fact['step'], fact['steps'], 16):16} " if fact.get("steps") else ""
-            last = f"{share}step {fact['step']:,}{_pace(fact, rate)}  {numbers}"
+            last = line_of(fact, rate, drawn=True)
             last = last if len(last) <= width else last[: max(width - 1, 0)] + "…"
             show(last)
 
@@ -197,15 +196,6 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
         finally:
             if last:
                 tell(f"{last}\n")
-
-
-def _pace(fact: dict[str, Any], rate: float) -> str:
-    """The rate of a run, the mean since it was started or resumed, and the time that is left by it: `0:01:10 left`."""
-    if not rate:
-        return ""
-    speed = f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step"
-    left = timedelta(seconds=round(max(0, fact.get("steps", 0) - fact["step"]) / rate))
-    return f"  {speed}, {left} left" if left else f"  {speed}"
 
 
 _LOST = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)

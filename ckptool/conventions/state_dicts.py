@@ -296,8 +296,8 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
         return False
     if _is_other(path):
         return False
-    inside = (value for key, value in members.items() if not (dotted and is_beside(key, value)))
-    nested = sum(1 for value in inside if isinstance(value, (dict, list, tuple)) and _holds_tensors(value))
+    inside = [(key, value) for key, value in members.items() if isinstance(value, (dict, list, tuple))]
+    nested = sum(1 for key, value in inside if not (dotted and is_beside(key, value)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
     return _looks_like_weights(path, tensor_keys)

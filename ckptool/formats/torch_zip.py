@@ -171,9 +171,10 @@ class RecordStorages:
 
         The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
         """
-        if type(pid) is not tuple or (*map(type, pid),) not in _PIDS or pid[0] != "storage":
+        word, cls, key, location, numel, *views = pid if type(pid) is tuple and len(pid) in (5, 6) else (None,) * 5
+        is_named = word == "storage" and type(key) is type(location) is str
+        if not is_named or type(cls) is not Global or type(numel) is not int or (views and views != [None]):
             raise Corrupt("a persistent id that names no storage")
-        cls, key, location, numel = pid[1:5]
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
@@ -198,10 +199,6 @@ class RecordStorages:
         if (location, size) != (first.storage.location, first.storage.nbytes) or (mixed and size):
             raise Corrupt(f"the storage {key} is described in two ways")
         return first if dtype is first.dtype else self.others.setdefault((key, dtype), StorageRef(first.storage, dtype))
-
-
-_PID = (str, Global, str, str, int)
-_PIDS = {_PID, (*_PID, type(None))}
 
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:

@@ -103,11 +103,10 @@ class Runs:
                 value: Any = TensorEntry(ref.storage, mould.dtype, mould.shape, mould.stride, mould.offset, NO_FLAGS)
             elif (value := self.builder(args)) is NotImplemented:
                 value = self.objects.call(REBUILD_TENSOR_V2, args, "call")
+            memo[puts[0]], memo[puts[1]], memo[puts[2]] = stack[-1], key, pid
             if mould.shape:
-                made: tuple[Any, ...] = stack[-1], key, pid, shape, stride, hooks, args, value
-            else:
-                made = stack[-1], key, pid, hooks, args, value
-            memo.update(zip(puts, made, strict=True))
+                memo[puts[3]], memo[puts[4]] = shape, stride
+            memo[puts[-3]], memo[puts[-2]], memo[puts[-1]] = hooks, args, value
             stack.append(value)
             total += mould.opcodes
             before = mould

@@ -18,3 +18,14 @@ def is_run(path: str | os.PathLike[str]) -> bool:
     """True for the folder of a run, or of one that was begun and never saved."""
     name = os.fspath(path)
     return os.path.isfile(os.path.join(name, CONFIG)) and os.path.isdir(os.path.join(name, CHECKPOINTS))
+
+
+def check_harness() -> None:
+    """Raises `MissingExtra` where torch or pydantic is not installed."""
+    from importlib.util import find_spec
+
+    from ckptool.errors import MissingExtra
+
+    for name in ("torch", "pydantic"):
+        if find_spec(name) is None:
+            raise MissingExtra(f"training needs {name}, which is not installed", "", "pip install 'ckptool[torch]'")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from ckptool.analysis.targets import names_code
 from ckptool.checkpoint.paths import absolute
@@ -38,6 +39,13 @@ def key(default: Any, about: str, resume: str = FIXED, **more: Any) -> Any:
     return Field(default, description=about or None, json_schema_extra={"resume": resume}, **more)
 
 
+def _number(value: Any) -> Any:
+    """Refuses true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "should be a number")
+    return value
+
+
 def _seconds(value: Any) -> Any:
     """A time in seconds, also of words like 30m."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -45,13 +53,14 @@ def _seconds(value: Any) -> Any:
         return float(found[1]) * units[found[2]]
     if isinstance(value, str):
         raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
-    return value
+    return _number(value)
 
 
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+Number = Annotated[float, BeforeValidator(_number)]
+Positive = Annotated[int, Field(gt=0), BeforeValidator(_number)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 Seconds = Annotated[float, Field(gt=0), BeforeValidator(_seconds)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 Args = dict[str, Any]
 Strategy = Literal["single", "dp", "ddp", "fsdp", "split"]
 Signal = Literal["TERM", "INT", "USR1", "USR2", "HUP"]
@@ -89,7 +98,7 @@ class Data(Section):
     collate: str = key("default", "default | pad (sequences) | file.py:NAME")
     drop_last: bool = key(False, "leave out the last, partial batch of an epoch")
     sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
-    val_fraction: float = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
+    val_fraction: Number = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
     val: HeldOut | None = key(None, "{name: file.py:NAME, args: {}}: a set of its own to evaluate on", DECLARED)
     test: HeldOut | None = key(None, "the same, for ckptool eval --on test alone", FREE)
 
@@ -134,7 +143,7 @@ class Model(Section):
     )
     from_: str | None = key(None, "a checkpoint to start from", START, alias="from")
     strict: bool = key(True, "false: load what fits of it, and say what was skipped", START)
-    min_loaded: float | None = key(
+    min_loaded: Number | None = key(
         None, "the share of the model's values that must load; null: half of those asked for", START
     )
 
@@ -208,7 +217,7 @@ class Train(Section):
     activation_checkpoint: ActivationCheckpoint | None = key(
         None, '{match: "blocks.*"} | {sequential: body, segments: 4}'
     )
-    ema: float | None = key(None, "0.999: an exponential moving average of the weights", gt=0, lt=1)
+    ema: Number | None = key(None, "0.999: an exponential moving average of the weights", gt=0, lt=1)
     on_nonfinite: Literal["stop", "skip"] = key("stop", "stop | skip a step whose loss or gradients are not finite")
 
 
@@ -241,7 +250,7 @@ class Stop(Section):
 
     after: Seconds | None = key(None, "seconds from the first step on, or 30m, 2h")
     patience: Positive | None = key(None, "evaluations in a row in which eval.metric gets no better")
-    min_delta: float = key(0.0, "better is by more than this", ge=0)
+    min_delta: Number = key(0.0, "better is by more than this", ge=0)
     signals: list[Signal] = key(["TERM", "INT", "USR1"], "the signals that stop a run after saving")
 
 
@@ -481,7 +490,8 @@ def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
 def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str) -> None:
     """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
     fixed = [change for change in found if change.rule == FIXED]
-    named = [change.key for change in found if any(f"{change.key}.".startswith(f"{each}.") for each in asked)]
+    keys = [each.partition("=")[0] for each in asked]
+    named = [change.key for change in found if any(f"{change.key}.".startswith(f"{key}.") for key in keys)]
     silent = [change for change in found if change.rule == DECLARED and change.key not in named]
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]

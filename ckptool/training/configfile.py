@@ -19,18 +19,34 @@ from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg, command
 from ckptool.errors import OutputExists, TextLines, UsageError, counted, printable
+from ckptool.formats import PathLike
 from ckptool.training import CONFIG, LOOP, is_run, run_folder
 from ckptool.training.config import Config, Place, descend, is_named, keys_of, rooted, section_in
 from ckptool.training.store import Retention, RunFolder, write_text
 
 MAX_FILE = 1 << 20
-_OF_PYDANTIC = re.compile(r"^(Input|String|Value error,) |, unable to .*| or instance of \w+")  # of its sentences
+_WORDS = {  # of pydantic's errors by type; of the others it has its own, which begin so
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "should be a section, {KEY: VALUE}"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "should be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "should be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "should be true or false"),
+    "list_type": "should be a list",
+    "string_type": "should be a text",
+    "string_pattern_mismatch": "should be the name of a file, like profile.json",
+}
+_KINDS: dict[type, str] = {list: "a list", dict: "a section"}
+_BEGIN = re.compile("^(Input|String|Value error,) ")
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
 
 
-def read(path: str, changes: Sequence[str] = ()) -> Config:
-    """The configuration in a file, with `KEY=VALUE` changes. Raises `UsageError` with the line of everything wrong."""
-    if is_run(path):
+def read(given: PathLike | Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
+    """The configuration in a file, or a dictionary of the same keys, with `KEY=VALUE` changes.
+
+    Raises `UsageError` with the line of everything wrong.
+    """
+    if isinstance(given, Mapping):
+        return changed(given, changes)
+    if is_run(path := os.fspath(given)):
         raise UsageError(
             f"{path} is a run, not a configuration", "It was started before.", f"Resume it: {command('resume', path)}"
         )
@@ -46,7 +62,7 @@ def parsed(text: str, path: str, changes: Sequence[str] = (), folder: str | None
     return checked(_changed(rooted(values, folder) if folder is not None else values, changes), path, lines)
 
 
-def changed(values: dict[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
+def changed(values: Mapping[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
     """The configuration that a dictionary makes, with `KEY=VALUE` changes."""
     return checked(_changed(rooted(plain(values), os.curdir), changes), path)
 
@@ -92,10 +108,9 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
         elif kind == "missing":
             words = f"{key} is missing"
         else:  # several are several things that it could be, and is not
-            told = (_OF_PYDANTIC.sub("", each["msg"]) for each in here)
-            words = (f"{key}: " if key else "") + ", or ".join(dict.fromkeys(told))
-            if kind != "value_error" and not isinstance(value, (dict, list)):
-                words += f" (it is {repr(value)[:80]})"
+            told = dict.fromkeys(_WORDS.get(each["type"]) or _BEGIN.sub("", each["msg"]) for each in here)
+            words = (f"{key}: " if key else "") + ", or ".join(told).replace(", or should be ", ", or ")
+            words += f" (it is {_KINDS.get(type(value)) or repr(value)[:80]})" if kind != "value_error" else ""
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         made.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
     return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]

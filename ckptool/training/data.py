@@ -225,7 +225,8 @@ class Picked(Dataset[Any]):
 
     def __getitems__(self, asked: list[Share]) -> tuple[Parts, None]:
         """The micro-batches of a step, collated; it has no position of its own."""
-        return [(self._collated(places), size, total) for places, size, total in asked], None
+        # By a generator, in which a StopIteration of the user's code is an error, and not the end of the data.
+        return [*((self._collated(places), size, total) for places, size, total in asked)], None
 
     def _collated(self, places: list[tuple[int, int]]) -> Any:
         """The samples of a part of a step, all of one epoch."""

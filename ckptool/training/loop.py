@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.commands import arg, command, nearest
+from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, listed
 from ckptool.training import CONFIG, configfile
 from ckptool.training.config import Config
@@ -45,7 +45,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
     begun_at = trainer.step
     with hooks.watching(trainer, run.folder.folder), closing(run.loop()) as steps:
         try:
-            if trainer.config.save.at_start and not trainer.step:
+            if trainer.config.save.at_start and not run.resumed:
                 run.save()
             if trainer.pending:  # a run that was stopped in its evaluation does it again
                 _between(trainer, run, hooks, 0.0)
@@ -55,7 +55,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
                 seconds = time.monotonic() - run.begun
                 _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
         except Exception as error:
-            _rescue(trainer, run, error)
+            _rescue(trainer, run, hooks, error)
             raise
 
 
@@ -65,17 +65,19 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
     if is_due(trainer, trainer.eval_every):
         found = measured(trainer, lambda: run.stopping)
         if found is None:  # to be done again
+            trainer.told |= hooks.facts() if trainer.world.is_first else {}
             return
         run.metrics = found
         _remember(trainer, found)
     trainer.pending = False
     if trainer.world.is_first and (run.metrics or is_due(trainer, config.log.every)):
         place = {"step": trainer.step, "epoch": trainer.epoch}
-        fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **hooks.facts(), **place}
+        fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **trainer.told, **hooks.facts(), **place}
         for name, optimizer in trainer.optimizers.items():
             fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
         run.log(**{name: value for name, value in fact.items() if name not in place})
         hooks.logged(trainer, fact, rate)
+    trainer.told = {}
     if trainer.is_stale:  # the last step is always saved
         run.length["steps"] = trainer.step
     run.save(every=config.save.every, seconds=config.save.seconds)
@@ -123,7 +125,7 @@ def _remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         trainer.stale = known | changed
 
 
-def _rescue(trainer: Trainer, run: TrainerRun, error: Exception) -> None:
+def _rescue(trainer: Trainer, run: TrainerRun, hooks: Hooks, error: Exception) -> None:
     """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
 
     Not within a step, where the state is half of the next; not what could not be written; not with several processes,
@@ -132,6 +134,7 @@ def _rescue(trainer: Trainer, run: TrainerRun, error: Exception) -> None:
     is_whole = 0 < trainer.step == run.step
     if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
         with suppress(Exception):  # the first error is the news
+            trainer.told |= hooks.facts() if trainer.pending else {}
             run.save_now()
             if isinstance(error, CkptoolError):
                 saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
@@ -322,8 +325,6 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any
 
 def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
     """The metrics of a checkpoint of a run on its validation or test data, in one process."""
-    if on not in ("val", "test"):
-        raise UsageError(f"there are no {on} data", "", arg(on=nearest(on, ("val", "test")) or "val"))
     number, config, _ = recorded_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}

@@ -8,12 +8,13 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Annotated, Any
 
 from ckptool.analysis.curves import Curve, CurveBuilder, braille, column, summary
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import arg, command
-from ckptool.errors import NoMatch, counted, listed
+from ckptool.errors import NoMatch, counted, listed, printable
 from ckptool.facts import (
     LIVE,
     Bytes,
@@ -22,6 +23,7 @@ from ckptool.facts import (
     Table,
     Told,
     age,
+    bar,
     bold,
     cyan,
     green,
@@ -74,6 +76,21 @@ class Outcome(Report):
             yield "  ", cyan(str(command("resume", self.path)))
         if self.profile:
             yield f"  profile: {self.profile}"
+
+
+def line_of(fact: Mapping[str, Any], rate: float, *, drawn: bool = False) -> str:
+    """A logged line of a run, as its progress is shown. drawn: with a bar and the time left. rate: the mean of steps a
+    second since it was started or resumed."""
+    step, steps = fact["step"], fact.get("steps", 0)
+    numbers = "  ".join(f"{printable(key)} {value:.5g}" for key, value in fact.items() if isinstance(value, float))
+    if not drawn:
+        return f"step {step:,}  {numbers}  {rate:.1f} steps/s"
+    begin = f"{bar(step, steps, 16):16} step {step:,}" if steps else f"step {step:,}"
+    if not rate:
+        return f"{begin}  {numbers}"
+    left = timedelta(seconds=round(max(0, steps - step) / rate))
+    speed = f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step"
+    return f"{begin}  {speed}{f', {left} left' if left else ''}  {numbers}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

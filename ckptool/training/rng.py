@@ -87,10 +87,10 @@ def forked(generators: Mapping[str, Any]) -> Iterator[None]:
 
 def is_generator(value: Any) -> bool:
     """True for a generator of torch, numpy or Python with a state of its own."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return not issubclass(kind, random.SystemRandom)
+    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def _get_state(generator: Any) -> Any:

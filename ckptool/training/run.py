@@ -111,7 +111,7 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._looks = Looks()
+        self._looks = Looks(self.objects)
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
         self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that came to its end
@@ -404,8 +404,8 @@ class Run:
                         break
                     self.position.next_epoch(self.step)
                     wanted, stop = self._wanted()
-                    if wanted or (stop and not self._is_over(asked)):
-                        self._at_point(self._point(), stop=stop and not self._is_over(asked))
+                    if (wanted or stop) and not self._is_over(asked):  # else `_end` commits it
+                        self._at_point(self._point(), stop=stop)
             except GeneratorExit:
                 by_break = False if self._closed else left_by_break(loop)
                 if by_break is None and self._saver.step != self.step:
@@ -482,7 +482,8 @@ class Run:
             if self.step > first:  # another loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
-            if (point := self._unreached) is not None:  # a commit failed: the batch after it was fetched for nothing
+            # A commit failed, and the batch after it was fetched for nothing; a trainer counts its own.
+            if (point := self._unreached) is not None and point.rank:
                 self.position.restore(point.place, point.rank)
                 self._random, self._unreached = point.rank["now"], None
 
@@ -574,8 +575,8 @@ class Run:
         """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
         if left is not None:
             self._ended = left
-        if self._marked is None and self._offered[0] == self.step:  # the last step is always due
-            self._marked = self._offered[1]
+        if self._offered[0] == self.step:  # the last step is always due
+            self._marked = {**self._offered[1], **(self._marked or {})}
         is_new = self._goes_on and self.step > 0 and self._counted != self.step
         if self._marked is not None or left is not None or is_new:
             self._commit(self._point())

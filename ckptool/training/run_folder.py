@@ -92,6 +92,7 @@ def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: 
     number, _ = recorded(folder)
     run = RunFolder(folder, number, retention, Lock(folder, elsewhere) if write else None, elsewhere)
     if write:
+        make_folder(run.checkpoints)
         sweep_folder(run.checkpoints)
     return run
 
@@ -128,7 +129,7 @@ def recorded(folder: str) -> tuple[str, str]:
     """The id of a run, and its run.yaml. Raises `UsageError` for a folder that is no run."""
     path = os.path.join(folder, CONFIG)
     if not os.path.isfile(path):
-        if checkpoints_in(folder):
+        if os.path.isdir(folder) and checkpoints_in(folder):
             raise _without_config(folder, OTHER_RUN)
         raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)

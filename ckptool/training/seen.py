@@ -25,8 +25,7 @@ from ckptool.errors import listed, printable
 from ckptool.training import moving
 from ckptool.training.batches import epochs_of, parts_of
 from ckptool.training.rng import is_generator
-from ckptool.training.saving import to_cpu
-from ckptool.training.state import SETTING, Schedule
+from ckptool.training.state import SETTING, Objects, Schedule
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -48,7 +47,8 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 class Looks:
     """What was there at the last look. told: the names of what was found to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Objects) -> None:
+        self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
@@ -62,9 +62,9 @@ class Looks:
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
             )
-        if grown := objects.regrouped():
+        for name in [each for each, count in self.groups.items() if len(objects.named[each].param_groups) != count]:
             yield (
-                f"{printable(grown)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
+                f"{printable(name)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
                 "cannot load its state; give it all of them before, and set requires_grad or lr later"
             )
         self.saves += 1
@@ -140,7 +140,7 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
     found = {
         name: value
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
-        if _has_state(name, value) and not isinstance(value, left_out)
+        if _has_state(name, value) and not issubclass(type(value), left_out)
     }
     whole = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in found.items()}
     return {name: value for name, value in found.items() if not {id(value), id(whole[name])} & known}
@@ -148,13 +148,13 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
 
 def _has_state(name: str, value: Any) -> bool:
     kind = type(value)
-    if name.startswith("_") or issubclass(kind, type) or kind.__module__.partition(".")[0] == "ckptool":
+    if name.startswith("_") or issubclass(kind, type) or str(kind.__module__).startswith("ckptool."):
         return False
-    if isinstance(value, nn.Module):
+    if issubclass(kind, nn.Module):  # `isinstance` would ask a proxy for the class that it stands for
         return any(True for _ in (*value.parameters(), *value.buffers()))
-    if isinstance(value, GeneratorType):
+    if kind is GeneratorType:
         return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
-    if isinstance(value, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
+    if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
         return True
     methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
@@ -187,16 +187,24 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
             if name in carried or name in held or name.startswith("_") or not _is_of_script(type(value)):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
-            if is_used or (is_module and name not in uses and isinstance(value, _FIXED)):
-                carried[name] = to_cpu(value)  # without the graph that it hangs on
-            elif not is_inner and not isinstance(value, _FIXED):
+            is_fixed = issubclass(type(value), _FIXED)
+            if is_used or (is_module and name not in uses and is_fixed):
+                carried[name] = _detached(value)
+            elif not is_inner and not is_fixed:
                 held[name] = value
     return carried, held
 
 
+def _detached(value: Any) -> Any:
+    """Tensors, alone or in a list, without the graph that they hang on."""
+    if issubclass(type(value), torch.Tensor):
+        return value.detach()
+    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
+
+
 def _is_of_script(kind: type) -> bool:
     """True for plain classes, tensors, arrays, and classes that are no library's."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    module = str(kind.__module__)
     plain = ("builtins", "collections") if kind.__name__ not in ("module", "type", "function") else ()
-    known = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ in plain
-    return known or not file.startswith((*_LIBRARIES, _OURS))
+    known = kind is torch.Tensor or kind.__name__ == "ndarray" or module in plain
+    return known or not str(getattr(sys.modules.get(module), "__file__", "")).startswith((*_LIBRARIES, _OURS))

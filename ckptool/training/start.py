@@ -45,7 +45,7 @@ def start(
 ) -> Outcome:
     """Trains the run that a configuration names: from the beginning, or from its newest whole checkpoint.
 
-    resume: `never` refuses an existing run, `auto` starts or goes on, `must` refuses a new one.  asked: keys that were
+    resume: `never` refuses an existing run, `auto` starts or goes on, `must` refuses a new one.  asked: what was
     `--set`.  say: called with each note.  Raises `Conflict`, `NoneValid`, `UsageError`, or what building and saving do.
     """
     there = is_run(config.run)
@@ -83,8 +83,7 @@ def resume(
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
     _, before, _ = recorded_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
-    asked = [change.partition("=")[0] for change in changes]
-    return start(config, resume="must", asked=asked, progress=progress, say=say)
+    return start(config, resume="must", asked=changes, progress=progress, say=say)
 
 
 def _opened(config: Config, goes_on: bool, asked: Sequence[str], world: World) -> RunFolder:
@@ -147,7 +146,8 @@ class TrainerRun(Run):
         trainer, sidecar = self.trainer, saved.sidecar or {}
         restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
         self.step = trainer.step
-        before, now = sidecar.get("environment") or {}, environment(trainer.world.size, trainer.world.device)
+        known = sidecar.get("environment")
+        before, now = known if isinstance(known, dict) else {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
         if keys:
             crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
@@ -181,7 +181,8 @@ class TrainerRun(Run):
     def _facts(self, point: Point) -> dict[str, Any]:
         self.loss = self.trainer.loss
         how = {"revision": self.revision, "config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
-        return super()._facts(point) | how
+        # Before its evaluation is done, a step is saved only to stop: it is saved again after that, with its metrics.
+        return super()._facts(point) | how | ({"stop": True} if self.trainer.pending else {})
 
     def _measure(self) -> None:
         self._marked = None

@@ -33,7 +33,6 @@ class Objects:
         self.generators: dict[str, Any] = {}
         for name, value in (given or {}).items():
             self.add(name, value)
-        self._group_counts = {name: len(each.param_groups) for name, each in self.of(Optimizer).items()}
 
     def add(self, name: str, value: Any) -> None:
         """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
@@ -211,11 +210,6 @@ class Objects:
         """Which parameters are trained, in the form of `moving.snapshot`: no state dict has it."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
         return {f"{SETTING} {label}.{key}": f"{SETTING}: {one.requires_grad}" for label, key, one in named}
-
-    def regrouped(self) -> str:
-        """The name of an optimizer with another number of groups than when it was given; empty for none."""
-        counts = ((name, len(each.param_groups)) for name, each in self.of(Optimizer).items())
-        return next((name for name, count in counts if count != self._group_counts.get(name, count)), "")
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""

@@ -429,6 +429,8 @@ class RunFolder:
                 "They belong to the run whose run.yaml was here before. They were left as they are.",
                 f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
             )
+        if newest is None and any(fact.get("event") == "save" for fact in self.history.read()):
+            say(f"{printable(self.folder)} has lost all its checkpoints: it begins again at step 0")
         return newest
 
     def prune(self) -> list[SavedState]:

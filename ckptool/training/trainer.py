@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Trainer:
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value that has to
     be improved on, and the count of evaluations in a row that did not.  samples: how many were trained on.
-    pending: the evaluation that is due was not done.
+    pending: the evaluation that is due was not done.  told: what the hooks had to say of this step.
     """
 
     config: Config
@@ -57,6 +57,7 @@ class Trainer:
     best: dict[str, Any] | None = None
     stale: dict[str, Any] | None = None
     pending: bool = False
+    told: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_divided(self) -> bool:
@@ -211,7 +212,7 @@ def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str,
     if trainer.stale is not None:
         tree["stale"] = dict(trainer.stale)
     if trainer.pending:
-        tree["pending"] = "evaluation"
+        tree |= {"pending": "evaluation"} | ({"hooks": trainer.told} if trainer.told else {})
     tree["config"] = recorded(trainer.config.dumped())
     return tree
 
@@ -231,7 +232,8 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     load(trainer.objects(without=changed), tree, where)
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
-    trainer.samples, trainer.pending = tree["data_state"]["samples"], "pending" in tree
+    trainer.samples = tree["data_state"]["samples"]
+    trainer.pending, trainer.told = "pending" in tree, dict(tree.get("hooks", ()))
     trainer.data.load_state(trainer.step, tree["data_state"])
     for name in changed:
         for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):

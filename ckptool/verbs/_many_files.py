@@ -4,6 +4,7 @@ among them; of a verb that writes, where each goes, all planned before the first
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -64,7 +65,12 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
 def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Iterator[Result | CkptoolError]:
     """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: where one is
     refused, none is, or that one alone."""
+    from ckptool.formats import split
+
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
+    parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
+    if twice := next((path for (path, _), times in parts.items() if times > 1), ""):
+        raise Conflict(f"{twice} was given twice", "It would be changed, and what comes of it changed again.")
     options = {"make_folder": "folder" in given}
     if not dry_run:
         refused = set()

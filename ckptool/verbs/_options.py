@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptool.checkpoint import Checkpoint, jobs
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
-from ckptool.errors import LimitExceeded, MissingExtra, UsageError
+from ckptool.errors import LimitExceeded, UsageError
 from ckptool.formats import CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
 
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
-    from ckptool.training.config import Config
 
 # An address means one thing to all verbs of a kind (`commands.Use`): those that read take the part, those that
 # change a file act there.
@@ -240,23 +238,6 @@ Run = Annotated[PathLike, argument("RUN", "The folder of a run.")]
 RunFolder = Annotated[PathLike, argument("RUN", "The folder of a run, not FILE#ADDRESS.")]
 Logged = Annotated[Any, Watched("training")]
 Lines = Annotated[Say | None, Watched("lines")]
-
-
-def check_harness() -> None:
-    """Raises `MissingExtra` where torch or pydantic is not installed."""
-    for name in ("torch", "pydantic"):
-        if find_spec(name) is None:
-            raise MissingExtra(f"training needs {name}, which is not installed", "", "pip install 'ckptool[torch]'")
-
-
-def configuration(config: PathLike | dict[str, Any], changes: Sequence[str]) -> Config:
-    """A configuration from a file, or a dictionary of the same keys; with `KEY=VALUE` changes."""
-    check_harness()
-    from ckptool.training import configfile
-
-    if isinstance(config, dict):
-        return configfile.changed(config, changes)
-    return configfile.read(os.fspath(config), changes)
 
 
 def report_of_run(path: str, full: bool = False) -> Any:

@@ -17,16 +17,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
 from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import rebuild
-from ckptool.commands import arg, option, verb
+from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import model_state_dicts
-from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
 from ckptool.transforms.views import normed, refuse_wide
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
@@ -57,8 +57,6 @@ def bake(
     Spectral norm is named and left alone.
     Raises `NoMatch` where there is nothing of the kind.
     """
-    if form not in get_args(Form):
-        raise UsageError(f"unknown {arg('form')} {form!r}", f"Available: {', '.join(get_args(Form))}.")
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)

@@ -82,8 +82,6 @@ def convert(
     if against is not None and optimizer_as is None and not folder:
         what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
         raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
-    if ties not in ("record", "copy"):
-        raise UsageError(f"unknown {arg('ties')} {ties!r}", "Available: record, copy.")
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)

@@ -34,6 +34,7 @@ def _message(_: str, text: str) -> str:
     ("ckptool doctor model.pt --against other.pt", "and why it does not fit this model"),
     ("ckptool doctor model.pt --fix -o fixed.pt", "only its weights, in a file that loads anywhere"),
     ("python train.py 2>&1 | ckptool doctor --error -", "what an error message means"),
+    blank_between=True,
 )
 def doctor(
     file: Annotated[

@@ -6,8 +6,9 @@ import os
 from typing import Annotated, Literal
 
 from ckptool.commands import option, several, verb
+from ckptool.training import check_harness
 from ckptool.training.reports import Evaluated
-from ckptool.verbs._options import Run, Set, check_harness
+from ckptool.verbs._options import Run, Set
 
 
 @verb(

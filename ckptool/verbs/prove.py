@@ -11,8 +11,9 @@ from typing import Annotated, Any
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats import PathLike
+from ckptool.training import check_harness
 from ckptool.training.reports import Proof
-from ckptool.verbs._options import Say, Set, configuration
+from ckptool.verbs._options import Say, Set
 
 _WORDS = "The configuration to prove, or a command of your own, in which {run} stands for a fresh folder."
 
@@ -53,11 +54,12 @@ def prove(
 
     with TemporaryDirectory(prefix="ckptool-config-") as folder:
         if config is not None:
+            check_harness()
             from ckptool.training import configfile
 
             saves = [f"train.steps={steps}", "train.epochs=null", f"save.every={max(1, steps // 20)}"] if steps else []
             path = Path(folder, "run.yaml")
-            path.write_text(configfile.written(configuration(config, [*saves, *several(set)])), encoding="utf-8")
+            path.write_text(configfile.written(configfile.read(config, [*saves, *several(set)])), encoding="utf-8")
             words = ("ckptool", "train", str(path), "--set", "run={run}", "--resume", "auto", "-q")
             command = [sys.executable, "-m", *words]
         return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)

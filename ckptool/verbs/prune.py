@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Annotated, NamedTuple
 
 from ckptool.commands import option, several, verb
 from ckptool.errors import counted
 from ckptool.facts import Bytes, Report, Table, Told, bold, dataclass, size
 from ckptool.formats import refuse_address
-from ckptool.verbs._options import RunFolder, Set, check_harness
+from ckptool.training import check_harness
+from ckptool.verbs._options import RunFolder, Set
 
 
 class Gone(NamedTuple):
@@ -61,14 +63,11 @@ def prune(
     refuse_address("prune", run)
     from ckptool.training.configfile import reopen_to_prune
 
-    opened = reopen_to_prune(os.fspath(run), several(set), write=not dry_run)
-    try:
+    with closing(reopen_to_prune(os.fspath(run), several(set), write=not dry_run)) as opened:
         reasons, unwanted = opened.retention.divide(opened.all())
         deleted = tuple(Gone(saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in unwanted)
         if not dry_run:
             for saved in unwanted:
                 opened.remove(saved)
             opened.note("prune", steps=[each.step for each in deleted])
-    finally:
-        opened.close()
     return Pruned(os.fspath(run), deleted, tuple(Kept(step, tuple(why)) for step, why in reasons.items()), dry_run)

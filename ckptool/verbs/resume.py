@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from ckptool.commands import several, verb
+from ckptool.training import check_harness
 from ckptool.training.reports import Outcome
-from ckptool.verbs._options import Lines, Logged, Run, Set, check_harness
+from ckptool.verbs._options import Lines, Logged, Run, Set
 
 
 @verb(("ckptool resume runs/basic", "continue where it was killed"))

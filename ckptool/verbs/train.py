@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from ckptool.commands import argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.facts import Page
 from ckptool.formats import PathLike
+from ckptool.training import check_harness
 from ckptool.training.reports import Outcome, Rehearsal
-from ckptool.verbs._options import Lines, Logged, Set, check_harness, configuration
+from ckptool.verbs._options import Lines, Logged, Set
 
-Configuration = PathLike | dict[str, Any]
+Configuration = PathLike | Mapping[str, Any]
 Resume = Literal["never", "auto", "must"]
 
 
@@ -23,8 +24,8 @@ def _words(
     init: Annotated[bool, option("--init", "Print every key; with a folder, write run.yaml and model.py.")] = False,
     schema: Annotated[bool, option("--schema", "Print the JSON Schema of a configuration.")] = False,
 ) -> dict[str, Any] | Page | Rehearsal:
+    check_harness()
     if init or schema:
-        check_harness()
         from ckptool.training.configfile import begun, example, schema_text
 
         return Page(schema_text() if schema else begun(config) if config else example())
@@ -32,10 +33,10 @@ def _words(
         raise UsageError("train was given no configuration", "", "Create one: ckptool train --init DIR")
     if not dry_run:
         return {}
-    made = configuration(config, set)
+    from ckptool.training.configfile import read
     from ckptool.training.start import rehearse
 
-    return rehearse(made)
+    return rehearse(read(config, set))
 
 
 @verb(
@@ -57,8 +58,9 @@ def train(
     progress: called with each logged line.  Raises `UsageError` naming the lines that are wrong, `Conflict` for an
     existing run or a changed fixed key, `NoneValid` where all checkpoints are damaged.
     """
-    set = several(set)
-    made = configuration(config, set)
+    check_harness()
+    from ckptool.training.configfile import read
     from ckptool.training.start import start
 
-    return start(made, resume=resume, asked=[change.partition("=")[0] for change in set], progress=progress, say=say)
+    set = several(set)
+    return start(read(config, set), resume=resume, asked=set, progress=progress, say=say)

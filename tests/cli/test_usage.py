@@ -159,6 +159,7 @@ BAD = {
     "in place through a link": ("strip-module link.pt --in-place", 2, "conflict"),
     "no output": ("strip-module dp.pt", 2, "usage"),
     "same names": ("strip-module dp.pt other/dp.pt -d out", 2, "conflict"),
+    "the same twice": ("strip-module dp.pt ./dp.pt --in-place", 2, "conflict"),
     "folder is a file": ("strip-module dp.pt -d compiled.pt", 2, "io"),
     "exists in the folder": ("strip-module compiled.pt dp.pt -d other", 2, "output-exists"),
     "no such prefix": ("strip-module dp.pt --prefix nothing. -o x.pt", 1, "no-match"),

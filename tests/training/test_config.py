@@ -46,11 +46,12 @@ WRONG_LINES = {
     "profile: {wiat: 3}": "run.yaml:3: unknown key profile.wiat; did you mean profile.wait?",
     "zzz: 3": "run.yaml:3: unknown key zzz",
     "data: {batch: 0}": "run.yaml:3: data.batch: should be greater than 0 (it is 0)",
-    "data: {batch: many}": "run.yaml:3: data.batch: should be a valid integer (it is 'many')",
-    "data:": "run.yaml:3: data: should be a valid dictionary (it is None)",
-    "deterministic: maybe": (
-        "run.yaml:3: deterministic: should be a valid boolean, or should be 'warn' (it is 'maybe')"
-    ),
+    "data: {batch: many}": "run.yaml:3: data.batch: should be a whole number (it is 'many')",
+    "data:": "run.yaml:3: data: should be a section, {KEY: VALUE} (it is None)",
+    "save: [3]": "run.yaml:3: save: should be a section, {KEY: VALUE} (it is a list)",
+    "save: {every: true}": "run.yaml:3: save.every: should be a number (it is True)",
+    "eval: {every: true}": "run.yaml:3: eval.every: should be a number, or 'epoch' (it is True)",
+    "deterministic: maybe": ("run.yaml:3: deterministic: should be true or false, or 'warn' (it is 'maybe')"),
     "models:\n  main: {freeze: [{match: a}]}": "run.yaml:4: models.main.freeze.0.until is missing",
     "optim: {main: {clip: {}}}": "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two",
     "optim: {other: {}}": (
@@ -73,7 +74,7 @@ WRONG_CHANGES = {
     "=3": "--set '=3' is not of the form KEY=VALUE",
     "seed": "--set 'seed' is not of the form KEY=VALUE",
     "seed=[": "--set 'seed=[': the value is not YAML",
-    "hooks.3=x": "run.yaml: hooks: should be a valid list",
+    "hooks.3=x": "run.yaml: hooks: should be a list (it is a section)",
     "train.epochs=1": "run.yaml:2: train: give steps or epochs, exactly one of the two",
     "train.steps=null": "run.yaml:2: train: give steps or epochs, exactly one of the two",
 }

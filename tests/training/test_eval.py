@@ -72,7 +72,7 @@ def test_what_is_not_there_is_named(run_of: Any, tmp_path: Path) -> None:
         ckptool.eval(run)
     with pytest.raises(UsageError, match=r"there is no test set(?s:.*)data\.test\.name"):
         ckptool.eval(run, on="test")
-    with pytest.raises(UsageError, match="there are no train data"):
+    with pytest.raises(UsageError, match=r"given 'train' as on(?s:.*)'val' or 'test'"):
         ckptool.eval(run, on="train")
     with pytest.raises(UsageError, match=r"no checkpoint 7(?s:.*)5, 10, 15, 20, newest"):
         ckptool.eval(run, checkpoint=7)

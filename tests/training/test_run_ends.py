@@ -24,6 +24,16 @@ from tests.support.own_loops import Holder, Killed, bytes_at, end, kill_at, part
 from tests.support.programs import python
 
 
+class Lazy:
+    """Stands for an object that is not there yet; asking it for its class fails, and its own is of no module."""
+
+    __module__ = None  # type: ignore[assignment]
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of a request")
+
+
 class Environment:
     """One that a library could have made: it has a state, and no state_dict."""
 
@@ -263,7 +273,7 @@ def test_the_first_save_says_what_is_in_it_and_what_was_seen_and_is_not(tmp_path
     own, said = parts(), list[str]()
     env, ema = Environment(), torch.optim.swa_utils.AveragedModel(own["model"])
     noise, loss = torch.Generator(), nn.MSELoss()
-    wrapped, kind = nn.DataParallel(own["model"]), nn.Linear  # neither has a state of its own
+    wrapped, kind, lazy = nn.DataParallel(own["model"]), nn.Linear, Lazy()  # none has a state of its own
     loader = DataLoader(torch.rand(8, 4), batch_size=4, shuffle=True)
     run = Run(tmp_path, say=said.append, **own)
     run["best"] = 0.5
@@ -276,7 +286,7 @@ def test_the_first_save_says_what_is_in_it_and_what_was_seen_and_is_not(tmp_path
     )
     seen = said[1].removeprefix("seen in the script and not saved: ").partition(". What")[0]
     assert sorted(seen.split(", ")) == ["ema (AveragedModel)", "env (Environment)", "noise (Generator)"]
-    assert loss and wrapped and kind and env and noise and ema and len(said) == 2
+    assert loss and wrapped and kind and lazy and env and noise and ema and len(said) == 2
     again = list[str]()
     with Run(tmp_path, say=again.append, **parts()) as run:
         run.save()
@@ -323,3 +333,14 @@ def test_a_metric_that_is_never_given_is_named_once(tmp_path: Path) -> None:
         "run.save was given no val_acc, or NaN, so keep_best cannot rank this checkpoint",
         "the checkpoint of step 0 holds model, optimizer, scheduler",
     ]
+
+
+def test_the_last_step_is_saved_once_with_all_its_metrics(tmp_path: Path) -> None:
+    run = Run(tmp_path, say=str, **parts())
+    for _ in run.epochs(2):
+        for _ in run.batches([torch.ones(4, 4)] * 3):
+            run.save(every=4, inner=lambda: 1.0)
+        run.save(outer=2.0)
+    saves = [fact for fact in run.folder.history.read() if fact["event"] == "save"]
+    assert [fact["step"] for fact in saves] == [3, 4, 6]
+    assert saves[-1]["metrics"] == {"inner": 1.0, "outer": 2.0} and run.folder.all()[-1].sidecar["parent"] == 4

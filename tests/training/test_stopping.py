@@ -55,6 +55,12 @@ def batches(path: Path) -> list[int]:
     return [int(line) for line in (path / "log").read_text().split()]
 
 
+def parents(path: Path) -> dict[int, Any]:
+    """Of each checkpoint, by step, the one before it, and its metrics."""
+    facts = [json.loads(each.read_text()) for each in (path / "run/checkpoints").glob("*.json")]
+    return {fact["step"]: (fact["parent"], fact["metrics"]) for fact in facts}
+
+
 TERM = "os.kill(os.getpid(), signal.SIGTERM)"
 
 
@@ -65,6 +71,8 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, gre
     changes += [
         evaluated(tmp_path, TERM, GREEDY if greedy else PLAIN),
         "save.keep_last=9",
+        "save.at_start=true",
+        "hooks=[grad_norm]",
         f"data.workers={2 if steps == 13 else 0}",
     ]
     optim = scheduled("ReduceLROnPlateau")
@@ -76,11 +84,12 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path, every: int, steps: int, gre
     assert batches(tmp_path) == [0, 1]
     saved = tmp_path / "parts/run/checkpoints" / name_of(every)
     assert torch.load(saved, weights_only=True)["pending"] == "evaluation"
-    assert "metrics" not in (json.loads(saved.with_suffix(".json").read_text())["metrics"])
+    assert json.loads(saved.with_suffix(".json").read_text())["stop"]
     assert resume(str(tmp_path / "parts" / "run")).status == "done"
     assert last(tmp_path / "whole") == last(tmp_path / "parts")
     one, other = ((tmp_path / name / "run" / "metrics.jsonl").read_text() for name in ("whole", "parts"))
-    assert one == other
+    assert one == other and "grad_norm" in one
+    assert parents(tmp_path / "whole") == parents(tmp_path / "parts")
 
 
 def test_an_evaluation_is_stopped_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import Conflict, NoMatch, UsageError
-from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes, written
 from tests.support.looped import looped
-from tests.support.memory import LIMIT, peak_of
 from tests.support.same import assert_same_objects
 from tests.support.zips import damaged, rezipped
 
@@ -277,25 +275,6 @@ def test_requests_that_make_no_sense(tmp_path: Path, options: Any, words: str, m
     monkeypatch.chdir(tmp_path)
     files = (paths * 2)[: options.pop("files", 2)]
     refused("usage", tmp_path, lambda: ckptool.average(files, tmp_path / "out.pt", **options), f"(?s){words}")
-
-
-@pytest.mark.parametrize(
-    ("count", "nbytes", "limit"),
-    [(2, 200_000_000, LIMIT), (24, 10_000_000, LIMIT), pytest.param(3, 2 << 30, 128_000_000, marks=pytest.mark.soak)],
-)
-def test_memory_grows_with_neither_size_nor_number(tmp_path: Path, count: int, nbytes: int, limit: int) -> None:
-    for number in range(count):
-        make_sparse(tmp_path / f"{number}.pt", nbytes)
-    program = "ckptool.average([f'{n}.pt' for n in range(int(sys.argv[1]))], 'mean.pt')"
-    assert peak_of(program, tmp_path, str(count)) < limit
-    assert (tmp_path / "mean.pt").stat().st_size >= nbytes
-
-
-@pytest.mark.parametrize("method", ["ties", "dare"])
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, method: str) -> None:
-    models(tmp_path, 2, shape=(15_000_000,))
-    program = "ckptool.average(['1.pt', '2.pt'], 'out.pt', base='0.pt', method=sys.argv[1], density=0.3)"
-    assert peak_of(program, tmp_path, method) < LIMIT
 
 
 def test_names_that_differ_by_a_prefix_alone_are_told_so(tmp_path: Path) -> None:

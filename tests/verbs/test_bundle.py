@@ -21,14 +21,12 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, UsageError
 from ckptool.formats import torch_zip
 from ckptool.transforms.bundles import MAX_PLAIN, check_names, is_plain
-from fixtures.sparse import make_sparse
 from fixtures.traps import TRAPS
 from tests.support.bundles import GAN, SHARED, net_state, small_net
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, torch_bytes
 from tests.support.looped import looped
-from tests.support.memory import LIMIT, peak_of
 from tests.support.part_files import accelerate_folder
 from tests.support.same import assert_same_objects
 from tests.support.zips import damaged, record_starts
@@ -238,23 +236,6 @@ def test_what_is_not_plain(value: Any) -> None:
 @given(JSON)
 def test_json_is_plain(value: Any) -> None:
     assert is_plain(value)
-
-
-PROGRAM = """
-ckptool.bundle({"a": "a.pt", "b": "b.pt"}, "out.tar")
-ckptool.unbundle("out.tar", "parts")
-ckptool.bundle(out="again.tar", from_folder="parts")
-"""
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "limit"), [(50_000_000, LIMIT + 2_000 * 200), pytest.param(2 << 30, 128_000_000, marks=pytest.mark.soak)]
-)
-def test_memory_does_not_grow_with_the_files(tmp_path: Path, nbytes: int, limit: int) -> None:
-    for name in ("a", "b"):
-        make_sparse(tmp_path / f"{name}.pt", nbytes)
-    assert peak_of(PROGRAM, tmp_path) < limit
-    assert ckptool.inspect(tmp_path / "again.tar").bytes == (tmp_path / "out.tar").stat().st_size
 
 
 # `unbundle`.

@@ -25,7 +25,6 @@ from tests.support.errors import refused, three_parts
 from tests.support.files import load, saved
 from tests.support.live_models import bits
 from tests.support.looped import looped
-from tests.support.memory import LIMIT, peak_of
 from tests.support.quantized_cases import assert_same_bits, awq, gptq, vectors, write_case
 from tests.support.same import assert_same_tree
 
@@ -283,17 +282,6 @@ def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
         tmp_path / "in/model.safetensors", tmp_path / "o.pt", dtype="bf16", dequantize=True, dry_run=True
     )
     assert "left out, of activations: a.input_scale, a.k_scale" in done.details
-
-
-def test_memory_does_not_grow_with_the_weight(tmp_path: Path) -> None:
-    columns, rows = 8192, 6144  # 100 MB of bf16, packed along the other dimension
-    shapes = {"a.qweight": (columns // 8, rows), "a.qzeros": (64, rows // 8), "a.scales": (64, rows)}
-    tensors = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
-    tensors["a.scales"] = tensors["a.scales"].half()
-    write_case(tmp_path, Case("", tensors, gptq(4).config | {"group_size": 128}, {}))
-    del tensors
-    program = "ckptool.cast('model.safetensors', 'out.safetensors', dtype='bf16', dequantize=True)"
-    assert peak_of(program, tmp_path) <= LIMIT
 
 
 def broken(case: Case, rng: random.Random) -> Case:

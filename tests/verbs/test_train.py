@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -16,9 +17,8 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.cli.output import _pace
 from ckptool.errors import Corrupt, UsageError
-from ckptool.training.reports import Outcome
+from ckptool.training.reports import Outcome, line_of
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from ckptool.training.toys import MLP
@@ -184,7 +184,8 @@ def test_early_stopping(typed: Typed) -> None:
     ],
 )
 def test_the_rate_and_the_time_left(step: int, rate: float, words: str) -> None:
-    assert _pace({"step": step, "steps": 77_680}, rate) == words
+    _, _, told = line_of({"step": step, "steps": 77_680}, rate, drawn=True).partition(f"step {step:,}")
+    assert told.rstrip() == words
 
 
 def test_a_run_that_is_there(typed: Typed) -> None:
@@ -244,6 +245,27 @@ def test_a_user_module_that_raises(typed: Typed, tmp_path: Path) -> None:
     assert contents_but_lock("runs/x/checkpoints") == before
 
 
+def test_what_a_users_code_prints_is_no_part_of_an_answer_for_programs(typed: Typed, tmp_path: Path) -> None:
+    text = "import torch\ndef model():\n    print('hello')\n    return torch.nn.Linear(4, 4)\n"
+    (tmp_path / "mine.py").write_text(text)
+    own_model = ("models.main.name=mine.py:model", "models.main.args={}", "data.args={inputs: 4}")
+    for more in (["-n"], []):
+        sets = [word for change in own_model for word in ("--set", change)]
+        code, out, err = typed("train", "run.yaml", "--json", *sets, *more)
+        assert (code, "hello" in err) == (0, True), err
+        assert json.loads(out)["schema"] in ("ckptool.dry_run/2", "ckptool.train/2")
+
+
+def test_checkpoints_that_are_gone_are_said(typed: Typed) -> None:
+    """They were deleted; the run that begins again ends as it did."""
+    train_typed(typed)
+    whole = contents_but_lock("runs/x/checkpoints")[name_of(20)]
+    shutil.rmtree("runs/x/checkpoints")
+    code, _, err = typed("resume", "runs/x", "-q")
+    assert (code, err) == (0, "runs/x has lost all its checkpoints: it begins again at step 0\n")
+    assert contents_but_lock("runs/x/checkpoints")[name_of(20)] == whole
+
+
 def test_two_trainers_on_one_run(
     typed: Typed, tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +295,7 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     code += "from ckptool import cli; sys.exit(cli.main(['resume', 'runs/x', '-q', '--set', 'train.steps=25']))"
     done = python(code)
     assert done.returncode == 2 and "the limit on file sizes was reached" in done.stderr
-    assert "Make room, then resume: ckptool resume runs/x" in done.stderr
+    assert "Make room, then resume: ckptool resume runs/x" in done.stderr and "Exception" not in done.stderr
     assert contents_but_lock("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0
 

@@ -34,7 +34,6 @@ from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.looped import examples
-from tests.support.memory import LIMIT, peak_of
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects
 from tests.support.warm_starts import warm_started
@@ -267,21 +266,6 @@ def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: 
     with pytest.raises(error, match=f"(?s){words}"):
         ckptool.warm_start(file, target, tmp_path / "out.pt", **{"on_mismatch": "resize", **options})
     assert not (tmp_path / "out.pt").exists()
-
-
-PROGRAM = """
-ways = ["pos=bicubic(cls=1)", "emb=rows(mean)", "conv=bicubic(antialias)"]
-report = ckptool.warm_start("old.pt", "new.pt", "out.pt", on_mismatch="resize", resize=ways)
-assert report.applied and report.share == 1, report
-"""
-
-
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    old = {"pos": (1, 4901, 2048), "emb": (10_000, 1024), "conv": (100, 100, 32, 32)}
-    new = {"pos": (1, 6401, 2048), "emb": (12_000, 1024), "conv": (100, 100, 28, 28)}
-    saved({name: torch.ones(shape) for name, shape in old.items()}, tmp_path / "old.pt")
-    saved({name: torch.zeros([1] * len(shape)).expand(shape) for name, shape in new.items()}, tmp_path / "new.pt")
-    assert peak_of(PROGRAM, tmp_path) < LIMIT
 
 
 def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # What is a cause of what comes later here; the last two are effects, as a rule.
 _ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
 _EFFECTS = (BUFFER, VALUE)
+_MEMORY = re.compile(r"value: \w+ of \d+")  # objects that a variable holds, and how many: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run",
@@ -192,12 +193,12 @@ class Reference:
         wholes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(wholes)}
         kinds = (*_ORDER, *_EFFECTS)
-        found = {key for key in keys if key[0] not in _EFFECTS} or keys
+        mine, theirs = self.facts[place], other.facts()
+        found = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         ranked = sorted(found, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}
         for key in ranked:
             groups.setdefault(_group(key, ranked), []).append(key)
-        mine, theirs = self.facts[place], other.facts()
         return [
             Cause([self.sentence(key, mine[key], theirs[key], place) for key in group[:MOST]], group)
             for group in groups.values()
