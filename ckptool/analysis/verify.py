@@ -44,7 +44,7 @@ from ckptool.facts import (
     size,
     yellow,
 )
-from ckptool.formats import counting_whole, marks, members, part_of, sharded
+from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
@@ -225,8 +225,7 @@ def verified(
     at, finite, jobs: see the verb."""
     jobs = checked_jobs(jobs)
     try:
-        with counting_whole():
-            checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
+        checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
     except _DAMAGE as error:
         if isinstance(given, Checkpoint) or (isinstance(given, Folder) and len(sharded.checkpoints_in(given)) > 1):
             raise  # none of them was looked at, so none is called damaged
@@ -344,8 +343,7 @@ def _member(folder: Folder, name: str) -> Verification:
     source = Source(path)
     source.share_descriptors()  # there may be thousands of ranks
     try:
-        with counting_whole():
-            return _checked(source, formats.read_alone(source))
+        return _checked(source, formats.read_alone(source))
     except _DAMAGE as error:
         return _damaged(source, error)
 
