@@ -26,7 +26,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_n
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, form, listed, printable
 from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
@@ -49,7 +49,8 @@ NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters, that are looked at
-STATE, CONFIG = "trainer_state.json", "config.json"
+STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
+ROUTER = "router_config.json"
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
 BESIDE_WEIGHTS = NamePattern(
@@ -127,7 +128,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     With a `part` where some are missing, damaged, of another step, or parts that are not joined.
     """
     layout = members_of(checkpoint, folder)
-    if layout is None:
+    if layout is None or not (layout.names or layout.missing):
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
@@ -169,7 +170,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
         first = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
-        note = Note(MEMBERS, f"{label} are whole: {listed([*first, *layout.names], 4)}")
+        note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*first, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     told = problems or f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
@@ -337,14 +338,15 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     weights = [name for name, what in modules if what == "weights"]
     missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
     accelerates = any(name.startswith("random_states_") for name in names)
-    models: list[str] = []  # in folders of their own, where hooks of a script save them, as those of diffusers do
-    if accelerates and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in (*sets, *names)):
-        inside = {name: _names_in(folder, name) for name in folder.names}
-        models = [name for name, files in inside.items() if CONFIG in files and any(map(_is_weights, files))]
+    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
+    models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
+    if (accelerates or is_trainers) and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in sets + names):
+        inside = {name: {*_names_in(folder, name)} for name in folder.names}
+        inside = {name: files for name, files in inside.items() if files & {CONFIG, ADAPTER} and STATE not in files}
+        models = [name for name, files in inside.items() if any(map(_is_weights, files))]
     # What the others belong to, first.
     there = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     saved = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
     if saved and "training_args.bin" in names and STATE not in names:
         missing.append(STATE)
@@ -378,6 +380,8 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     `weights`, `config.json`, other `files` or nothing."""
     said = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
     names = [fields(module).get("path") for module in items(said)] if table == "modules.json" else []
+    if "" in names and ROUTER in folder:  # which chooses among modules that are in folders of their own
+        names += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types"))
     for name, value in fields(said).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)

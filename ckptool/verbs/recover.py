@@ -159,8 +159,11 @@ def recover(
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
-        with no_collection():  # without its source: no other verb takes that, to drop what would run
-            plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
+        try:  # without its source: no other verb takes that, to drop what would run
+            with no_collection():
+                plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
+        except CkptoolError as error:
+            raise error.within(source.path) from None
     there = other.source if other is not None else None
     notes: tuple[Note, ...] = ()
     if not dry_run:

@@ -116,6 +116,20 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     assert run("verify", str(folder)).code == 0
     (folder / "unet_ema" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     assert "unet_ema" in ckptool.open(folder).part.meaning
+    (tmp_path / "run" / "mine").mkdir(parents=True)  # an adapter with a name, as a Trainer saves it
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(weights, tmp_path / "run" / "mine" / "adapter_model.safetensors")
+    (tmp_path / "run" / "mine" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run" / "trainer_state.json").write_text('{"global_step": 5}')
+    trainer_folder(tmp_path / "run" / "checkpoint-5")  # one of its own
+    assert [*ckptool.open(tmp_path / "run").tree] == ["mine", "trainer_state.json"]
+    router = tmp_path / "router"  # of sentence-transformers, which chooses among modules
+    shutil.move(folder / "unet", router / "query_0_Static")
+    (router / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "Router"}]')
+    (router / "router_config.json").write_text('{"types": {"query_0_Static": "Static", "document_0_Static": "Static"}}')
+    assert ckptool.open(router).part.meaning.endswith("sentence-transformers; document_0_Static is missing")
+    shutil.copytree(router / "query_0_Static", router / "document_0_Static")
+    assert ckptool.open(router).part is None and len(ckptool.open(router).tree) == 2
 
 
 # Do they belong together? ---------------------------------------------------------------------------------------------
