@@ -24,7 +24,7 @@ from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
-from ckptool.formats import PathLike, counting_whole, marks, members, sharded
+from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
@@ -242,8 +242,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
     name = named_urls(os.fspath(path))
     if not folder_at(name):
-        with counting_whole():
-            row = _row(full, name)
+        row = _row(full, name)
         return Scan(name, False, 0, row if row.is_good else None, "", full, latest_only, (row,))
     every = list(_files(name))
     files = {file: is_named for file, is_named in every if is_named is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import closing, suppress
 from functools import partial
 from operator import itemgetter
@@ -44,7 +44,7 @@ from ckptool.facts import (
     size,
     yellow,
 )
-from ckptool.formats import counting_whole, marks, members, part_of, sharded
+from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
@@ -225,8 +225,7 @@ def verified(
     at, finite, jobs: see the verb."""
     jobs = checked_jobs(jobs)
     try:
-        with counting_whole():
-            checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
+        checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
     except _DAMAGE as error:
         if isinstance(given, Checkpoint) or (isinstance(given, Folder) and len(sharded.checkpoints_in(given)) > 1):
             raise  # none of them was looked at, so none is called damaged
@@ -248,10 +247,58 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
     names = layout.names if layout is not None else ()
-    tops = {name.partition("/")[0] for name in names}
-    own = {name.partition("/")[0] for name in folder.files} if folder is not None else set()
-    files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
-    elsewhere = [file for name, file in files.items() if name.partition("/")[0] in tops]
+    elsewhere = {name.partition("/")[0] for name in names}
+    problems, extent, checked, nbytes = _without_members(checkpoint, elsewhere)
+    # A file that was recovered is not what was once written, whatever its checksums say.
+    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
+    for note in marks.recovered_notes(checkpoint.metadata):
+        why, places = "It is not the file that was written.", (*said["filled"], *said["lost"])
+        problems.append(Problem(note.code, note.message, why, tensors=places))
+    count = sum(1 for _ in storages(checkpoint.tree))
+    extents = {extent} if count else set()
+    files = len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1
+    if folder is not None:
+        own = {name.partition("/")[0] for name in folder.files}
+        with closing(in_turn(partial(_member, folder), names, jobs)) as tasks:
+            for name, task in zip(names, tasks, strict=True):
+                try:
+                    member = task()
+                except CkptoolError as error:
+                    member = Verification(os.path.join(folder.path, name), problems=(problem_of(error),))
+                for problem in member.problems:
+                    problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
+                checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
+                extents |= {member.checksums} if member.storages else set()
+                files += 0 if name.partition("/")[0] in own else member.files
+    part = checkpoint.part
+    if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
+        what = f"{folder} has {part.label}: {part.meaning}"
+        problems.append(Problem(CODE, what, "Its own list of files names more."))
+    path = source.path if source is not None else ""
+    notes = [note for note in checkpoint.notes if note.code in _SAID]
+    if checkpoint.untied:
+        what = f"no step is recorded in {listed(checkpoint.untied, 3)}"
+        notes.append(Note("not-provable", f"nothing shows whether all files are of one step: {what}"))
+    return Verification(
+        file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
+        container=checkpoint.container,
+        part=part,
+        bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
+        files=files,
+        tensors=len({id(tensor) for _, tensor in tensors(checkpoint.tree)}),
+        storages=count,
+        checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
+        checked=checked,
+        checked_bytes=nbytes,
+        problems=tuple(problems),
+        notes=runnable(notes, path),
+        fixes=_fixes(source, problems),
+    )
+
+
+def _without_members(checkpoint: Checkpoint, elsewhere: Set[str]) -> tuple[list[Problem], str, int, int]:
+    """What is wrong with the data of a checkpoint, but for the files and folders of these names; how much of it has
+    checksums; and how many stretches were compared with theirs, and their bytes."""
     problems, seen = list[Problem](), set[int]()
     for place, storage in _storages_by_address(checkpoint.tree):
         data = storage.data
@@ -264,71 +311,26 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
             except CkptoolError as error:
                 problems.append(problem_of(error, "", None, (place,)))
     archive = archive_of(checkpoint)
-    archives, taken = [archive] if archive is not None else [], {id(file) for file in elsewhere}
-    for file in files.values() if archive is None and not checkpoint.base else ():
-        if id(file) not in taken and file.read(0, min(2, file.size)) == b"PK":
+    archives = [archive] if archive is not None else []
+    files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
+    taken = [file for name, file in files.items() if name.partition("/")[0] in elsewhere]
+    for name, file in files.items() if archive is None and not checkpoint.base else ():
+        if name.partition("/")[0] not in elsewhere and file.read(0, min(2, file.size)) == b"PK":
             with suppress(CkptoolError):  # .distcp files are many, end to end
                 archives.append(read_archive(file, case_matters=True))
     checked = nbytes = 0
     for each in archives:
-        elsewhere.append(each.source.file)
+        taken.append(each.source.file)
         beside = "" if archive is not None else f"{os.path.basename(each.source.file.path)}: "
         wrong = check_archive(each, checkpoint.tree)
         problems += [replace(problem, record=f"{beside}{problem.record}") for problem in wrong]
         if each.has_checksums:
             checked += len(each.records)
             nbytes += sum(record.size for record in each.records.values())
-    extent = ALL if checked else NONE
-    if archive is None:
-        wrong, extent, *counts = check_storages(checkpoint.tree, elsewhere)
-        problems, checked, nbytes = problems + wrong, checked + counts[0], nbytes + counts[1]
-    # A file that was recovered is not what was once written, whatever its checksums say.
-    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
-    for note in marks.recovered_notes(checkpoint.metadata):
-        why, places = "It is not the file that was written.", (*said["filled"], *said["lost"])
-        problems.append(Problem(note.code, note.message, why, tensors=places))
-    count = sum(1 for _ in storages(checkpoint.tree))
-    extents, others = {extent} if count else set(), 0
-    if folder is not None:
-        paths = [os.path.join(folder.path, name) for name in names]
-        with closing(in_turn(partial(_member, folder), names, jobs)) as tasks:
-            for name, path, task in zip(names, paths, tasks, strict=True):
-                try:
-                    member = task()
-                except CkptoolError as error:
-                    member = Verification(path, problems=(problem_of(error),))
-                for problem in member.problems:
-                    problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
-                checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
-                if member.storages:
-                    extents.add(member.checksums)
-                if name.partition("/")[0] not in own:
-                    others += member.files
-    part = checkpoint.part
-    if folder is not None and not problems and part is not None and part.kind is PartKind.MEMBERS:
-        lacks = Problem(CODE, f"{folder} has {part.label}: {part.meaning}", "Its own list of files names more.")
-        if not part.is_complete:
-            problems.append(lacks)
-    path = source.path if source is not None else ""
-    notes = [note for note in checkpoint.notes if note.code in _SAID]
-    if checkpoint.untied:
-        what = f"no step is recorded in {listed(checkpoint.untied, 3)}"
-        notes.append(Note("not-provable", f"nothing shows whether all files are of one step: {what}"))
-    return Verification(
-        file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
-        container=checkpoint.container,
-        part=part,
-        bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
-        files=(len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1) + others,
-        tensors=len({id(tensor) for _, tensor in tensors(checkpoint.tree)}),
-        storages=count,
-        checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
-        checked=checked,
-        checked_bytes=nbytes,
-        problems=tuple(problems),
-        notes=runnable(notes, path),
-        fixes=_fixes(source, problems),
-    )
+    if archive is not None:
+        return problems, ALL if checked else NONE, checked, nbytes
+    wrong, extent, count, size_of_all = check_storages(checkpoint.tree, taken)
+    return problems + wrong, extent, checked + count, nbytes + size_of_all
 
 
 def _member(folder: Folder, name: str) -> Verification:
@@ -341,8 +343,7 @@ def _member(folder: Folder, name: str) -> Verification:
     source = Source(path)
     source.share_descriptors()  # there may be thousands of ranks
     try:
-        with counting_whole():
-            return _checked(source, formats.read_alone(source))
+        return _checked(source, formats.read_alone(source))
     except _DAMAGE as error:
         return _damaged(source, error)
 

@@ -187,21 +187,24 @@ class Array:
         return f"<numpy array {self.type}{list(self.shape)}>"
 
 
+# How many bytes (characters of U) a type may name behind its kind, as numpy writes it in a pickle.
+_SIZES = dict.fromkeys("iufcSUV", "[0-9]{1,9}") | {"?": "", "b": "1", "m": "8", "M": "8", "O": "[48]?"}
+_CODE = re.compile("|".join(f"{re.escape(kind)}{sizes}" for kind, sizes in _SIZES.items()))
+# The flags of a type, numpy/ndarraytypes.h: its items are counted, listed in pickles, pointers, made empty at first,
+# used by Python alone. Those of types with Python objects in them (NPY_FROM_FIELDS), and those that no others have.
+_COUNTED, _LISTED, _POINTER, _EMPTY, _PYTHON = 1, 2, 4, 8, 16
+_OF_OBJECTS, _OF_NO_OTHERS = _COUNTED | _LISTED | _EMPTY | _PYTHON, _COUNTED | _LISTED | _POINTER
+_ALIGNMENTS = (1, 2, 4, 8, 16, 32)
+
+
 def _element(node: Any) -> tuple[str, int, bool]:
     """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
-    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype":
+    if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not _CODE.fullmatch(node.args[0]):
         raise TypeError("no numpy type")
-    kind, digits = re.fullmatch(_CODE, node.args[0]).groups()  # type: ignore[union-attr]
-    size = 8 if kind == "O" else int(digits or 1 if kind != "?" else 1) * (4 if kind == "U" else 1)
-    has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & 1))
+    kind, digits = node.args[0][0], node.args[0][1:]
+    size = 8 if kind == "O" else int(digits or 1) * (4 if kind == "U" else 1)
+    has_objects = kind == "O" or (type(node.state) is tuple and bool(node.state[7] & _COUNTED))
     return kind, size, has_objects
-
-
-_CODE = r"(\?|b(?=1$)|[iufc](?=[0-9])|[mM](?=8$)|[SUV](?=[0-9])|O(?=[48]?$))([0-9]{0,9})"
-# counted, listed in pickles, made empty at first, used by Python: numpy/ndarraytypes.h, NPY_FROM_FIELDS
-_OF_OBJECTS = 27
-_NOT_OF_OBJECTS = 7  # counted, listed in pickles, a pointer
-_ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
 def _guarded(read: Callable[[Object], Any]) -> Callable[[Object], Any]:
@@ -248,21 +251,23 @@ def is_type(node: Object) -> bool:
     elif fields is not None:
         return False
     parts.sort()
-    of_objects = any(part[2] for part in parts)
-    overlap = any(end > begin for (_, end, _), (begin, _, _) in pairwise(parts))
-    return (
-        type(node.state) is tuple
-        and type(version) is int
-        and version == 3 + len(metadata)
-        and order in ("<", ">", "|", "=")
-        and (not parts or (kind == "V" and (inside is None or names is None)))
-        and all(type(begin) is int and 0 <= begin <= end <= size for begin, end, _ in parts)
-        and not (of_objects and overlap)
-        and all(type(each) is int for each in (itemsize, alignment, flags))
-        and ((itemsize == size and alignment in _ALIGNMENTS) or (kind not in "SUV" and itemsize == alignment == -1))
-        and (flags & _OF_OBJECTS == _OF_OBJECTS if of_objects or kind == "O" else not flags & _NOT_OF_OBJECTS)
-        and (kind not in "mM" or _unit(node.state) is not None)
-    )
+    of_objects = any(objects for *_, objects in parts)
+    if type(node.state) is not tuple or type(version) is not int or version != 3 + len(metadata):
+        return False
+    if order not in ("<", ">", "|", "=") or any(type(each) is not int for each in (itemsize, alignment, flags)):
+        return False
+    if parts and (kind != "V" or (inside is not None and names is not None)):  # of one array, or of fields
+        return False
+    if not all(type(begin) is int and 0 <= begin <= end <= size for begin, end, _ in parts):
+        return False
+    if of_objects and any(end > begin for (_, end, _), (begin, _, _) in pairwise(parts)):
+        return False
+    is_of_the_table = kind not in "SUV" and itemsize == alignment == -1  # numpy's own, whose size it knows
+    if not is_of_the_table and (itemsize != size or alignment not in _ALIGNMENTS):
+        return False
+    if flags & _OF_OBJECTS != _OF_OBJECTS if of_objects or kind == "O" else flags & _OF_NO_OTHERS:
+        return False
+    return kind not in "mM" or _unit(node.state) is not None
 
 
 def _is_shape(shape: Any) -> bool:
@@ -313,7 +318,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
         return seen[id(node)]
     text: Any = node.args[0] if isinstance(node, Object) and type(node.args) is tuple and node.args else None
     known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
-    if not known or text[:1] == "O" or not re.fullmatch(_CODE, text):
+    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
         kind = "Python objects" if known and text[:1] == "O" else f"the unknown type {brief(text)}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
         raise Unsupported(f"a numpy array of {kind}", why)
@@ -336,10 +341,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
 def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
     unit, count, *_ = state[8][-1] if len(state) > 8 else (b"generic", 1)
     unit = unit.decode("ascii") if isinstance(unit, bytes) else unit
-    if (
-        unit not in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
-        or type(count) is not int
-    ):
+    if unit not in "Y M W D h m s ms us ns ps fs as generic".split() or type(count) is not int:
         raise Corrupt("a numpy date of an unknown unit")
     return unit, count
 

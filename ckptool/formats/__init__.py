@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -202,8 +202,13 @@ def read_alone(source: Input) -> Checkpoint:
                 if reaches_a_call(FileRange(source, 0, source.size)):
                     why = "Its first bytes are opcodes that skip what makes it a file of its format; a program follows."
                     raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
-            with no_collection():
-                return cast(Checkpoint, container.code.read(source))
+            try:
+                with no_collection():
+                    return cast(Checkpoint, container.code.read(source))
+            except Truncated as error:  # which says how much of it could be saved
+                from ckptool.formats.damaged import with_whole_count
+
+                raise with_whole_count(error) from None
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)
@@ -334,7 +339,7 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         from ckptool.formats.in_memory import checkpoint_in_memory
 
         return Opened(checkpoint_in_memory(file), at, "")
-    with while_open(), counting_whole():
+    with while_open():
         source, place = open_source(file)
         checkpoint = read_source(source)
     if isinstance(file, (str, os.PathLike)):
@@ -361,18 +366,6 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
         return source_of(file), None
     path, place = split(file)
     return open_input(path), place
-
-
-@contextmanager
-def counting_whole() -> Iterator[None]:
-    """Adds to the error for a zip that was cut off how much of it could be saved, which takes a walk through the
-    file."""
-    try:
-        yield
-    except Truncated as error:
-        from ckptool.formats.damaged import with_whole_count
-
-        raise with_whole_count(error) from None
 
 
 def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool = False) -> Opened:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
             trainer.told |= hooks.facts() if trainer.world.is_first else {}
             return
         run.metrics = found
-        _remember(trainer, found)
+        remember(trainer, found)
     trainer.pending = False
     if trainer.world.is_first and (run.metrics or is_due(trainer, config.log.every)):
         place = {"step": trainer.step, "epoch": trainer.epoch}
@@ -88,7 +89,7 @@ def is_due(trainer: Trainer, every: int) -> bool:
     return bool(every) and (trainer.step % every == 0 or trainer.step == trainer.total_steps)
 
 
-def _remember(trainer: Trainer, metrics: dict[str, float]) -> None:
+def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
     """Takes note of the best so far, and steps the schedules that follow it.
 
     An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is made longer has none
@@ -269,18 +270,18 @@ class _Stopped(BaseException):
 
 
 def measured(
-    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val"
+    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val", most: int | None = None
 ) -> dict[str, float] | None:
     """Metrics over the validation or test samples, the same in all processes; None if they are to stop meanwhile.
 
-    stopping: asked before each batch.  on: `val` or `test`.
+    stopping: asked before each batch.  on: `val` or `test`.  most: of so many batches; of all, where it is None.
     """
     config, world = trainer.config, trainer.world
     dropped = False
 
     def batches(samples: Iterator[Batch]) -> Iterator[Batch]:
         nonlocal dropped
-        for number, batch in enumerate(samples):
+        for number, batch in enumerate(islice(samples, most)):
             # Of processes that compute a model together, at once in all of them.
             if world.any_rank(stopping()) if trainer.is_divided else stopping():
                 dropped = True

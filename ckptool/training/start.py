@@ -22,7 +22,7 @@ from ckptool.training.configfile import recorded_config, retention_of
 from ckptool.training.data import Samples
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
-from ckptool.training.loop import one_step, train
+from ckptool.training.loop import measured, one_step, remember, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
 from ckptool.training.reports import Outcome, Rehearsal
@@ -250,7 +250,10 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
 
 
 def rehearse(config: Config) -> Rehearsal:
-    """Runs one step, saves, reloads and saves again. Raises what would stop a run, `Corrupt` where the files differ."""
+    """Runs one step, saves, reloads and saves again, and evaluates a batch.
+
+    Raises what would stop a run, `Corrupt` where the files differ.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder,
         name_culprits(),
@@ -275,6 +278,8 @@ def rehearse(config: Config) -> Rehearsal:
             changed = diff_files(saved.path, again.path).changed
             where = f" in {printable(changed[0].address)}" if changed else ""
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
+        if trainer.eval_every:
+            remember(trainer, measured(trainer, most=1) or {})  # refuses a metric that the task does not give
         without = None
         if config.train.activation_checkpoint is not None:
             train = {**config.dumped()["train"], "activation_checkpoint": None}

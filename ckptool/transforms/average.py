@@ -35,7 +35,7 @@ from ckptool.formats import DEFAULT
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
-_SMALL = 1 << 12  # patterns that are sorted instead
+_SMALL = 1 << 14  # patterns that are sorted instead
 _LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 Read = Callable[[int, str], "Array"]

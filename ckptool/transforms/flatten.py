@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
+from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import Path, address, children, holders, module_attributes, stored_parts, walk
@@ -212,7 +213,7 @@ def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
     """True for a call by which torch makes a tensor, unless the tensors that it was given are all there."""
     if not isinstance(node, Object) or not _MADE_OF_TORCH.fullmatch(canonical(node.fn)):
         return False
-    within = [view for _, part in walk(node) for view in _views(part)]
+    within = [view for part in visit(node) for view in _views(part)]
     return any(view not in kept for view in within) or not (within or node.name.endswith("ScriptObject"))
 
 

@@ -280,6 +280,40 @@ class Link(NamedTuple):
     way: object = None
 
 
+class OpenFamilies(NamedTuple):
+    """Those of a side that have no certain link. alike: by shape.  called: by word and rank.  levels: how many differ
+    in numbers only."""
+
+    alike: Mapping[Trait, list[Family]]
+    called: Mapping[tuple[str, int], list[Family]]
+    levels: Counter[str]
+
+    @classmethod
+    def of(cls, some: Iterable[Family], *keys: Mapping[str, Trait]) -> OpenFamilies:
+        found, every = cls(defaultdict(list), defaultdict(list), Counter()), {key for each in keys for key in each}
+        for family in (each for each in some if every >= {*each.keys.values()}):
+            found.levels[family.unnumbered] += 1
+            for trait in {*family.traits}:
+                found.alike[trait].append(family)
+            for word in family.words.strong | family.words.weak:
+                found.called[word, family.rank].append(family)
+        return found
+
+    def has_rival(self, chosen: Family, other: Family, shape: Trait, others: OpenFamilies) -> bool:
+        """True if the name of another of these is as near to that of the other side: it has the same shape, or another
+        of the family's and differs in numbers only, or it is nearer, and has a shape that the other side does not
+        have."""
+        near, far = other.words, chosen.words
+        if not all(each is chosen or near.is_nearer(far, each.words) for each in self.alike[shape]):
+            return True
+        alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
+        if any(each is not chosen and each.unnumbered == chosen.unnumbered for each in alike):
+            return True
+        more = (near.strong | near.weak) - far.strong - far.weak
+        named = (each for word in more for each in self.called.get((word, other.rank), ()))
+        return any(near.is_nearer(each.words, far) and others.alike.keys().isdisjoint(each.traits) for each in named)
+
+
 Modules = Mapping[str, Mapping[str, Family]]
 """Families by their modules and the last parts of their names."""
 
@@ -329,12 +363,12 @@ class Search:
                     doubtful[key] = trait
 
     def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
-        """Accepts two families, and those of their modules that have the same leaves, shapes and numbers."""
+        """Accepts two families, and those of their modules, of no other numbers, that share leaves and shapes."""
         self._accept(match, why, certain)
         ours, theirs = match.ours, match.theirs
         below = modules[1][theirs.module]
         for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
-            other = matched(one, below.get(leaf))
+            other = matched(one, below.get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
             if other is not None and other.numbers == match.numbers and self._is_open(other):
                 self._accept(other, "the other tensors of the module fit", certain)
 
@@ -378,53 +412,33 @@ class Search:
                 self._accept(match, why, is_certain, (old, new))
 
     def _by_words(self, *sides: list[Family]) -> None:
-        """Families with more words in common with each other than with any other of the same shapes, or of shapes that
-        the other side does not have; and where the other tensors of their modules are not of another rank."""
+        """Families that have more words in common with each other than with any rival, in modules whose other tensors
+        are not of another rank."""
         before, modules = -1, [*map(_modules, sides)]
         while len(self.links) != before:
             before = len(self.links)
-            alike: tuple[dict[Trait, list[Family]], ...] = defaultdict(list), defaultdict(list)
-            called: tuple[dict[tuple[str, int], list[Family]], ...] = defaultdict(list), defaultdict(list)
-            levels = Counter[str]()  # families that differ in numbers only, or in how many they have
-            for rows, having, side, free, doubtful in zip(alike, called, sides, self.free, self.doubtful, strict=True):
-                keys = free.keys() | doubtful.keys()
-                for family in (each for each in side if keys >= {*each.keys.values()}):
-                    levels[family.unnumbered] += 1
-                    for trait in {*family.traits}:
-                        rows[trait].append(family)
-                    for word in family.words.strong | family.words.weak:
-                        having[word, family.rank].append(family)
-            for trait, mine in alike[0].items():
-                goals = alike[1].get(trait, ())
+            ours, theirs = map(OpenFamilies.of, sides, self.free, self.doubtful)
+            for shape, mine in ours.alike.items():
+                goals = theirs.alike.get(shape, ())
                 for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
                     near = max(
                         goals, key=lambda each: tuple(len(a & b) for a, b in zip(one.words, each.words, strict=True))
                     )
-                    alone = all(len(rows.get(each, ())) == 1 for rows in alike for each in (*one.traits, *near.traits))
+                    shapes = {*one.traits, *near.traits}
+                    alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
                     linear = alone and "linear" in one.words.weak & near.words.weak
-                    telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(trait or ()) > 3)
+                    telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)
                     match = matched(one, near) if telling else None
                     if match is None or not match.known or _cannot_be(match) or not self._is_open(match):
                         continue
-                    if one.unnumbered == near.unnumbered and levels[one.unnumbered] > 2 and not alone:
-                        continue
-                    beside = modules[1][near.module] if one.leaf == near.leaf else {}
-                    pairs = [(each, beside[leaf]) for leaf, each in modules[0][one.module].items() if leaf in beside]
-                    rivals = [(one, near, each) for each in goals if each is not near]
-                    rivals += [(near, one, each) for each in mine if each is not one]
-                    nearer = (
-                        family.words.is_nearer(rival.words, other.words) and there.keys().isdisjoint(rival.traits)
-                        for family, other, having, there in (
-                            (one, near, called[1], alike[0]),
-                            (near, one, called[0], alike[1]),
-                        )
-                        for word in (family.words.strong | family.words.weak) - other.words.strong - other.words.weak
-                        for rival in having.get((word, family.rank), ())
-                    )
+                    name, beside = one.unnumbered, modules[1][near.module] if one.leaf == near.leaf else {}
+                    levels = ours.levels[name] + theirs.levels[name] if name == near.unnumbered and not alone else 0
+                    leaves = modules[0][one.module].items()
                     if (
-                        all(family.words.is_nearer(other.words, rival.words) for family, other, rival in rivals)
-                        and all(each.rank == other.rank for each, other in pairs)
-                        and not any(nearer)
+                        levels <= 2  # or numbers alone would tell, counted otherwise, which of them it is
+                        and all(each.rank == beside[leaf].rank for leaf, each in leaves if leaf in beside)
+                        and not theirs.has_rival(near, one, shape, ours)
+                        and not ours.has_rival(one, near, shape, theirs)
                     ):
                         why = "of the tensors with these shapes, the names are the nearest"
                         self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)

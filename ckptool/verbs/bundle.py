@@ -186,7 +186,6 @@ class _Members:
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
-@formats.counting_whole()
 def _of_folder(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)

@@ -268,6 +268,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "72-metadata-that-is-shared": sharing(HOOKS + b"h\x00b", b"}" + MANY_KEYS),
     "72-sets-that-are-shared": sharing(b"h\x00", b"\x8f(" + b"M\x01\x01" * 3_000 + b"\x90"),
     "72-attributes-that-are-shared": sharing(b"h\x00\x85", HOOKS + b"}" + MANY_KEYS + b"b"),
+    "72-arguments-that-are-shared": sharing(name("torch", "_TypedStorage") + b"h\x00\x85R", b"]" + b"\x85" * 400),
     "72-objects-that-are-shared": sharing(OWN + b"h\x00\x85R", OWN + b")\x81}" + MANY_KEYS + b"b"),
     "73-list": lambda: program(b"]q\x00h\x00a"),
     "73-dict": lambda: program(b"}q\x00" + text("me") + b"h\x00s"),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptool.errors import Corrupt, NotFinite
+from ckptool.errors import Corrupt, NotFinite, UsageError
 from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
@@ -349,6 +349,8 @@ def test_a_rehearsal_names_what_does_not_come_back() -> None:
     """A model that saves a count, and takes it back or does not."""
     kept, forgets = ({"main": {"name": own("Kept"), "args": {"forgets": forgets}}} for forgets in (False, True))
     assert rehearse(config(models=kept)).steps == 20
+    with pytest.raises(UsageError, match="is f1, which the task does not give"):
+        rehearse(config("eval.metric=f1", models=kept))
     with pytest.raises(Corrupt, match="reloaded state differs in model_state_dict/_extra_state"):
         rehearse(config(models=forgets))
 

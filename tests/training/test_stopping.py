@@ -13,7 +13,7 @@ import torch
 
 from ckptool.errors import UserCodeFailed
 from ckptool.training.hooks import Hooks
-from ckptool.training.loop import _remember
+from ckptool.training.loop import remember
 from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from tests.support.looped import sliced
@@ -205,7 +205,7 @@ def test_what_counts_as_better(tmp_path: Path) -> None:
     counts = []
     for value in (float("nan"), 0.5, 0.55, 0.61, 0.61, 0.7, float("nan")):
         made.step += 1
-        _remember(made, {"m": value})
+        remember(made, {"m": value})
         assert made.stale is not None
         counts.append((made.stale["value"], made.stale["count"], made.is_stale))
     values = (None, 0.5, 0.5, 0.61, 0.61, 0.61, 0.61)

@@ -211,6 +211,10 @@ RIVALS: dict[str, Truth] = {
         for one, other, ranks in (("ln_attn", "zaa", (1, 1)), ("attn.proj", "attn.proj", (2, 1)))
         for leaf, rank in zip(("weight", "bias"), ranks, strict=True)
     },
+    "of a block that is counted otherwise": {
+        **{f"owl.{n}.b.2.{leaf}": (f"elk.{n}.b.2.{leaf}", (n, 4)) for n in (1, 3) for leaf in ("fox", "gain")},
+        **{f"owl.2.b.{n}.gain": (f"elk.2.b.{n - 1}.gain", (2, 4)) for n in range(1, 4)},
+    },
     "counted otherwise": {f"a.{n // 2}.{n % 2}.conv": (f"a.{n}.conv", (4 if n else 3, 4)) for n in range(3)},
 }
 
