@@ -20,10 +20,11 @@ from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
+from ckptool.checkpoint.jobs import Jobs, checked_jobs
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
-from ckptool.checkpoint.workers import Jobs, checked_jobs, in_turn
+from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
