@@ -269,7 +269,8 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
                 for problem in member.problems:
                     problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
                 checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
-                extents |= {member.checksums} if member.storages else set()
+                if member.storages:
+                    extents.add(member.checksums)
                 files += 0 if name.partition("/")[0] in own else member.files
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
@@ -330,8 +331,8 @@ def _without_members(checkpoint: Checkpoint, elsewhere: Set[str]) -> tuple[list[
             nbytes += sum(record.size for record in each.records.values())
     if archive is not None:
         return problems, ALL if checked else NONE, checked, nbytes
-    wrong, extent, count, size_of_all = check_storages(checkpoint.tree, taken)
-    return problems + wrong, extent, checked + count, nbytes + size_of_all
+    wrong, extent, count, summed = check_storages(checkpoint.tree, taken)
+    return problems + wrong, extent, checked + count, nbytes + summed
 
 
 def _member(folder: Folder, name: str) -> Verification:
