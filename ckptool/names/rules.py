@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
@@ -441,6 +442,10 @@ def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str
         old, arrow, new = (part.strip() for part in rule.text.partition("=>"))
         if arrow and any(key.startswith(f"{old}.") for key in keys):
             raise NoMatch(what, why, f"For all keys below it: {quoted(f'{old}.* => {new}.*')}")
+        inner = f"*.{old} => *.{new}"
+        with suppress(UsageError):
+            if arrow and any(first.match(key) is not None for first in parse_rules(inner)[0].old for key in keys):
+                raise NoMatch(what, why, f"For keys in which it comes later: {quoted(inner)}")
         raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
 
 

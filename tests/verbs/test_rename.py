@@ -110,6 +110,7 @@ def test_a_rule_that_cannot_work(rule: str, says: str) -> None:
         (["a => b", "x.* => y.*"], "a", NoMatch, r"the rule 'x\.\* => y\.\*' matches no key"),
         (["* => y.*", "a => b"], "a", NoMatch, "Earlier rules took every key"),
         (["b.0 => c"], "a b.00 b.0.w", NoMatch, r"For all keys below it: 'b\.0\.\* => c\.\*'"),
+        (["b.{n}.* => c.{n}.*"], "a a.b.0.w", NoMatch, r"'\*\.b\.\{n\}\.\* => \*\.c\.\{n\}\.\*'"),
         (["*.w => w"], "a.w b.w c", Conflict, r"keys of the file would collide: a\.w and b\.w would both be 'w'"),
         (["*.w => w"], "a.w b.w c.w", Conflict, "would all be 'w'"),
         (["a.* => *"], "a.w w", Conflict, r"a\.w and w would both be 'w'"),
