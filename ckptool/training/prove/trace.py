@@ -161,6 +161,9 @@ class Reference:
         place = max((place for place, (one, _) in enumerate(pairs[:until]) if one.optimizer == by), default=-1)
         if place < 0:
             return Divergence(start + (until or 0), [Cause([NOT_RESTORED], [])])
+        # The weights of another optimizer show in this one's batch before it steps again; its state was there earlier.
+        states = [(STATE, one.optimizer) in self.differing(start + at, other) for at, (one, other) in enumerate(pairs)]
+        place = states[:place].index(True) if True in states[:place] else place
         return Divergence(start + place + 1, self.causes(start + place, pairs[place][1]))
 
     def elsewhere(self, pairs: list[tuple[TracedStep, TracedStep]], start: int) -> Divergence:
