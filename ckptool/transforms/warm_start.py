@@ -411,8 +411,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
             texts = [f"{printable(fact.target)} {fact.have} against {fact.want}" for fact in facts]
-            is_other = "nested, of no one shape" if about == "kind" else f"of another {about}"
-            what = f"{counted(len(facts), 'tensor is', 'tensors are')} {is_other}: {listed(texts, 3)}"
+            what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
             found.append(Refusal(f"{about}-mismatch", what, _of_positions(facts) + fix))
     for word, names in (
         ("missing", [fact.name for fact in report.missing]),
