@@ -284,10 +284,10 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-# Types of parameters that are looked at in Python: what is taken for each, and what it is called.
-_TAKEN: dict[Any, tuple[type, str]] = {str: (str, "a text"), os.PathLike: (os.PathLike, "a path")}
-_TAKEN |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
-_TAKEN |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
+# Types of parameters that are checked in Python: what is accepted for each, and what it is called.
+_ACCEPTED: dict[Any, tuple[type, str]] = {str: (str, "a string"), os.PathLike: (os.PathLike, "a path")}
+_ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
+_ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
 
 
 def for_python(function: Any) -> Any:
@@ -297,11 +297,11 @@ def for_python(function: Any) -> Any:
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
     kinds = {each.name: getattr(each.annotation, "__origin__", each.annotation) for each in whole.parameters.values()}
-    taken: dict[str, list[tuple[type, str]]] = {}
-    for name, of in kinds.items():  # verbs that write look at `out` themselves
-        found = [_TAKEN.get(get_origin(each) or each) for each in (get_args(of) if isinstance(of, UnionType) else [of])]
-        if None not in found and (name != "out" or "make_folder" not in kinds):
-            taken[name] = [each for each in found if each is not None]
+    accepted: dict[str, list[tuple[type, str]]] = {}
+    for name, kind in kinds.items():  # verbs that write look at `out` themselves
+        types = [get_origin(each) or each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind])]
+        if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
+            accepted[name] = [_ACCEPTED[each] for each in types]
     words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
 
     @wraps(function)
@@ -310,9 +310,9 @@ def for_python(function: Any) -> Any:
             if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
                 what = f"{function.__name__} was given {value!r} as {name}"
                 raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
-            if not isinstance(value, tuple(kind for kind, _ in taken.get(name, [(object, "")]))):
+            if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
                 what = f"{function.__name__} was given {type(value).__name__} as {name}"
-                raise UsageError(what, f"It has to be {' or '.join(text for _, text in taken[name] if text)}.")
+                raise UsageError(what, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
         paths = given[0] if given and type(given[0]) in (list, tuple) else ()
         if paths and typed[0].option.each and all(isinstance(each, (str, os.PathLike)) for each in paths):
             many = import_module("ckptool.verbs._many_files")
@@ -343,7 +343,7 @@ def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
     given: Any = texts
     found: list[Any] = [None] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
     if not all(isinstance(each, str) for each in found):
-        raise UsageError(f"{given!r} was given where texts are needed", "", "Give a text, or a list of them.")
+        raise UsageError(f"{given!r} was given where strings are needed", "", "Give a string, or a list of them.")
     return found
 
 

@@ -260,8 +260,9 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 def unusual(tensor: Tensor) -> list[str]:
     """What is not so of most tensors: a device, a kind, strides."""
     also = [] if tensor.location == "cpu" else [tensor.location]
-    also += [tensor.kind] if isinstance(tensor, Composite) else []
-    return also if isinstance(tensor, Composite) or tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
+    if isinstance(tensor, Composite):
+        return [*also, tensor.kind]
+    return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:

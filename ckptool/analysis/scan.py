@@ -16,10 +16,11 @@ from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
 from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
+from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import named_urls
 from ckptool.checkpoint.tree import children
-from ckptool.checkpoint.workers import Jobs, in_turn
+from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable

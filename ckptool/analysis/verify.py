@@ -20,10 +20,11 @@ from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
+from ckptool.checkpoint.jobs import Jobs, checked_jobs
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
-from ckptool.checkpoint.workers import Jobs, checked_jobs, in_turn
+from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
@@ -268,7 +269,8 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
                 for problem in member.problems:
                     problems.append(replace(problem, record=f"{name}: {problem.record}" if problem.record else name))
                 checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
-                extents |= {member.checksums} if member.storages else set()
+                if member.storages:
+                    extents.add(member.checksums)
                 files += 0 if name.partition("/")[0] in own else member.files
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
@@ -329,8 +331,8 @@ def _without_members(checkpoint: Checkpoint, elsewhere: Set[str]) -> tuple[list[
             nbytes += sum(record.size for record in each.records.values())
     if archive is not None:
         return problems, ALL if checked else NONE, checked, nbytes
-    wrong, extent, count, size_of_all = check_storages(checkpoint.tree, taken)
-    return problems + wrong, extent, checked + count, nbytes + size_of_all
+    wrong, extent, count, summed = check_storages(checkpoint.tree, taken)
+    return problems + wrong, extent, checked + count, nbytes + summed
 
 
 def _member(folder: Folder, name: str) -> Verification:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from ckptool.commands import arg
+from ckptool.errors import UsageError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -21,7 +25,21 @@ class Executor(Protocol):
 Jobs = int | str | Executor
 """A number of processes, the address of a cluster (`dask://HOST:PORT`), or an executor."""
 
+MAX_JOBS = 256
+DASK = "dask://"
 ENDS = {signal.SIGTERM, signal.SIGHUP}
+
+
+def checked_jobs(jobs: Jobs) -> Jobs:
+    """What works on many files; raises `UsageError` for what cannot be meant."""
+    jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() else jobs
+    is_number = isinstance(jobs, int) and 1 <= jobs <= MAX_JOBS
+    if is_number or hasattr(jobs, "submit") or (isinstance(jobs, str) and jobs.startswith(DASK)):
+        return jobs
+    some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
+    what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {DASK}HOST:PORT, not {jobs}"
+    why = "A number is how many processes work at a time; an address is that of a dask scheduler."
+    raise UsageError(what, why, f"For example: {arg(jobs=some)}")
 
 
 def stop(number: int, frame: object) -> NoReturn:

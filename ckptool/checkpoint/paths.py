@@ -64,7 +64,7 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
     if not name:
-        return FileMissing("a file was named by an empty text", "In a shell, perhaps by a variable that is not set.")
+        return FileMissing("the name of a file is empty", "In a shell, perhaps a variable is not set.")
     if name == "-":
         what = f"- stands for standard {'output' if writing else 'input'}, which is not a file"
         why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."

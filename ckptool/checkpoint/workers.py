@@ -19,17 +19,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptool.checkpoint.jobs import ENDS, Executor, deliver_signal_again, signals_held, stop
-from ckptool.checkpoint.jobs import Jobs as Jobs
+from ckptool.checkpoint.jobs import DASK, ENDS, Executor, Jobs, checked_jobs, deliver_signal_again, signals_held, stop
 from ckptool.checkpoint.paths import given_urls
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, MissingExtra, RunFailed, UsageError
+from ckptool.errors import CkptoolError, MissingExtra, RunFailed
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
 
-MAX_JOBS = 256
 AHEAD = 256  # items that are worked on, or done and not asked for yet
 PATIENCE = 5.0  # seconds that a worker has to clear away what it began
 
@@ -38,21 +36,6 @@ Result = TypeVar("Result")
 Work = Callable[[Item], Result]
 Task = Callable[[], Result]
 """Waits for one result, and raises what the work raised."""
-
-
-_DASK = "dask://"
-
-
-def checked_jobs(jobs: Jobs) -> Jobs:
-    """What works on many files; raises `UsageError` for what cannot be meant."""
-    jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() else jobs
-    is_number = isinstance(jobs, int) and 1 <= jobs <= MAX_JOBS
-    if is_number or hasattr(jobs, "submit") or (isinstance(jobs, str) and jobs.startswith(_DASK)):
-        return jobs
-    some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
-    what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {_DASK}HOST:PORT, not {jobs}"
-    why = "A number is how many processes work at a time; an address is that of a dask scheduler."
-    raise UsageError(what, why, f"For example: {arg(jobs=some)}")
 
 
 def in_turn(
@@ -86,7 +69,7 @@ def _cluster(address: str) -> Iterator[Executor]:
     except ImportError as error:
         what = f"{arg(jobs=address)} needs dask's distributed, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[cluster]'") from error
-    place = f"tcp://{address.removeprefix(_DASK)}"
+    place = f"tcp://{address.removeprefix(DASK)}"
     with ExitStack() as stack:
         try:
             client = stack.enter_context(distributed.Client(place, timeout=PATIENCE, set_as_default=False))

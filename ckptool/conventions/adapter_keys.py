@@ -276,11 +276,11 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
         own = (key for key in told if key.startswith(block) and name in ("", _module_name(key)))
         return frozenset(told[key] for key in own)
 
-    def is_turned(key: str) -> frozenset[bool]:
+    def turns(key: str) -> frozenset[bool]:
         shape = base[key].shape
         if len(shape) != 2 or shape[0] != shape[1]:
             return frozenset({told.get(key, False)})
-        found, block = votes("", _module_name(key)), key[:1000]
+        found, block = votes("", _module_name(key)), key[:1000]  # a name may be long
         if len(found) != 1:
             found = frozenset()
         while not found and block:
@@ -288,7 +288,7 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
             found = votes(block)
         return found
 
-    return is_turned
+    return turns
 
 
 def _module_name(key: str) -> str:

@@ -408,8 +408,8 @@ def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command)
     return OnlyAPart(what, found.sentence(), fix)
 
 
-def to_be_changed(opened: Opened) -> Opened:
-    """The same, for a verb that changes keys, types or entries: not one shard, which has to go on fitting its index.
+def changeable(opened: Opened) -> Opened:
+    """The same, if keys, types and entries of it may be changed: not one shard, which has to go on fitting its index.
 
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
     are not joined.

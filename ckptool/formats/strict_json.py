@@ -72,7 +72,7 @@ class _Cursor:
         self.text, self.what, self.at, self.offered = text, what, 0, 0
         self.decoder = _decoder(what)
         self.escapes = "\\u" in text  # only these can spell half a surrogate pair
-        self.is_odd = self.escapes or ("-0" in text and _MINUS_ZERO.search(text) is not None)
+        self.one_by_one = self.escapes or ("-0" in text and _MINUS_ZERO.search(text) is not None)
 
     def names(self, take: Callable[[Pairs], bool] | None = None) -> Iterator[str]:
         """The names of the object that begins here; whoever takes one reads its value before the next.
@@ -101,7 +101,7 @@ class _Cursor:
         What is cut out is JSON by itself only where it ends between two members, so that no text is read in two ways.
         Members that were offered in vain are not offered again.
         """
-        end = -1 if self.is_odd or self.at < self.offered else self.text.rfind("},", self.at, self.at + _BATCH)
+        end = -1 if self.one_by_one or self.at < self.offered else self.text.rfind("},", self.at, self.at + _BATCH)
         if end < 0:
             return False
         self.offered = end

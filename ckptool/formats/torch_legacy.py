@@ -135,9 +135,8 @@ def _head(data: Data, name: str) -> Decoded:
         raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
     version = small_pickle(data, magic.end, name)
     if version.root != VERSION or type(version.root) is not int:
-        raise Corrupt(
-            f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}", "No torch writes another."
-        )
+        what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
+        raise Corrupt(what, "No torch writes another.")
     info = small_pickle(data, version.end, name)
     little_endian = machine_order(info.root, VERSION, name)
     return Decoded(little_endian, (*magic.discarded, *version.discarded, *info.aside()), info.protocol, info.end)

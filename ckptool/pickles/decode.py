@@ -98,8 +98,8 @@ def decode(
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))
-        most, composed = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
-        for node in visit(root) if composed else ():
+        most, has_composites = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
+        for node in visit(root) if has_composites else ():
             if isinstance(node, Composite) and (most := most - node.settle()) < 0:
                 raise LimitExceeded("tensors that share what they are made of", "Looking through it takes too long.")
     except CkptoolError as error:

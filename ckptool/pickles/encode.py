@@ -252,9 +252,8 @@ class _Encoder:
         begin_at, known, self.puts = len(out), len(self.memo), []
         self._call(call.fn, call.args, id(entry))
         puts, self.puts = self.puts, None
-        if (
-            is_plain and is_new and first > 255 and len(self.memo) == known + 2
-        ):  # but the key and the tensor, all is known
+        # All but the key and the tensor was in the memo before.
+        if is_plain and is_new and first > 255 and len(self.memo) == known + 2:
             ends = [*(place + 1 for place in puts[1:]), len(out)]
             fields = [each for place, end in zip(puts, ends, strict=True) for each in (0, bytes(out[place + 5 : end]))]
             layout = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))

@@ -86,6 +86,7 @@ class Machine:
                     str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else reader.text(pos, size)
                 )
                 pos += size
+                # A tensor begins with two marks, behind the place of its name and its function (h. or j....).
                 if runs is not None and b"((" in (data[pos + 7 : pos + 9], data[pos + 10 : pos + 12]):
                     pos, count = runs.read(data, pos, stack, memo, length_hint(steps))
                     next(islice(steps, count, count), None)

@@ -25,13 +25,13 @@ from ckptool.training.config import Config, Place, descend, is_named, keys_of, r
 from ckptool.training.store import Retention, RunFolder, write_text
 
 MAX_FILE = 1 << 20
-_WORDS = {  # of pydantic's errors by type; of the others it has its own, which begin so
+_WORDS = {  # for pydantic's errors by type; the others keep its words, without how they begin
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "should be a section, {KEY: VALUE}"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "should be a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "should be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "should be true or false"),
     "list_type": "should be a list",
-    "string_type": "should be a text",
+    "string_type": "should be a string",
     "string_pattern_mismatch": "should be the name of a file, like profile.json",
 }
 _KINDS: dict[type, str] = {list: "a list", dict: "a section"}

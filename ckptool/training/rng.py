@@ -38,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
     """True for equal plain values and tensors."""
     if isinstance(one, torch.Tensor):
         like = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
-        return like and (torch.equal(one, other) or bool(((one == other) | (one != one)).all()))  # NaN, too
+        return like and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
     if isinstance(one, (list, tuple)) and type(one) is type(other):

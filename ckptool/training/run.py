@@ -361,6 +361,7 @@ class Run:
         return self._handed(self._flat(lambda: self._epoch_of(loader), asked))
 
     def _handed(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The iterator that the script gets, which is looked for later (`counters_around`)."""
         self._iterator = weakref.ref(iterator)
         return iterator
 

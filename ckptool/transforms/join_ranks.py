@@ -36,7 +36,7 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats import Opened, PathLike, open_file, open_whole, split, to_be_changed
+from ckptool.formats import Opened, PathLike, changeable, open_file, open_whole, split
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
@@ -89,7 +89,7 @@ def open_joined(
             raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
         whole = open_whole(name, part=part).checkpoint
     elif whole is None:
-        whole = to_be_changed(open_file(name)).checkpoint
+        whole = changeable(open_file(name)).checkpoint
         if whole.part is not None:
             what = f"{name} is only a part of a checkpoint: {whole.part.label}"
             above, last = os.path.split(os.path.dirname(name))

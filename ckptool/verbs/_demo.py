@@ -30,7 +30,7 @@ LAYERS, WIDTH, WORDS = 6, 32, 100
 
 @verb(("ckptool demo playground", "two checkpoints in a new folder, and what to try"))
 def demo(
-    folder: Annotated[str, argument("FOLDER", "The new folder, else ckptool-demo.")] = "ckptool-demo",
+    folder: Annotated[str, argument("FOLDER", "The new folder (ckptool-demo).")] = "ckptool-demo",
     *,
     overwrite: Overwrite = False,
 ) -> Page:

@@ -12,8 +12,9 @@ from pathlib import PurePath
 from typing import Any, TypeVar
 
 from ckptool.checkpoint.files import size_at
+from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.paths import absolute
-from ckptool.checkpoint.workers import Jobs, in_turn
+from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import DIR, arg
 from ckptool.errors import CkptoolError, Conflict, UsageError, form
 

@@ -37,8 +37,7 @@ ChangedAt = Annotated[
     option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
 ]
 _PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Good for many files."
-_parse_jobs: Any = lambda _, text: import_module("ckptool.checkpoint.workers").checked_jobs(text)  # noqa: E731
-Jobs = Annotated[jobs.Jobs, option("--jobs N", _PAYS, rare=True, parse=_parse_jobs)]
+Jobs = Annotated[jobs.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: jobs.checked_jobs(text))]
 Texts = str | Sequence[str]
 _MATCH = "Only keys that match; * also matches dots, re: starts a regular expression."
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]

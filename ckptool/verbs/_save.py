@@ -25,7 +25,7 @@ from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, in
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
-from ckptool.formats import CheckpointLike, Format, Opened, PathLike, is_in_memory, marks, open_file, to_be_changed
+from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, replace_file
@@ -47,7 +47,7 @@ else:
         __class_getitem__ = staticmethod(lambda options: options)
 
 
-NAMED = ("unbundle", "lora extract", "lora convert")  # in Python nothing but the output is given without its name
+_OUTPUT_NEXT = ("unbundle", "lora extract", "lora convert")  # in Python their output is given without its name
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
 
 
@@ -292,8 +292,8 @@ class Change:
 
             left += left_beside(original)
         of = self.verb, original.source.path if original.source else "", path, container
-        more = tuple(details), notes, dry_run, verified
-        return Written(*of, how, added, nbytes, "", {}, *more, left=tuple(left))
+        report = Written(*of, how, added, nbytes, dry_run=dry_run, verified=verified)
+        return replace(report, details=tuple(details), notes=notes, left=tuple(left))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
@@ -323,7 +323,8 @@ class Change:
             plan = container.write(changed, keep_unknown=keep_unknown)
             own = replace(self, asked={**asked, "overwrite": True})
             notes += own.put(plan, source.path, inputs, partial(check_written, changed))
-            written = self.written(original, source.path, container.name, "new file", *2 * (plan.nbytes,), notes)
+            size = plan.nbytes
+            written = self.written(original, source.path, container.name, "new file", size, size, notes)
             return replace(written, replaced=True)
         if not asked["dry_run"]:
             if not os.access(source.path, os.W_OK):
@@ -427,7 +428,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
-    if memory and is_word and options.get("container") is None and verb not in NAMED:
+    if memory and is_word and options.get("container") is None and verb not in _OUTPUT_NEXT:
         why = "That is where the output is named, and this is the suffix of no container. An option has a name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
@@ -467,7 +468,7 @@ def begin_change(
     given: Any = {**options}
     extract = bool(given.pop("extract", False))
     change = change_of(verb, out, given, file, in_place=True)
-    opened = to_be_changed(open_file(file, at)) if opening is None else opening(file, at)
+    opened = changeable(open_file(file, at)) if opening is None else opening(file, at)
     whole, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"

@@ -65,7 +65,7 @@ def convert(
     like: Annotated[PathLike | None, LIKE] = None,
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml", _RULES, rare=True)] = None,
     ranks: Annotated[int | None, option("--ranks N", "Shard a .dcp folder as N ranks would.", rare=True)] = None,
-    shard_dim: Annotated[int | None, option("--shard-dim D", "With --ranks: the dimension (0).", rare=True)] = None,
+    shard_dim: Annotated[int | None, option("--shard-dim D", "Dimension that --ranks divides (0).", rare=True)] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
     """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).

@@ -44,6 +44,6 @@ def remap(
     saved = change.save(moved, changes=changed > 0)
     clean = f"already clean: every storage is on {'the devices asked for' if to is None else to}"
     summary = f"{changed:,} of {counted(total, 'storage')} moved" if changed else clean
-    moves_made = [{"from": old, "to": new, "storages": count} for old, new, count in changes]
+    table = [{"from": old, "to": new, "storages": count} for old, new, count in changes]
     lines = [f"{old} → {new}: {counted(count, 'storage')}" for old, new, count in changes]
-    return saved.about(summary, Row("moves", moves_made, lines), changed=changed, storages=total)
+    return saved.about(summary, Row("moves", table, lines), changed=changed, storages=total)

@@ -11,7 +11,7 @@ from ckptool.checkpoint import Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed
-from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, open_file, open_whole, to_be_changed
+from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, changeable, open_file, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.sharded import divided
 from ckptool.names.layout import LayoutList, layout_or_file, shipped, shipped_layout
@@ -101,7 +101,7 @@ def translate(
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:
         if not translation.joins or reverse or not isinstance(file, (str, os.PathLike)):
-            return to_be_changed(open_file(file, at))
+            return changeable(open_file(file, at))
         return open_joined(file, translation, at, given=given, like=like)
 
     change = begin_change("translate", file, out, at, options, opening)

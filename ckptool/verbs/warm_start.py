@@ -59,7 +59,7 @@ def warm_start(
     min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
-    suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules that make more fit (--rules).")] = None,
+    suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules for --rules, so that more fits.")] = None,
     part: IsPart = False,
     **options: Unpack[Save],
 ) -> LoadReport | Any:

@@ -1,5 +1,5 @@
 """`git-setup`: git itself is the judge of the configuration, the text that it compares, and the cache. `git-check`:
-what may be committed; with real git, git-lfs and, in `make soak`, the real pre-commit."""
+what may be committed; with real git and git-lfs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ import ckptool
 from ckptool import errors
 from ckptool.checkpoint import workers
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.workers import MAX_JOBS, in_turn
+from ckptool.checkpoint.jobs import MAX_JOBS
+from ckptool.checkpoint.workers import in_turn
 from ckptool.cli import main
 from ckptool.commands import FILE, INTO, OUT, command, other_program
 from ckptool.errors import CkptoolError, RunFailed, Text, UsageError

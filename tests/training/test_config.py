@@ -51,7 +51,7 @@ WRONG_LINES = {
     "save: [3]": "run.yaml:3: save: should be a section, {KEY: VALUE} (it is a list)",
     "save: {every: true}": "run.yaml:3: save.every: should be a number (it is True)",
     "eval: {every: true}": "run.yaml:3: eval.every: should be a number, or 'epoch' (it is True)",
-    "deterministic: maybe": ("run.yaml:3: deterministic: should be true or false, or 'warn' (it is 'maybe')"),
+    "deterministic: maybe": "run.yaml:3: deterministic: should be true or false, or 'warn' (it is 'maybe')",
     "models:\n  main: {freeze: [{match: a}]}": "run.yaml:4: models.main.freeze.0.until is missing",
     "optim: {main: {clip: {}}}": "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two",
     "optim: {other: {}}": (

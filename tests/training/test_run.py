@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 import ckptool
 from ckptool import Run
 from ckptool.errors import Conflict, NoneValid, UsageError
+from ckptool.training import rng
 from tests.support.own_loops import Holder, Killed, bytes_at, end, kill_at, parts, seeded, train, trained
 from tests.support.same import first_difference
 from tests.support.small_runs import flip_a_bit
@@ -232,6 +233,11 @@ def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: P
         ("model.noise (generator)", "give it: ckptool.Run(…, noise=model.noise)"),
         ("model.passing (non-persistent buffer)", "write: register_buffer(…, persistent=True)"),
     ]
+
+
+def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
+    assert rng.same([nan], [nan.clone()]) and not rng.same(nan, one) and not rng.same(one, nan)
 
 
 def test_a_script_may_begin_a_loader_again_whose_workers_stay(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.average([given, given], given), r"average\(\[A, B\]\)"),
         (lambda given: ckptool.bundle(wrapped()), "given DataParallel as members"),
         (lambda given: ckptool.warm_start(given, given, resize=True), "was given bool as"),
-        (lambda given: ckptool.train(3), "given int as config(?s:.*)a text or a path or a dictionary"),
+        (lambda given: ckptool.train(3), "given int as config(?s:.*)a string or a path or a dictionary"),
         (lambda given: ckptool.train({}, resume="Auto"), "given 'Auto' as resume(?s:.*)'never' or 'auto' or 'must'"),
         (lambda given: ckptool.edit(given, set={"module.tied": 1}), "drop='module.tied'"),
         (lambda given: ckptool.load(b"PK"), r"io.BytesIO\(data\)"),

@@ -408,8 +408,6 @@ def test_whole_numbers_fit() -> None:
 @hypothesis.given(data=strategies.data())
 @hypothesis.settings(max_examples=examples(80))
 def test_laid_over(data: strategies.DataObject) -> None:
-    import numpy
-
     whole = data.draw(strategies.lists(strategies.integers(1, 5), max_size=4))
     part = [data.draw(strategies.integers(0, size)) for size in whole]
     base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)
@@ -427,8 +425,6 @@ def test_laid_over(data: strategies.DataObject) -> None:
 
 
 def test_losses_are_counted_once() -> None:
-    import numpy
-
     tally = losses(array_entry(numpy.array([1, 1e6, 0.1], "f4")), by_name("f16"))
     assert (tally.elements, tally.changed, tally.overflowed) == (3, 2, 1)
 

@@ -321,9 +321,8 @@ def masters(stage: StageFiles, own: dict[Any, Any]) -> dict[str, TensorEntry]:
             alike = [name for name, entry in left.items() if entry.shape == master.shape]
             names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
         if not names or sum(left[name].numel for name in names) != master.numel:
-            raise damaged(
-                stage.folder, f"the optimizer has f32 weights {brief(master, 100)} that are none of the model's"
-            )
+            shown = brief(master, 100)
+            raise damaged(stage.folder, f"the optimizer has f32 weights {shown} that are none of the model's")
         row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
         for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
             found[name] = stage.joiner.flat(name, shape, pieces(row, shape, at), own[name])

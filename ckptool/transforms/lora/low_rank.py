@@ -277,12 +277,12 @@ def extract(
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
     low, saved, alike = _modules(tuned, base, changed, aliases, model)
-    deltas, whole, clamped, is_turned = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
+    deltas, whole, clamped, turns = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
     every = [key for key in {**base, **tuned} if type(key) is str]
     for key in sorted(every, key=lambda key: key.rpartition(".")[0] in alike):
         module, _, leaf = key.rpartition(".")
         if module in low and key in changed and leaf == "weight":
-            if len(turned := is_turned(key)) > 1:
+            if len(turned := turns(key)) > 1:
                 what = f"{key} is square, [out, in] or [in, out], and matrices around it are of both kinds"
                 raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=key)}")
             pair = [node[key].transpose() if True in turned else node[key] for node in (tuned, base)]
@@ -309,7 +309,7 @@ def extract(
         "base_model_name_or_path": None,
         "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole) else "none",
         "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
-        "fan_in_fan_out": any(True in is_turned(f"{delta.module}.weight") for delta in deltas),
+        "fan_in_fan_out": any(True in turns(f"{delta.module}.weight") for delta in deltas),
         "inference_mode": True,
         "lora_dropout": 0.0,
         "modules_to_save": sorted(saved) or None,

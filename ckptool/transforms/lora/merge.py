@@ -51,7 +51,7 @@ class AdapterMerge:
         self.changed: dict[str, tuple[int, ...]] = {}  # and by which tensors of the adapter
         self.replaced: list[str] = []
         self.added: list[str] = []
-        self.turned = orientation(self.tensors)
+        self.turns = orientation(self.tensors)
         deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(each) for each in deltas if each.component == component])
@@ -175,7 +175,7 @@ class AdapterMerge:
         """
         of_experts = delta in self.parameters and len(self.tensors[key].shape) == 3
         in_attention = any(".base_layer.out_proj." in each for each in delta.keys.values())  # as it says, in PEFT
-        votes = frozenset() if of_experts or in_attention else self.turned(key)
+        votes = frozenset() if of_experts or in_attention else self.turns(key)
         if len(votes) != 1:
             said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
             others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
