@@ -39,7 +39,7 @@ _HOW = {  # to save what changes; attributes and buffers as variables
     VARIABLE: 'if a later step needs it, make it a value of the run: run["{short}"] = {name}',
 }
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen")
+_LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
 _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
@@ -120,7 +120,7 @@ def _script() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
-        if not ours and not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not ours and not _LIBRARY.match(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -207,4 +207,5 @@ def _is_of_script(kind: type) -> bool:
     module = str(kind.__module__)
     plain = ("builtins", "collections") if kind.__name__ not in ("module", "type", "function") else ()
     known = kind is torch.Tensor or kind.__name__ == "ndarray" or module in plain
-    return known or not str(getattr(sys.modules.get(module), "__file__", "")).startswith((*_LIBRARIES, _OURS))
+    file = str(getattr(sys.modules.get(module), "__file__", ""))
+    return known or not (file.startswith(_OURS) or _LIBRARY.match(file))
