@@ -110,7 +110,7 @@ def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
     return tuple(filled)
 
 
-ABOVE = "The commands above fix this as well."
+FIXED_ABOVE = "The commands above fix this as well."
 
 # Findings -------------------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
         if commands and again:
             each = replace(each, advice="The same command fixes it.", commands=())
         elif commands == (compact,) and any(before[-1].writes for before in seen if before):
-            each = replace(each, advice=ABOVE, commands=())
+            each = replace(each, advice=FIXED_ABOVE, commands=())
         seen.add(commands)
         codes.add(each.code)
         yield each.filled(chain)

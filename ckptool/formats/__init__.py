@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
@@ -82,11 +82,9 @@ class Format:
             asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
         return asked and (not hasattr(self.code, "detect") or self.code.detect(head, source))
 
-    @property
-    def write(self) -> Callable[..., Plan]:
-        """Gives the plan of a new file: `(checkpoint, keep_unknown=False)`. Raises `Unsupported` for what it cannot
-        hold, `UnsafeObject` for unknown calls."""
-        return self.code.write  # type: ignore[no-any-return]
+    def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
+        """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
+        return cast("Plan", self.code.write(checkpoint, keep_unknown=keep_unknown))
 
     def append(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None:
         """The plan of the same change inside the file; None where it is written anew."""

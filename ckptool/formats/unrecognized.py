@@ -86,9 +86,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         fix = f"Name a file in it, or see what is there: {command('scan', source.path)}"
-        return NoCheckpointInside(
-            f"{source} is a folder, not a checkpoint", f"ckptool looked for {sought}. {held}", fix
-        )
+        why = f"ckptool looked for {sought}. {held}"
+        return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:
         if found := re.match(pattern, head, re.DOTALL):
             said = " ".join(found[1].decode("utf-8", "replace").split()) if found.re.groups else ""

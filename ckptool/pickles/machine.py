@@ -275,9 +275,8 @@ class Machine:
                 pos += reader.base - 1
                 data = reader.leave_frame()
             elif op in REFUSED:
-                raise Unsupported(
-                    f"opcode {REFUSED[op]} at byte {reader.base + pos - 1:,} is not read", "No PyTorch file uses it."
-                )
+                what = f"opcode {REFUSED[op]} at byte {reader.base + pos - 1:,} is not read"
+                raise Unsupported(what, "No PyTorch file uses it.")
             else:
                 raise reader.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
         reader.at = pos

@@ -47,9 +47,8 @@ def read(given: PathLike | Mapping[str, Any], changes: Sequence[str] = ()) -> Co
     if isinstance(given, Mapping):
         return changed(given, changes)
     if is_run(path := os.fspath(given)):
-        raise UsageError(
-            f"{path} is a run, not a configuration", "It was started before.", f"Resume it: {command('resume', path)}"
-        )
+        fix = f"Resume it: {command('resume', path)}"
+        raise UsageError(f"{path} is a run, not a configuration", "It was started before.", fix)
     text = read_small_text(path, "a configuration", MAX_FILE)
     return parsed(text, path, changes, os.path.dirname(path) or os.curdir)
 
@@ -135,9 +134,8 @@ def assignment(text: str) -> tuple[Place, Any]:
     key, separator, value = text.partition("=")
     key = key.removesuffix(":")  # `:=`, as for values of JSON
     if not separator or not key.strip("."):
-        raise UsageError(
-            f"{arg('set')} {text!r} is not of the form KEY=VALUE", "", f"For example: {arg(set='train.steps=3000')}"
-        )
+        fix = f"For example: {arg(set='train.steps=3000')}"
+        raise UsageError(f"{arg('set')} {text!r} is not of the form KEY=VALUE", "", fix)
     place = tuple(int(part) if re.fullmatch("[0-9]{1,6}", part) else part for part in key.strip().split("."))
     try:
         return place, loaded(value, "its value")[0]

@@ -384,8 +384,8 @@ class Run:
             )
         if loop == self._ended_at and not self._is_over(asked):
             self._say_once(
-                f"{name} runs once more at one place of the script: what comes between is not done again where the "
-                "run was killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
+                f"{name} runs again at the same place of the script: what stands between is not done again if the run "
+                "is killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             )
         with self._looping(name):
             if not self.position.batch or self._is_over(asked):
@@ -441,9 +441,8 @@ class Run:
     def _one_epoch(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """The steps of an epoch, each with its batch, and their ends, but that of the last one."""
         if self._has_batches:
-            raise UsageError(
-                "run.batches was called twice in one epoch of run.epochs", "", "Give another data set its own epochs."
-            )
+            what = "run.batches was called twice in one epoch of run.epochs"
+            raise UsageError(what, "", "Give another data set its own epochs.")
         self._has_batches, self.step = True, self.step - 1
         try:
             item = next(data, _END)

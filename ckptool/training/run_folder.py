@@ -66,9 +66,8 @@ def create(
     Raises `Conflict` where there is one already, or files that no run wrote, `FileProblem` where it cannot be made.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise FileProblem(
-            f"cannot make the run {folder}: it is a file", "A run is a folder.", f"Name another: {elsewhere}"
-        )
+        what = f"cannot make the run {folder}: it is a file"
+        raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
     _refuse_run(folder, elsewhere)
     number = _begun(folder, elsewhere) or secrets.token_hex(16)
     make_folder(folder)

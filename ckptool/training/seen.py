@@ -45,7 +45,8 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 
 class Looks:
-    """What was there at the last look. told: the names of what was found to change."""
+    """What was there at the last look. groups: of parameters, of each optimizer at first.  saves: of this process.
+    entries: what was reached, as in `moving`.  ids: which object a variable held.  told: names of what was said."""
 
     def __init__(self, objects: Objects) -> None:
         self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}

@@ -80,7 +80,7 @@ def counters_around(iterator: Any) -> list[str]:
     near, found = [iterator], list[Any]()
     while near and len(found) < 20:
         for each in gc.get_referrers(near.pop()):
-            if type(each) in (enumerate, zip, islice, tuple, GeneratorType) and each not in found:
+            if type(each) in (enumerate, zip, islice, tuple, GeneratorType) and not any(each is one for one in found):
                 found.append(each)
                 near.append(each)
     return sorted({type(each).__name__ for each in found} - {"tuple", "generator"})

@@ -427,9 +427,8 @@ def average(
         plain = [{*bare((*node,))} for node in nodes]
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
         if wrapped and all(keys == plain[-1] for keys in plain):
-            raise Conflict(
-                what, why, f"Only a prefix differs; take it off: {command('strip-module', wrapped[0], out=OUT)}"
-            )
+            strip = command("strip-module", wrapped[0], out=OUT)
+            raise Conflict(what, why, f"Only a prefix differs; take it off: {strip}")
         raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
     first: dict[Any, str] = {}  # of the names of a tensor that has several, whatever order they are in
     whole: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages of all files: the largest tensor over them

@@ -345,9 +345,8 @@ class Search:
             self._by_order(*map(families, self.free, level))
         alike = {key: trait for key, trait in self.free[0].items() if key in self.free[1]}
         for each in families({k: v for k, v in alike.items() if self.free[1][k] == v}, LEVELS[0][0]):
-            self._accept(
-                Match(each, each, {k: k for k in each.keys.values()}, [*PLAIN], True), "the names are the same"
-            )
+            match = Match(each, each, {k: k for k in each.keys.values()}, [*PLAIN], True)
+            self._accept(match, "the names are the same")
 
     def _is_open(self, match: Match) -> bool:
         return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptool.analysis.findings import ABOVE, Chain, Diagnosis, Finding, Stage, finding, in_order, table
+from ckptool.analysis.findings import FIXED_ABOVE, Chain, Diagnosis, Finding, Stage, finding, in_order, table
 from ckptool.analysis.fit import Way, best_root, find_way, mains, of_layout, of_target
 from ckptool.analysis.inspect import NUMPY, WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
@@ -128,7 +128,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     chain = Chain(file, address(checkpoint.base))
     ordered = tuple(in_order(findings, compact, chain))
     at_once, model = "", target.name if target is not None else ""
-    left = [each for each in findings if not each.commands and each.advice != ABOVE]
+    left = [each for each in findings if not each.commands and each.advice != FIXED_ABOVE]
     is_mended = not any(each.blocks or each.stage in (Stage.PLACE, Stage.ENTRIES) for each in left)  # else it refuses
     if file and len(chain.steps) > 1 and is_mended:
         suffix = parted(chain.steps[-1].out)[1]
@@ -254,7 +254,7 @@ def _of_notes(found: Listing, way: Way | None, rewritten: bool) -> Iterator[Find
         each = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
             each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
-            each = replace(each, commands=(), advice=ABOVE) if rewritten else each
+            each = replace(each, commands=(), advice=FIXED_ABOVE) if rewritten else each
         elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
             each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
             each = replace(each, code=note.code)

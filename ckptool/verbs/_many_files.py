@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from ckptool import formats
 from ckptool.checkpoint.files import size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import DIR, arg
 from ckptool.errors import CkptoolError, Conflict, UsageError, form
+from ckptool.formats import split
 
 Result = TypeVar("Result")
 Work = Callable[..., Result]
@@ -66,12 +68,10 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
 def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Iterator[Result | CkptoolError]:
     """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: where one is
     refused, none is, or that one alone."""
-    from ckptool.formats import split
-
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
     if twice := next((path for (path, _), times in parts.items() if times > 1), ""):
-        raise Conflict(f"{twice} was given twice", "It would be changed, and what comes of it changed again.")
+        raise Conflict(f"{twice} was given twice", "What comes of it would be changed again.", "Name it once.")
     options = {"make_folder": "folder" in given}
     if not dry_run:
         refused = set()
@@ -102,7 +102,6 @@ def _one(work: Work[Result], options: Given, pair: Pair) -> Result:
 
 def _are_apart(pairs: Sequence[Pair]) -> bool:
     """True where nothing is written that another file is made from, nor beside it: then the order of work is free."""
-    from ckptool.formats import split
 
     def above(path: str) -> set[str]:
         return {str(folder) for folder in PurePath(path).parents}
@@ -130,9 +129,6 @@ def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs
 
 def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
-    from ckptool import formats
-    from ckptool.formats import split
-
     folder, container = given["folder"], given.get("container")
     if verb == "convert" and container is None:
         what = f"convert {arg('folder')} needs to know what to convert to"

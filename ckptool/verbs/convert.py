@@ -86,10 +86,7 @@ def convert(
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
-    if rules_file is None and (against is None or optimizer_as is not None):
-        opened = open_whole(file, at, part=part)
-    else:
-        opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
         opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None

@@ -73,7 +73,7 @@ def unbundle(
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {file: replace(part_of, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
         keep_unknown = bool(change.asked["keep_unknown"])
-        refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # where it is here
+        refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # as named here
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}

@@ -1,8 +1,7 @@
-"""Folders of more files than a process may have open at a time, and open files in the place of paths."""
+"""Folders of more files than a process may have open at a time."""
 
 from __future__ import annotations
 
-import io
 import os
 import resource
 import subprocess
@@ -16,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import ckptool
 from ckptool.checkpoint import files
 from ckptool.checkpoint.files import Folder, Source
-from ckptool.errors import CkptoolError, FileChanged, FileProblem, Truncated, UsageError
-from ckptool.formats.in_memory import source_of
-from tests.support.same import assert_same_objects
+from ckptool.errors import FileChanged, FileProblem
 from tests.support.sharded_folders import write_index
 
 LIMITED = """
@@ -157,55 +153,3 @@ assert [int(source.read(0, 1)[0]) for source in sources] == [int(name) for name 
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# Open files -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_gives_no_bytes_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    odd = type("Odd", (), {"read": lambda self, n=-1: "text"})()
-    with path.open("wb") as writable, path.open() as text:
-        for file, words in {
-            io.StringIO("text"): "open as text",
-            3: "neither a path nor an open file",
-            None: "neither a path nor an open file",
-            odd: "a bytes-like object is required",
-            writable: "cannot be read from",
-            text: "open as text",
-        }.items():
-            with pytest.raises(UsageError, match=words):
-                source_of(file)
-    with pytest.raises(UsageError, match="cannot be read from"):
-        source_of(writable)
-
-
-@pytest.mark.parametrize("at", [0, 3, 64])
-def test_an_open_file_is_read_from_where_it_stands_and_in_place(at: int, tmp_path: Path) -> None:
-    path, out = tmp_path / "x", tmp_path / "out.pt"
-    value = {"module.w": torch.randn(300, 100), "module.v": torch.randn(90, 40).t(), "module.e": torch.ones(3).half()}
-    save_file({name: tensor.contiguous() for name, tensor in value.items()}, tmp_path / "a.safetensors")
-    torch.save(value, tmp_path / "a.pt")
-    for whole in (tmp_path / "a.pt", tmp_path / "a.safetensors"):
-        path.write_bytes(bytes(range(at)) + whole.read_bytes())
-        with path.open("r+b") as file:
-            file.seek(at)
-            found = source_of(file)
-            assert found.read(0, found.size) == whole.read_bytes() and file.tell() == path.stat().st_size
-            with pytest.raises(CkptoolError):
-                found.read(0, found.size + 1)
-            file.seek(at)
-            opened = ckptool.open(file)
-            assert opened.source is not None and opened.source.is_at(path)  # and no copy of it
-            file.seek(at)
-            mapped = ckptool.load(file)
-        assert found.read(0, 1) == whole.read_bytes()[:1]  # also when it is closed
-        assert_same_objects(dict(ckptool.load(whole)), dict(mapped))
-        assert (opened["module.v"].numpy() == value["module.v"].numpy()).all()
-        ckptool.strip_module(opened, out, overwrite=True, verify=True)
-        ckptool.strip_module(whole, tmp_path / "wanted.pt", overwrite=True)
-        assert out.read_bytes() == (tmp_path / "wanted.pt").read_bytes()
-    with path.open("rb") as file:
-        file.seek(0, io.SEEK_END)
-        with pytest.raises(Truncated, match="at its end"):
-            source_of(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from textwrap import indent
@@ -45,8 +45,8 @@ LEAVE = {
 }
 
 
-@pytest.mark.parametrize("leave", LEAVE)
-def test_a_loop_that_is_left(leave: str) -> None:
+def watched() -> tuple[list[bool | None], Callable[[], Iterator[int]]]:
+    """A generator, and what is said of how each loop over it was left before its end."""
     found: list[bool | None] = []
 
     def counted() -> Iterator[int]:
@@ -56,6 +56,13 @@ def test_a_loop_that_is_left(leave: str) -> None:
         except GeneratorExit:
             found.append(left_by_break(loop))
             raise
+
+    return found, counted
+
+
+@pytest.mark.parametrize("leave", LEAVE)
+def test_a_loop_that_is_left(leave: str) -> None:
+    found, counted = watched()
 
     def around(things: Iterator[int]) -> Iterator[int]:
         try:
@@ -80,15 +87,7 @@ def test_a_loop_that_is_left(leave: str) -> None:
 
 @pytest.mark.parametrize("around", ["zip(counted(), range(2))", "zip(range(2), counted())", "islice(counted(), 2)"])
 def test_a_loop_that_ends_with_what_is_around_it(around: str) -> None:
-    found: list[bool | None] = []
-
-    def counted() -> Iterator[int]:
-        loop = loop_frame()
-        try:
-            yield from range(5)
-        finally:
-            found.append(left_by_break(loop))
-
+    found, counted = watched()
     exec(f"for each in {around}:\n    pass", {"counted": counted, "islice": islice})
     assert found == [None]
 

@@ -9,14 +9,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
-from ckptool.transforms.casting import CastTally, cast_storage
+from ckptool.pickles.reduce import array_entry
+from ckptool.transforms.casting import CastTally, cast_storage, compact, conversion, first_part, laid_over, losses
 from ckptool.transforms.casting import converted as as_type
-from tests.support.looped import looped
+from tests.support.looped import examples, looped
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
 PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]
@@ -123,3 +124,54 @@ def test_what_is_not_cast() -> None:
     entry = TensorEntry(storage_of(bytes(8)), by_name("f32"), (2,), (1,))
     assert as_type(entry, by_name("f32")) is entry
     assert cast_storage(entry.storage, by_name("f32"), by_name("f32")) is entry.storage
+
+
+@pytest.mark.parametrize("old", [dtype for dtype in DTYPES if dtype.is_float and dtype.itemsize <= 2], ids=str)
+def test_exact_is_what_torch_keeps(old: Any) -> None:
+    """Every value of the small types, to each floating type and back."""
+    patterns = torch.arange(1 << (8 * old.itemsize)).to(torch.uint8 if old.itemsize == 1 else torch.int16)
+    values = patterns.view(getattr(torch, old.torch))
+    for new in DTYPES:
+        if new.is_float and new is not old:
+            back = values.to(getattr(torch, new.torch)).double()
+            kept = bool(((back == values.double()) | (back.isnan() & values.isnan())).all())
+            assert conversion(old, new) == ("exact" if kept else "lossy"), (old, new)
+
+
+def test_whole_numbers_fit() -> None:
+    word = {
+        (old, new): conversion(by_name(old), by_name(new))
+        for old, new in [("i8", "i16"), ("i16", "i8"), ("u8", "i8"), ("u8", "i16"), ("i8", "u16"), ("bool", "u8"),
+                         ("u8", "bool"),
+                         ("i32", "f32"), ("i32", "f64"), ("u16", "f32"), ("i64", "f64"), ("f32", "i64"), ("i8", "f16"),
+                         ("c64", "f32"),
+                         ("c64", "c128")]
+    }  # fmt: skip
+    assert list(word.values()) == [
+        "exact", "lossy", "lossy", "exact", "lossy", "exact", "lossy", "lossy", "exact", "exact", "lossy", None, None,
+        None, "exact",
+    ]  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=examples(80))
+def test_laid_over(data: st.DataObject) -> None:
+    whole = data.draw(st.lists(st.integers(1, 5), max_size=4))
+    part = [data.draw(st.integers(0, size)) for size in whole]
+    base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)
+    base, corner = numpy.asarray(base, "f4"), numpy.asarray(corner, "f4")
+    want = base.copy()
+    want[tuple(map(slice, part))] = corner
+    made = laid_over(array_entry(base), array_entry(corner)).storage.data
+    start, length = data.draw(st.integers(0, made.length)), data.draw(st.integers(0, made.length))
+    assert (
+        made.read(0, made.length) == want.tobytes()
+        and made.read(start, length) == want.tobytes()[start : start + length]
+    )
+    cut = compact(first_part(array_entry(base), part))
+    assert cut.bytes() == base[tuple(map(slice, part))].tobytes()
+
+
+def test_losses_are_counted_once() -> None:
+    tally = losses(array_entry(numpy.array([1, 1e6, 0.1], "f4")), by_name("f16"))
+    assert (tally.elements, tally.changed, tally.overflowed) == (3, 2, 1)

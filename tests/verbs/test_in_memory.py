@@ -1,4 +1,5 @@
-"""Verbs on objects in memory: the same result as the file that they write, with the caller's own tensors in it."""
+"""Verbs on objects in memory: the same result as the file that they write, with the caller's own tensors in it. Open
+files in the place of paths."""
 
 import collections
 import io
@@ -11,9 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import ckptool
+from ckptool.errors import CkptoolError, Truncated, UsageError
+from ckptool.formats.in_memory import source_of
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.looped import looped
@@ -336,3 +340,55 @@ def test_values_are_not_cast_or_saved_without_their_mask(tmp_path: Path) -> None
         ckptool.save(given, tmp_path / "a.safetensors")
     with pytest.raises(ckptool.CkptoolError, match=r"nothing was cast: 1 floating tensor .*Tagged"):
         ckptool.cast({"w": torch.ones(2).as_subclass(Tagged)}, torch.bfloat16)
+
+
+# Open files -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_gives_no_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    odd = type("Odd", (), {"read": lambda self, n=-1: "text"})()
+    with path.open("wb") as writable, path.open() as text:
+        for file, words in {
+            io.StringIO("text"): "open as text",
+            3: "neither a path nor an open file",
+            None: "neither a path nor an open file",
+            odd: "a bytes-like object is required",
+            writable: "cannot be read from",
+            text: "open as text",
+        }.items():
+            with pytest.raises(UsageError, match=words):
+                source_of(file)
+    with pytest.raises(UsageError, match="cannot be read from"):
+        source_of(writable)
+
+
+@pytest.mark.parametrize("at", [0, 3, 64])
+def test_an_open_file_is_read_from_where_it_stands_and_in_place(at: int, tmp_path: Path) -> None:
+    path, out = tmp_path / "x", tmp_path / "out.pt"
+    value = {"module.w": torch.randn(300, 100), "module.v": torch.randn(90, 40).t(), "module.e": torch.ones(3).half()}
+    save_file({name: tensor.contiguous() for name, tensor in value.items()}, tmp_path / "a.safetensors")
+    torch.save(value, tmp_path / "a.pt")
+    for whole in (tmp_path / "a.pt", tmp_path / "a.safetensors"):
+        path.write_bytes(bytes(range(at)) + whole.read_bytes())
+        with path.open("r+b") as file:
+            file.seek(at)
+            found = source_of(file)
+            assert found.read(0, found.size) == whole.read_bytes() and file.tell() == path.stat().st_size
+            with pytest.raises(CkptoolError):
+                found.read(0, found.size + 1)
+            file.seek(at)
+            opened = ckptool.open(file)
+            assert opened.source is not None and opened.source.is_at(path)  # and no copy of it
+            file.seek(at)
+            mapped = ckptool.load(file)
+        assert found.read(0, 1) == whole.read_bytes()[:1]  # also when it is closed
+        assert_same_objects(dict(ckptool.load(whole)), dict(mapped))
+        assert (opened["module.v"].numpy() == value["module.v"].numpy()).all()
+        ckptool.strip_module(opened, out, overwrite=True, verify=True)
+        ckptool.strip_module(whole, tmp_path / "wanted.pt", overwrite=True)
+        assert out.read_bytes() == (tmp_path / "wanted.pt").read_bytes()
+    with path.open("rb") as file:
+        file.seek(0, io.SEEK_END)
+        with pytest.raises(Truncated, match="at its end"):
+            source_of(file)

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy
 import pytest
 import torch
-from hypothesis import strategies
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
@@ -19,21 +17,17 @@ import ckptool
 from ckptool.analysis.targets import of_checkpoint
 from ckptool.analysis.warm_start import LoadReport
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.dtypes import DTYPES, by_name
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import CkptoolError, Conflict, NoMatch, OutputExists, PlanRefused, UsageError
-from ckptool.pickles.reduce import array_entry
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
-from ckptool.transforms import casting
-from ckptool.transforms.casting import compact, first_part, laid_over, losses
 from ckptool.transforms.optimizers import Slots
 from ckptool.transforms.warm_start import match_options, plan_warm_start
 from fixtures.make import TiedLanguageModel, mlp, train
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved
-from tests.support.looped import examples
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects
 from tests.support.warm_starts import warm_started
@@ -376,57 +370,6 @@ def test_prefixes_on_either_side() -> None:
     both = Checkpoint({"module.b.weight": bare["b.weight"], "_orig_mod.b.weight": bare["b.weight"]}, "test")
     with pytest.raises(Conflict, match="would both be"):
         planned(both, bare)
-
-
-@pytest.mark.parametrize("old", [dtype for dtype in DTYPES if dtype.is_float and dtype.itemsize <= 2], ids=str)
-def test_exact_is_what_torch_keeps(old: Any) -> None:
-    """Every value of the small types, to each floating type and back."""
-    patterns = torch.arange(1 << (8 * old.itemsize)).to(torch.uint8 if old.itemsize == 1 else torch.int16)
-    values = patterns.view(getattr(torch, old.torch))
-    for new in DTYPES:
-        if new.is_float and new is not old:
-            back = values.to(getattr(torch, new.torch)).double()
-            kept = bool(((back == values.double()) | (back.isnan() & values.isnan())).all())
-            assert casting.conversion(old, new) == ("exact" if kept else "lossy"), (old, new)
-
-
-def test_whole_numbers_fit() -> None:
-    word = {
-        (old, new): casting.conversion(by_name(old), by_name(new))
-        for old, new in [("i8", "i16"), ("i16", "i8"), ("u8", "i8"), ("u8", "i16"), ("i8", "u16"), ("bool", "u8"),
-                         ("u8", "bool"),
-                         ("i32", "f32"), ("i32", "f64"), ("u16", "f32"), ("i64", "f64"), ("f32", "i64"), ("i8", "f16"),
-                         ("c64", "f32"),
-                         ("c64", "c128")]
-    }  # fmt: skip
-    assert list(word.values()) == [
-        "exact", "lossy", "lossy", "exact", "lossy", "exact", "lossy", "lossy", "exact", "exact", "lossy", None, None,
-        None, "exact",
-    ]  # fmt: skip
-
-
-@hypothesis.given(data=strategies.data())
-@hypothesis.settings(max_examples=examples(80))
-def test_laid_over(data: strategies.DataObject) -> None:
-    whole = data.draw(strategies.lists(strategies.integers(1, 5), max_size=4))
-    part = [data.draw(strategies.integers(0, size)) for size in whole]
-    base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)
-    base, corner = numpy.asarray(base, "f4"), numpy.asarray(corner, "f4")
-    want = base.copy()
-    want[tuple(map(slice, part))] = corner
-    made = laid_over(array_entry(base), array_entry(corner)).storage.data
-    start, length = data.draw(strategies.integers(0, made.length)), data.draw(strategies.integers(0, made.length))
-    assert (
-        made.read(0, made.length) == want.tobytes()
-        and made.read(start, length) == want.tobytes()[start : start + length]
-    )
-    cut = compact(first_part(array_entry(base), part))
-    assert cut.bytes() == base[tuple(map(slice, part))].tobytes()
-
-
-def test_losses_are_counted_once() -> None:
-    tally = losses(array_entry(numpy.array([1, 1e6, 0.1], "f4")), by_name("f16"))
-    assert (tally.elements, tally.changed, tally.overflowed) == (3, 2, 1)
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class ZipLayout:
         raw, size, total = name.encode(), len(head) + data.length, Crc(zlib.crc32(head), name=name)
         if crc is not None and data.length:
             if head:
-                from ckptool.formats.checksums import crc_combine  # of few files
+                from ckptool.formats.checksums import crc_combine  # few files need it
             total.expected = crc_combine(total.value, crc, data.length) if head else crc
         wide = zip64_extra((size, size, self.at)) if max(size, self.at) >= FULL else b""
         padding = -(self.at + LOCAL.size + len(raw) + len(wide) + 4) % self.alignment
@@ -106,7 +106,7 @@ class ZipLayout:
             if isinstance(part.data, Deferred):
                 yield Deferred(part.data.length, partial(_summed, part.data, part.total))
             elif isinstance(part.data, Computed) and part.data.concatenated:
-                from ckptool.formats.checksums import checksummed  # of few files
+                from ckptool.formats.checksums import checksummed  # few files need it
 
                 yield from checksummed(part.data, part.total)
             elif part.data.length:

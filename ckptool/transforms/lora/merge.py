@@ -174,7 +174,7 @@ class AdapterMerge:
         the configuration, which PEFT writes for all layers at once, and for two kinds as the last one has it.
         """
         of_experts = delta in self.parameters and len(self.tensors[key].shape) == 3
-        in_attention = any(".base_layer.out_proj." in each for each in delta.keys.values())  # as it says, in PEFT
+        in_attention = any(".base_layer.out_proj." in each for each in delta.keys.values())  # PEFT asks only it
         votes = frozenset() if of_experts or in_attention else self.turns(key)
         if len(votes) != 1:
             said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
