@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from types import FrameType, GeneratorType
+from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +91,13 @@ class Looks:
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
         known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
         texts = {entry.partition(": ")[2] for entry in known.values()}
-        for name, entry in moving.reachable({**held, **carried}, seen)[0].items():
-            if (text := entry.partition(": ")[2]) not in texts:
+        modules = objects.modules.values()
+        places = {_place(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        entries, met = moving.reachable({**held, **carried}, seen)
+        for name, entry in entries.items():
+            # A tensor of a model under another name, as in its state dict, is saved with the model.
+            is_models = isinstance(met.get(name), torch.Tensor) and _place(met[name]) in places
+            if (text := entry.partition(": ")[2]) not in texts and not is_models:
                 now.setdefault(name, f"{VARIABLE}: {text}")
         # What is another object now has not changed.
         ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
@@ -196,6 +201,11 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
     return carried, held
 
 
+def _place(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
+
+
 def _detached(value: Any) -> Any:
     """Tensors, alone or in a list, without the graph that they hang on."""
     if issubclass(type(value), torch.Tensor):
@@ -204,9 +214,7 @@ def _detached(value: Any) -> Any:
 
 
 def _is_of_script(kind: type) -> bool:
-    """True for plain classes, tensors, arrays, and classes that are no library's."""
-    module = str(kind.__module__)
-    plain = ("builtins", "collections") if kind.__name__ not in ("module", "type", "function") else ()
-    known = kind is torch.Tensor or kind.__name__ == "ndarray" or module in plain
-    file = str(getattr(sys.modules.get(module), "__file__", ""))
-    return known or not (file.startswith(_OURS) or _LIBRARY.match(file))
+    """True for plain classes, tensors, arrays, functions, and classes that are no library's; not for methods."""
+    file = str(getattr(sys.modules.get(str(kind.__module__)), "__file__", ""))
+    is_plain = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ == "collections"
+    return is_plain or (kind is not MethodType and not file.startswith(_OURS) and not _LIBRARY.match(file))
