@@ -306,15 +306,16 @@ def for_python(function: Any) -> Any:
 
     @wraps(function)
     def called(*given: Any, **options: Any) -> Any:
+        paths = given[0] if given and typed[0].option.each and type(given[0]) in (list, tuple) else ()
+        paths = paths if all(isinstance(each, (str, os.PathLike)) for each in paths) else ()
         for name, value in (*zip(whole.parameters, given, strict=False), *options.items()):
             if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
-                what = f"{function.__name__} was given {value!r} as {name}"
+                what = f"{function.__name__} was given {value!r:.80} as {name}"
                 raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
-            if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
+            if name in accepted and value is not paths and not isinstance(value, tuple(k for k, _ in accepted[name])):
                 what = f"{function.__name__} was given {type(value).__name__} as {name}"
                 raise UsageError(what, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
-        paths = given[0] if given and type(given[0]) in (list, tuple) else ()
-        if paths and typed[0].option.each and all(isinstance(each, (str, os.PathLike)) for each in paths):
+        if paths:
             many = import_module("ckptool.verbs._many_files")
             return many.of_list(function, [*map(os.fspath, paths)], given[1:], options)
         report = function(*given, **options)

@@ -270,7 +270,7 @@ def known(builder: Builder, node: Object) -> Any:
         case "deque":
             size = args[1] if len(args) > 1 else None
             if size is not None and not (type(size) is int and size >= 0):
-                return builder.refuse(node, f"a deque of the length {brief(size)}")
+                return builder.refuse(node, f"a deque of length {brief(size)}")
             deque: Any = collections.deque(maxlen=size)
             return FillLater(deque, lambda of: deque.extend(map(of, value)))
         case "size" | "device":

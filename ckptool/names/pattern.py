@@ -6,7 +6,7 @@ expression.
 
 Arithmetic is of whole numbers, also in operations and variables: `(heads + 2 * groups) * size`, `kv_heads or heads`. It
 is parsed by Python's own parser and checked node by node: numbers, names, `+ - * / // %`, `or`, and the functions
-that the caller gives. Nothing is executed. `/` has to divide without a rest.
+that the caller gives. Nothing is executed. `/` has to divide without a remainder.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Arithmetic(NamedTuple):
     tree: Any
 
     def value(self, lookup: Lookup, functions: Functions | None = None) -> int:
-        """Its value. Raises `Unbound` for a name without one, `UsageError` for a division with a rest or by zero."""
+        """Its value. Raises `Unbound` for a name without one, `UsageError` for an uneven division or one by zero."""
         return _value(self.tree, self.text, lookup, functions or {})
 
 
@@ -185,7 +185,7 @@ def solved(expression: Arithmetic, result: int, unknown: str, lookup: Lookup) ->
         return number if number >= 0 and at(number) == result else None
     except Unbound:
         raise
-    except CkptoolError:  # a division with a rest
+    except CkptoolError:  # a division with a remainder
         return None
 
 

@@ -71,8 +71,7 @@ def append_in_place(
                 except OSError as second:
                     how = os.strerror(second.errno or 0)
                     what = f"the edit of {path} was interrupted, and could not be undone: {how}"
-                    why = "Whoever reads the file finds its old state or the new one, whole; "
-                    why += "a rest of the other may be behind it."
+                    why = "Readers find its old state or the new one, whole; leftovers of the other may follow it."
                     fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
                     raise FileProblem(what, why, fix) from error
                 raise

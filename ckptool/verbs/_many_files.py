@@ -71,7 +71,7 @@ def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Itera
     count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
     if twice := next((path for (path, _), times in parts.items() if times > 1), ""):
-        raise Conflict(f"{twice} was given twice", "What comes of it would be changed again.", "Name it once.")
+        raise Conflict(f"{twice} was given twice", "It would be changed twice.", "Name it once.")
     options = {"make_folder": "folder" in given}
     if not dry_run:
         refused = set()

@@ -209,7 +209,7 @@ class Change:
             return replace(written, made=(made,))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
-        replaced = may_exist(path) and not is_url(path)
+        replaced = os.path.exists(path)
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
         if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:

@@ -407,6 +407,7 @@ def test_a_list_in_python(three: Path) -> None:
     assert [type(each).__name__ for each in ckptool.verify([*FILES, "none.pt"])] == ["Verification"] * 3 + [
         "FileMissing"
     ]
+    assert [each.path for each in ckptool.scan([Path("one.pt"), "two.pt"])] == ["one.pt", "two.pt"]
     with pytest.raises(ckptool.CkptoolError, match="one output"):
         ckptool.strip_module([*FILES], "out.pt")
     with pytest.raises(ckptool.CkptoolError, match="None of the files was written"):

@@ -75,6 +75,8 @@ def test_an_output_that_exists_is_refused(verb: str, file: Path, tmp_path: Path)
         refused("output-exists", tmp_path, lambda dry_run=dry_run: VERBS[verb](file, out, dry_run=dry_run))
     done = VERBS[verb](file, out, overwrite=True)
     assert done.how == "new file" and "file replaced)" in str(done) and len(contents(tmp_path)) == 2
+    (tmp_path / "link.pt").symlink_to("nowhere.pt")
+    assert "new file)" in str(VERBS[verb](file, tmp_path / "link.pt"))
 
 
 @each

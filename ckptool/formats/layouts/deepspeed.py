@@ -317,7 +317,7 @@ def _checkpoint(
     if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
         complete(tag.folder, first.models, ranks, first.file)
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
-        each = fields(tag.joiner.open(file).tree) if facts else states
+        each = first.model(file) if facts else states
         about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
         about["list of parameters"] = first.shapes_in(each, file)
         facts = facts or about

@@ -48,7 +48,14 @@ class StageFiles:
     @cached_property
     def states(self) -> dict[str, Any]:
         """The first rank's model states."""
-        return fields(self.joiner.open(self.file).tree)
+        return self.model(self.file)
+
+    def model(self, file: str) -> dict[str, Any]:
+        """A rank's model states; of a pipeline, `module` is None. Raises `Corrupt` for something else."""
+        tree: dict[str, Any] = fields(self.joiner.open(file).tree)
+        if not isinstance(tree.get("module", ()), (dict, type(None))):
+            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
+        return tree
 
     @cached_property
     def shares(self) -> list[Share]:

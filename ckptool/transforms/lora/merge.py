@@ -52,6 +52,7 @@ class AdapterMerge:
         self.replaced: list[str] = []
         self.added: list[str] = []
         self.turns = orientation(self.tensors)
+        self.told: dict[bool, set[bool]] = {}
         deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(each) for each in deltas if each.component == component])
@@ -178,18 +179,23 @@ class AdapterMerge:
         votes = frozenset() if of_experts or in_attention else self.turns(key)
         if len(votes) != 1:
             said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
-            others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
-            pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
-            told = {
-                each.factors["B"].shape[0] == other.shape[-1]
-                for each, other in pairs
-                if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
-            }
-            votes = frozenset(said | told if votes or of_experts else said)
+            votes = frozenset(said | self._told(of_experts) if votes or of_experts else said)
         if len(votes) != 1:
             what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other weights settle it. Nothing was written.")
         return next(iter(votes))
+
+    def _told(self, of_experts: bool) -> set[bool]:
+        """What the changes of weights that are not square tell, of experts or of others; looked up once."""
+        if of_experts not in self.told:
+            others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
+            pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
+            self.told[of_experts] = {
+                each.factors["B"].shape[0] == other.shape[-1]
+                for each, other in pairs
+                if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
+            }
+        return self.told[of_experts]
 
     # Refusals
 
