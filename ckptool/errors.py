@@ -112,10 +112,13 @@ class MissingKey(UsageError, KeyError):
         (name, names, below), dotted = self._looked, ""
         if there := names():
             dotted = next((f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")), "")
-        begun = next((each for each in there if each.startswith((f"{name}.", f"{name}/"))), "")
-        meant = dotted or begun or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
+        begun = [each for each in there if each.startswith((f"{name}.", f"{name}/"))]
+        meant = dotted or next(iter(begun), "") or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
         self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
+        if len(begun) > 1 and not dotted:
+            only = Command(("--only", f"{name}.*"), f"only={f'{name}.*'!r}")
+            self.fix = escaped(f"{self.fix} All {len(begun):,} that begin so, where a command takes it: {only}")
         return self.why if attribute == "why" else self.fix
 
 

@@ -19,7 +19,7 @@ from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
 from ckptool.commands import FILE, OUT, Command, command
 from ckptool.conventions import state_dicts
-from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
 from ckptool.facts import dataclass, replace
 from ckptool.formats import named
@@ -107,7 +107,8 @@ def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is
         each = finding("several-weights", count=counted(len(candidates), "set"), names=names, **facts)
     else:
         averages = {other.path[0] for other in found.roots if other.kind == state_dicts.AVERAGE and other.path}
-        others = [f"{key}{' (an average)' if key in averages else ''}" for key in tops if key != root.path[0]]
+        beside = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
+        others = [f"{key}{' (an average)' if key in averages else ''}" for key in beside]
         each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
     return replace(each, commands=()) if is_taken else each
 
@@ -288,7 +289,11 @@ def of_target(root: StateDict, target: Target, way: Way, translation: Translatio
         both = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
         differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in both], 3)
         which = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
-        yield finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
+        ways = [f"{name}={how}" for name, *two in both if (how := of_positions(name, *(each.shape for each in two)))]
+        which = "shape-mismatch, of positions" if ways and which == "shape-mismatch" else which
+        found = finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
+        line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
+        yield replace(found, commands=(line,)) if which == "shape-mismatch, of positions" else found
 
 
 def _shape(tensor: Any) -> str:

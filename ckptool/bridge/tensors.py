@@ -42,16 +42,18 @@ def _is_absent(location: str) -> bool:
         return False
 
 
-def _at_home(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """The storage on the device that `location` names."""
+def _at_home(storage: torch.UntypedStorage, location: str, saved: str) -> torch.UntypedStorage:
+    """The storage on the device that `location` names. saved: where it was saved."""
     if location == "cpu":
         return storage
     try:
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
-        what = f"tensors were saved on {location}, which this machine or this torch does not have"
+        asked = f"map_location asks for {location}" if location != saved else f"tensors were saved on {location}"
+        what = f"{asked}, which this machine or this torch does not have"
         why = str(error).splitlines()[0][:300] if str(error) else ""
-        fix = f"Put them elsewhere: map_location='cpu'; or change the file: {command('remap', FILE, to='cpu', out=OUT)}"
+        fix = "Put them elsewhere: map_location='cpu'"
+        fix += f"; or change the file: {command('remap', FILE, to='cpu', out=OUT)}" if location == saved else ""
         raise Unsupported(what, why, fix) from error
 
 
@@ -90,13 +92,13 @@ class Storages:
     def restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         """The storage on the device where it is wanted. location: of where it was saved."""
         if self.device is not None:
-            return _at_home(storage, str(self.device))
+            return _at_home(storage, str(self.device), location)
         if self.map_location is None:
-            return storage if _is_absent(location) else _at_home(storage, location)
+            return storage if _is_absent(location) else _at_home(storage, location, location)
         if isinstance(self.map_location, dict):
-            return _at_home(storage, str(self.map_location.get(location, location)))
+            return _at_home(storage, str(self.map_location.get(location, location)), location)
         found = self.map_location(storage, location)
-        return _at_home(storage, location) if found is None else getattr(found, "_untyped_storage", found)
+        return _at_home(storage, location, location) if found is None else getattr(found, "_untyped_storage", found)
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         made = self.made.get(id(storage))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isqrt
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
@@ -440,3 +441,13 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
             raise Conflict(what, why, fix(name))
         pairs[goal] = name
     return pairs
+
+
+def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | None) -> str:
+    """How `--resize` computes the positions of a square grid for another one: a ViT at another size. Empty for else."""
+    if "pos" not in name.lower() or not have or not want or min(len(have), len(want)) < 2 or have[-1] != want[-1]:
+        return ""
+    for first in (0, 1, 2):
+        if all(count > first and isqrt(count - first) ** 2 == count - first for count in (have[-2], want[-2])):
+            return f"bicubic(cls={first})" if first else "bicubic"
+    return ""

@@ -151,6 +151,13 @@ def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
     return next(filter(None, configs), None)
 
 
+def left_config(part: Checkpoint, path: str) -> list[str]:
+    """What is said where weights beside a configuration are written into one file without a suffix."""
+    if is_url(path) or not config_beside(part, CONFIG):
+        return []
+    return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
+
+
 def left_adapter(part: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
     if "lora_alpha" not in (config_beside(part, ADAPTER) or {}):

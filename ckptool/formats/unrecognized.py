@@ -85,7 +85,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     if isinstance(source, Folder):
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
-        fix = f"Name a file in it, or see what is there: {command('scan', source.path)}"
+        fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {sought}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import isqrt, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, accepted, kind_by_name, tie_groups
@@ -44,7 +44,15 @@ from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several
-from ckptool.conventions.state_dicts import COUNTER, StateDict, optimizers, paired, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import (
+    COUNTER,
+    StateDict,
+    of_positions,
+    optimizers,
+    paired,
+    without_wrappers,
+    wrappers,
+)
 from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
@@ -432,12 +440,8 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
 def _of_positions(facts: Sequence[Mismatch]) -> str:
     """What resizes the positions of a square grid, where one does not fit: a ViT at another size."""
     for fact in facts:
-        have, want = fact.have.shape or (), fact.want.shape or ()
-        grids = [shape[-2] for shape in (have, want) if len(shape) > 1 and "pos" in fact.target.lower()]
-        for first in (0, 1, 2) if len(grids) == 2 and have[-1] == want[-1] else ():
-            if all(count > first and isqrt(count - first) ** 2 == count - first for count in grids):
-                how = f"{fact.target}=bicubic(cls={first})" if first else f"{fact.target}=bicubic"
-                return f"For another grid: {arg(resize=how)}. "
+        if how := of_positions(fact.target, fact.have.shape, fact.want.shape):
+            return f"For another grid: {arg(resize=f'{fact.target}={how}')}. "
     return ""
 
 

@@ -260,6 +260,10 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
+        elif container.tensors_only and os.path.splitext(path)[1].lower() not in formats.SUFFIXES:
+            from ckptool.formats.model_folder import left_config
+
+            details = left_config(original, path)
         keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
         if any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter

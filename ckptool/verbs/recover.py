@@ -89,10 +89,11 @@ class Recovery(Report):
                 verdict = "everything was recovered"
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
-            gone = f"{len(self.lost):,} lost" + (f", {len(self.filled):,} filled in" if self.filled else "")
-            of = "" if self.tensors is None else f"{self.back:,} of "
-            back = f"{of}{counted(self.back if self.tensors is None else self.tensors, 'tensor')} recovered"
-            yield bold(self.file), ": ", yellow("incomplete"), f", {back}, {gone} ({records})"
+            of, total = ("", self.back) if self.tensors is None else (f"{self.back:,} of ", self.tensors)
+            rest = total - self.back - len(self.lost) - len(self.filled) if self.dropped else 0
+            told = [f"{of}{counted(total, 'tensor')} recovered", f"{len(self.lost):,} lost"]
+            told += [f"{n:,} {word}" for n, word in ((len(self.filled), "filled in"), (rest, "dropped with them")) if n]
+            yield bold(self.file), ": ", yellow("incomplete"), f", {', '.join(told)} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
         yield "  nothing says how many there were" if self.tensors is None and not self.raw else None

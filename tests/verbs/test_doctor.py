@@ -115,6 +115,24 @@ def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
     model = torch.load(run_all(found), weights_only=True)
     assert list(model) == list(torch.load(target, weights_only=True)) and torch.equal(model["fc.bias"], torch.ones(5))
 
+    both = {"epoch": 1, "loss": 2.0, "step": 3, "averaged_model": fc_weights(), "model": fc_weights()}
+    assert "beside averaged_model (an average), epoch" in str(ckptool.doctor(saved(both, tmp_path / "both.pt")))
+
+    # A ViT at another image size: its positions are computed, the head of other classes is the model's.
+    vit = {"cls": torch.ones(8), "pos_embed": torch.rand(1, 17, 8), "head.bias": torch.ones(3)}
+    other = saved({**vit, "pos_embed": torch.zeros(1, 26, 8)}, tmp_path / "other.pt")
+    for wanted, head in (
+        (other, 3),
+        (saved({**torch.load(other), "head.bias": torch.zeros(4)}, tmp_path / "four.pt"), 4),
+    ):
+        found = ckptool.doctor(saved(vit, tmp_path / "vit.pt"), against=wanted)
+        (line,) = (str(fix) for fix in found.findings[0].fixes)
+        assert "--resize 'pos_embed=bicubic(cls=1)' --on-mismatch skip" in line
+        ckptool.doctor(tmp_path / "vit.pt", tmp_path / f"{head}.pt", fix=True, against=wanted)
+        made = torch.load(tmp_path / f"{head}.pt", weights_only=True)
+        assert made["pos_embed"][0, 0].equal(vit["pos_embed"][0, 0]) and made["pos_embed"].ne(0).all()
+        assert list(made["head.bias"].shape) == [head]
+
 
 CODE = """
 from torch import nn

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.bridge import tensors
 from ckptool.bridge.to_live import build
-from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Truncated, UnsafeObject, UsageError
+from ckptool.errors import Corrupt, FileChanged, LimitExceeded, Truncated, UnsafeObject, Unsupported, UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, make
 from fixtures.torch_tar import tar_bytes, tar_members
@@ -108,6 +108,8 @@ def test_map_location_as_torch_takes_it(tagged: Path) -> None:
     for place in ("nowhere", 7):
         with pytest.raises(UsageError):
             ckptool.load(tagged, place)
+    with pytest.raises(Unsupported, match="map_location asks for cuda:99,"):
+        ckptool.load(tagged, {"cuda:3": "cuda:99"})
 
 
 def test_deep_trees_do_not_recurse(tmp_path: Path) -> None:
