@@ -92,11 +92,11 @@ class Looks:
         known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
         texts = {entry.partition(": ")[2] for entry in known.values()}
         modules = objects.modules.values()
-        places = {_place(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, met = moving.reachable({**held, **carried}, seen)
         for name, entry in entries.items():
             # A tensor of a model under another name, as in its state dict, is saved with the model.
-            is_models = isinstance(met.get(name), torch.Tensor) and _place(met[name]) in places
+            is_models = isinstance(met.get(name), torch.Tensor) and _memory_of(met[name]) in places
             if (text := entry.partition(": ")[2]) not in texts and not is_models:
                 now.setdefault(name, f"{VARIABLE}: {text}")
         # What is another object now has not changed.
@@ -201,7 +201,8 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
     return carried, held
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the values of a tensor are: the same number for all that share them."""
     local = getattr(tensor, "_local_tensor", tensor)
     return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
 
