@@ -290,10 +290,11 @@ def of_target(root: StateDict, target: Target, way: Way, translation: Translatio
         differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in both], 3)
         which = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
         ways = [f"{name}={how}" for name, *two in both if (how := of_positions(name, *(each.shape for each in two)))]
-        which = "shape-mismatch, of positions" if ways and which == "shape-mismatch" else which
+        is_grid = bool(ways) and which == "shape-mismatch"
+        which += ", of positions" if is_grid else ""
         found = finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
         line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
-        yield replace(found, commands=(line,)) if which == "shape-mismatch, of positions" else found
+        yield replace(found, commands=(line,)) if is_grid else found
 
 
 def _shape(tensor: Any) -> str:

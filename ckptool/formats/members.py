@@ -317,7 +317,7 @@ def _pipeline(folder: Folder) -> MemberFiles:
 
 def _collection(folder: Folder) -> MemberFiles:
     """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
-    sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state")}
+    sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state") if name in folder}
     names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
     is_one = "model" in names and len(names) > 1
     return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())

@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from types import FrameType, GeneratorType
+from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ _HOW = {  # to save what changes; attributes and buffers as variables
     VARIABLE: 'if a later step needs it, make it a value of the run: run["{short}"] = {name}',
 }
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen")
+_LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
 _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
@@ -91,8 +91,13 @@ class Looks:
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
         known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
         texts = {entry.partition(": ")[2] for entry in known.values()}
-        for name, entry in moving.reachable({**held, **carried}, seen)[0].items():
-            if (text := entry.partition(": ")[2]) not in texts:
+        modules = objects.modules.values()
+        places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        entries, met = moving.reachable({**held, **carried}, seen)
+        for name, entry in entries.items():
+            # A tensor of a model under another name, as in its state dict, is saved with the model.
+            is_models = isinstance(met.get(name), torch.Tensor) and _memory_of(met[name]) in places
+            if (text := entry.partition(": ")[2]) not in texts and not is_models:
                 now.setdefault(name, f"{VARIABLE}: {text}")
         # What is another object now has not changed.
         ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
@@ -121,7 +126,7 @@ def _script() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
-        if not ours and not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not ours and not _LIBRARY.match(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -196,6 +201,12 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
     return carried, held
 
 
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Where the values of a tensor are: the same number for all that share them."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
+
+
 def _detached(value: Any) -> Any:
     """Tensors, alone or in a list, without the graph that they hang on."""
     if issubclass(type(value), torch.Tensor):
@@ -204,8 +215,7 @@ def _detached(value: Any) -> Any:
 
 
 def _is_of_script(kind: type) -> bool:
-    """True for plain classes, tensors, arrays, and classes that are no library's."""
-    module = str(kind.__module__)
-    plain = ("builtins", "collections") if kind.__name__ not in ("module", "type", "function") else ()
-    known = kind is torch.Tensor or kind.__name__ == "ndarray" or module in plain
-    return known or not str(getattr(sys.modules.get(module), "__file__", "")).startswith((*_LIBRARIES, _OURS))
+    """True for plain classes, tensors, arrays, functions, and classes that are no library's; not for methods."""
+    file = str(getattr(sys.modules.get(str(kind.__module__)), "__file__", ""))
+    is_plain = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ == "collections"
+    return is_plain or (kind is not MethodType and not file.startswith(_OURS) and not _LIBRARY.match(file))

@@ -38,8 +38,10 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
+from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several
 from ckptool.conventions.state_dicts import (
@@ -316,7 +318,7 @@ def _fitting(
     for name in (name for name in target.tensors if name in found.pairs):
         key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        about = _misfit(tensor, expected)
+        about = _misfit(tensor, expected, (target.values or {}).get(name))
         if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
             tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
             notes.append(Note("zero-dim", f"{key} [1] taken as []"))
@@ -336,15 +338,31 @@ def _fitting(
     return chosen, mismatched
 
 
-def _misfit(tensor: Tensor, expected: Expected) -> str:
-    """The aspect in which a tensor does not fit; empty if it fits. Nested tensors, of no one shape, fit nowhere."""
+def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
+    """The aspect in which a tensor does not fit; empty if it fits. there: the target's own tensor, if it has one."""
     if tensor.shape is None or expected.shape is None:
-        return "kind"
+        fits = isinstance(tensor, Composite) and isinstance(there, Composite) and _has_same_parts(tensor, there)
+        return "" if fits else "kind"
     if conversion(tensor.dtype, expected.dtype) is None:
         return "dtype"
     if isinstance(tensor, Composite) and tensor.dtype is not expected.dtype:
         return "dtype"
     return "" if tensor.shape == expected.shape else "shape"
+
+
+def _has_same_parts(a: Composite, b: Composite) -> bool:
+    """True for two nested tensors whose parts have the same sizes; those are data themselves, and few."""
+    parts, others = list(a.parts()), list(b.parts())
+    if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
+        return False
+    for one, other in zip(parts, others, strict=True):
+        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry) and one.dtype is other.dtype:
+            are_sizes = one.dtype.kind == "int"
+            if one.shape != other.shape or (are_sizes and not same_bytes(row_major(one), row_major(other))):
+                return False
+        elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
+            return False
+    return True
 
 
 def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:
@@ -401,8 +419,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
             texts = [f"{printable(fact.target)} {fact.have} against {fact.want}" for fact in facts]
-            is_other = "nested, of no one shape" if about == "kind" else f"of another {about}"
-            what = f"{counted(len(facts), 'tensor is', 'tensors are')} {is_other}: {listed(texts, 3)}"
+            what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
             found.append(Refusal(f"{about}-mismatch", what, _of_positions(facts) + fix))
     for word, names in (
         ("missing", [fact.name for fact in report.missing]),

@@ -62,11 +62,21 @@ LEFT = {
         ),
         "loader.known (attribute)",
     ),
+    "a window of the last values": (
+        (
+            "from collections import deque\nlast = deque(maxlen=3)\nfor step, x in run.batches(loader, steps=4):\n"
+            "    last.append(x.sum())\n    run.save()"
+        ),
+        "last (variable)",
+    ),
     "nothing": (
         (
-            "import collections, time\nfor epoch in run.epochs(3):\n    perm = torch.randperm(12)\n    half = 1\n"
+            "import collections, time\nclass Shell:\n    def ask(self): self.asked += 1\n"
+            "shell = Shell(); shell.asked = 0; ask = shell.ask; del shell\nheld = {**model.state_dict()}\n"
+            "for epoch in run.epochs(3):\n    perm = torch.randperm(12)\n    half = 1\n"
             "    run['best'] = best = run.get('best', 0.0) + 1\n    more = torch.utils.data.DataLoader(perm, 3)\n"
-            "    for at, (step, rows) in enumerate(run.batches(more)):\n        x = [row * at for row in rows]\n"
+            "    for at, (step, rows) in enumerate(run.batches(more)):\n"
+            "        ask(); model.weight.data += 1\n        x = [row * at for row in rows]\n"
             "        loss = sum(x)\n"
             "        with run.evaluating():\n            value = model(torch.rand(3, 4)).sum()\n"
             "        run['bag'] = run.get('bag', []) + [loss]; bag = run['bag']; run.save()"
