@@ -35,10 +35,13 @@ def moved(state: State, before: State) -> set[str]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """True for equal plain values and tensors."""
+    """True for plain values and tensors that are known to be equal."""
     if isinstance(one, torch.Tensor):
         like = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
-        return like and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
+        try:
+            return like and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
+        except RuntimeError:  # torch cannot tell it of sparse tensors
+            return False
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
     if isinstance(one, (list, tuple)) and type(one) is type(other):

@@ -238,6 +238,8 @@ def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: P
 def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
     assert rng.same([nan], [nan.clone()]) and not rng.same(nan, one) and not rng.same(one, nan)
+    sparse = one.to_sparse()
+    assert not rng.same(sparse, sparse.clone())  # torch cannot tell: it is taken from the checkpoint again
 
 
 def test_a_script_may_begin_a_loader_again_whose_workers_stay(tmp_path: Path) -> None:
