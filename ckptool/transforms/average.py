@@ -435,7 +435,7 @@ def average(
     for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
         entries = [node[key] for node in nodes]
         first.setdefault(last[key].view, name)
-        if all(entry.is_contiguous for entry in entries):
+        if all(entry.is_contiguous and not any(entry.flags.lazy) for entry in entries):
             over = whole.setdefault(tuple(id(entry.storage) for entry in entries), entries)
             over[:] = entries if entries[-1].numel > over[-1].numel else over
     made: dict[tuple[Any, ...], tuple[str, Sequence[float], TensorEntry]] = {}

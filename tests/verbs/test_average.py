@@ -204,13 +204,14 @@ def test_a_part_of_a_tensor_in_every_file_stays_one(method: str, tmp_path: Path)
     for seed in range(3):
         w = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         files.append({"t": w.t(), "w": w, "flat": w.view(24), "part": w[1:3], "column": w[:, 2], "own": w.t().clone()})
+        files[-1]["anti"] = torch._neg_view(w)  # no part of it, and not what the others are parts of
     paths = numbered_files(tmp_path, files)
     options: Any = {} if method in ("mean", "slerp") else {"base": paths[2]}
     ckptool.average(paths[:2], tmp_path / "o.pt", method=method, **options)
     found = load(tmp_path / "o.pt")
     for key, old in files[1].items():
         assert (found[key].data_ptr() == found["w"].data_ptr()) == (key in ("t", "w", "flat")), key
-        assert key == "own" or (found[key].stride(), found[key].storage_offset()) == (
+        assert key in ("own", "anti") or (found[key].stride(), found[key].storage_offset()) == (
             old.stride(),
             old.storage_offset(),
         )
