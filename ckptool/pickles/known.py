@@ -142,20 +142,20 @@ TORCH_CLASSES = """
 """
 
 
-def _constants(module: str) -> Iterator[str]:
-    """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
-    yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
-    yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
-    if module == "torch":
-        yield from BY_TORCH
-        yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
-        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d".split()
-        yield "preserve_format"
-
-
-_CONSTANTS = {
-    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+# torch's constants, never called but for storages with their numbers: element types, storages, classes of tensors.
+_STORAGES = [name for name in BY_STORAGE if name]
+_CONSTANTS = {("torch", name) for name in BY_TORCH} | {
+    (module, name)
+    for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+    for name in (*_STORAGES, *(name.replace("Storage", "Tensor") for name in _STORAGES))
 }
+_CONSTANTS |= set(
+    named("""
+        torch: torch.cuda: torch.sparse: torch.storage: UntypedStorage _UntypedStorage TypedStorage _TypedStorage
+        torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+        per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format
+    """)
+)
 
 # What may be done with names, and which names those are; of a name that stands in two rows the later counts.
 _KINDS: dict[tuple[str, str], Kind] = {
@@ -309,12 +309,6 @@ _KINDS: dict[tuple[str, str], Kind] = {
         numpy.random._pcg64: PCG64 PCG64DXSM numpy.random._mt19937: MT19937 numpy.random._philox: Philox
         numpy.random._sfc64: SFC64 numpy.random.bit_generator: SeedSequence
     """),
-    **Kind(given.none).of("""
-        numpy.dtypes: BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType
-        LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType
-        UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType
-        CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType
-    """),
     **_NAME.of("""
         numpy: ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64
         float16 float32 float64 float128 longdouble complex64 complex128 str_ bytes_ object_ void datetime64
@@ -395,11 +389,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         throughput_monitor: ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder:
         LearningRateFinder callback: Callback
     """),
-    **{
-        (module, name): _STORAGE if "Storage" in name else _NAME
-        for module, constants in _CONSTANTS.items()
-        for name in constants
-    },
+    **{each: _STORAGE if "Storage" in each[1] else _NAME for each in _CONSTANTS},
 }
 
 # Where modules were before, and where they are now.
@@ -504,4 +494,4 @@ def _is_own(name: Global) -> bool:
 
 def is_torch_name(name: Global) -> bool:
     """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
-    return name.name in _CONSTANTS.get(name.module, ())
+    return (name.module, name.name) in _CONSTANTS
