@@ -15,7 +15,7 @@ from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, list
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dataclass, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
-AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
+AS_IT_IS, RESIZED, SKIPPED, REFUSED = "as it is", "resized", "skipped", "refused"
 SHOWN = 16  # lines of one kind on a terminal; elsewhere, all
 
 
@@ -54,8 +54,7 @@ class NewFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. elements: of the target's that it fills.
-    how: `as it is`, `sliced`, `padded` or `resized`."""
+    """A tensor that is loaded. elements: of the target's that it fills.  how: `as it is` or `resized`."""
 
     source: str
     target: str

@@ -29,7 +29,6 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, Opened, open_file, refuse_part
-from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.warm_start import Assignment, carried, match_options, plan_warm_start
 
@@ -164,8 +163,8 @@ def load_into(
     checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` gave; the tensors
     of a file are mapped, not read into memory.  at: the weights in it, where there are several.
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
-    on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
-    resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of
+    on_mismatch: `error` or `skip`, for other shapes.  resize: to compute the model's, as `PATTERN=HOW` for names of the
+    model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of
     the model's values, 0 to 1, that must load; by default half (not counting what `only`, `exclude` and skipped shapes
     leave out), and no less than the suggested rules would load.  missing: patterns for the only names that may be
     missing.  strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of
@@ -248,9 +247,8 @@ def _refusals(
         what = f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory"
         yield Refusal("meta", what, "assign=True")
     allowed = [matcher(pattern) for pattern in missing or ()]
-    partly = [name for name, choice in chosen.items() if choice.part is not None]
     empty = [n for n in (*not_loaded(report), *report.supplied) if not any(matches(n) for matches in allowed)]
-    if report.loaded and (left := [printable(name) for name in (*partly, *empty) if name in on_meta]):
+    if report.loaded and (left := [printable(name) for name in empty if name in on_meta]):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
         yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix)
     tensors = {name: choice.tensor for name, choice in chosen.items()}
@@ -279,19 +277,17 @@ def _staged(
         firsts.setdefault(target.tensors[name].tied_to or name, name)
     entries: dict[str, TensorEntry] = {}
     for first, name in firsts.items():
-        tensor, part = chosen[name].tensor, chosen[name].part
-        assert isinstance(tensor, TensorEntry)  # others were refused
-        entry = tensor if part is None else first_part(tensor, part)
+        entry = chosen[name].tensor
+        assert isinstance(entry, TensorEntry)  # others were refused
         entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no parameter of the checkpoint
         verify(entries[first])
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = build(Checkpoint(in_files, ""))
     seen, tied = set[int](), tie_groups(target.tensors.values())
-    for first, name in firsts.items():
-        entry, slot = entries[first], slots[first]
+    for first, entry in entries.items():
+        slot = slots[first]
         read = partial(mapped.get, first) if first in mapped else partial(to_torch, entry)
-        is_whole = chosen[name].part in (None, tuple(slot.tensor.shape))
-        if is_whole and (slot.on_meta if assign is None else assign):
+        if slot.on_meta if assign is None else assign:
             every = [slots[each] for each in tied.get(first, (first,))]
             yield partial(_assign, every, read, id(entry.storage) in seen)
         else:
@@ -300,8 +296,7 @@ def _staged(
 
 
 def _copy(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
-    new = read()
-    tensor[tuple(slice(0, size) for size in new.shape)].copy_(new)
+    tensor.copy_(read())
 
 
 def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bool) -> None:

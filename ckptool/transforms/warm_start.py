@@ -11,17 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, accepted, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
-    PADDED,
     REFUSED,
     RESIZED,
     SKIPPED,
-    SLICED,
     Absent,
     DtypeChange,
     LeftOut,
@@ -57,21 +54,20 @@ from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, print
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
 from ckptool.names.steps import renamed
-from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, first_part, laid_over, losses
+from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
 from ckptool.transforms.optimizers import Slots, first_names, in_model_order, parameters_of
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
-ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
+ON_MISMATCH = ("error", "skip")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
 class MatchOptions(NamedTuple):
     """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
-    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
-    larger one; `pad` puts a smaller one into the first corner of the target's; `resize` computes one of the target's
-    shape for the names that a pattern of `resize` matches, the first that does, whatever becomes of the others.
+    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor.  resize: patterns for names, and
+    how their tensors are computed in the target's shape; the first that matches.
     min_loaded: the least share of values; None for `little`.  missing: patterns for the only names that may be missing.
     """
 
@@ -101,7 +97,6 @@ def match_options(
     checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize, "=")]
-    on_mismatch = "resize" if ways and on_mismatch == "error" else on_mismatch
     return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
 
 
@@ -115,14 +110,10 @@ def _way(text: str) -> tuple[str, Resize]:
 
 
 class Assignment(NamedTuple):
-    """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
-
-    how: it is loaded, as in `Loaded`.
-    """
+    """The tensor that is loaded under a name. how: as in `Loaded`."""
 
     source: str
     tensor: Tensor
-    part: tuple[int, ...] | None = None
     how: str = AS_IT_IS
 
 
@@ -162,13 +153,12 @@ def plan_warm_start(
             through.update(name for name in names if name != first)
             chosen.update((name, chosen[first]) for name in names if name != first)
             tied += [Tied(name, first) for name in names if name != first and name not in found.excluded]
-    # A misfit is reported under whatever name; a tensor that is loaded in part, once.
+    # A misfit is reported under whatever name; a tensor that is resized, once.
     mismatched = [each for each in mismatched if each.target not in through or each.done in (SKIPPED, REFUSED)]
     loaded = []
     for name in (name for name in wanted if name in chosen and name not in through):
         choice, expected = chosen[name], wanted[name]
-        elements = expected.numel if choice.part is None else prod(choice.part)
-        loaded.append(Loaded(choice.source, name, expected.kind, elements, choice.how))
+        loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
 
     met = {*chosen, *found.supplied, *found.excluded, *(each.target for each in mismatched)}
     taken = {*found.pairs.values()}
@@ -303,7 +293,7 @@ def _fitting(
     groups: Collection[list[str]],
     notes: list[Note],
 ) -> tuple[dict[str, Assignment], list[Mismatch]]:
-    """What is loaded under each name, as it is, in part or resized, and all that is not as it is wanted.
+    """What is loaded under each name, as it is or resized, and all that is not as it is wanted.
 
     groups: names of the target that are one tensor.  notes: what is done to shapes unasked is added to them.
     """
@@ -330,9 +320,6 @@ def _fitting(
             done, how, shape = RESIZED, way.text, expected.shape or ()
             one = made.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
             chosen[name] = Assignment(key, one, how=done)
-        elif about == "shape" and (part := _part(tensor, expected, options.on_mismatch)) is not None:
-            done = SLICED if options.on_mismatch == "slice" else PADDED
-            chosen[name] = Assignment(key, tensor, part, done)
         have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
         mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
     return chosen, mismatched
@@ -363,15 +350,6 @@ def _has_same_parts(a: Composite, b: Composite) -> bool:
         elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
             return False
     return True
-
-
-def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:
-    """The shape of the corner that both have, where the user asked for it and it is all of one of them."""
-    if not isinstance(tensor, TensorEntry) or expected.shape is None or len(tensor.shape) != len(expected.shape):
-        return None
-    smaller = tuple(map(min, tensor.shape, expected.shape))
-    whole = {"slice": expected.shape, "pad": tensor.shape}.get(on_mismatch)
-    return smaller if smaller == whole else None
 
 
 def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
@@ -413,8 +391,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _advice(report)))
-    cut, pad, compute = arg(on_mismatch="slice"), arg(on_mismatch="pad"), arg(resize="PATTERN=HOW")
-    any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
+    any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
@@ -472,10 +449,9 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     """
     values, order = target.values or {}, target.values or target.tensors
     own_names = [name for name in order if name not in chosen]
-    partly = [name for name, choice in chosen.items() if choice.part not in (None, target.tensors[name].shape)]
-    if target.values is None and (own_names or partly):
+    if target.values is None and own_names:
         raise Conflict(
-            f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names + partly)}",
+            f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names)}",
             "A spec says names, shapes and types. Nothing was written.",
             f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
@@ -483,7 +459,8 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     made: dict[str, Tensor] = {}
     for name, first in firsts.items():
         if first not in made:
-            made[first] = _loaded(chosen[name], target.tensors[name], values.get(name))
+            tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
+            made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
     holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
         if isinstance(tensor, TensorEntry):
@@ -518,22 +495,6 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
     return Filled(map_storages(OrderedDict(items, attributes), on_cpu), tuple(own_names))
-
-
-def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
-    """A tensor as the target wants it. base: the target's own."""
-    tensor = choice.tensor
-    if isinstance(tensor, Composite) or expected.dtype is None:
-        return tensor
-    if choice.part is None:
-        return converted(tensor, expected.dtype)
-    part = converted(compact(first_part(tensor, choice.part)), expected.dtype)
-    if part.shape == expected.shape:
-        return part
-    if not isinstance(base, TensorEntry):
-        what = f"{expected.name} is no plain tensor in the target, so nothing can be laid over it"
-        raise Conflict(what, "Nothing was written.", f"Keep the target's: {arg(on_mismatch='skip')}")
-    return laid_over(base, part)
 
 
 # The optimizer -------------------------------------------------------------------------------------------------------
@@ -629,7 +590,5 @@ def _destinations(
     for name, choice in chosen.items():
         goal = name if name in taken else target.tensors[name].tied_to
         if goal in taken:
-            why = "" if choice.part is None else "only a part of its parameter is loaded"
-            why = "its parameter is resized" if choice.how == RESIZED else why
-            found[first[choice.source]] = (goal, why)
+            found[first[choice.source]] = goal, "its parameter is resized" if choice.how == RESIZED else ""
     return found

@@ -31,7 +31,7 @@ TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals 
 WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 Rules = Texts | Mapping[str, str]
-Mismatch = Literal["error", "skip", "slice", "pad", "resize"]
+Mismatch = Literal["error", "skip"]
 _SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
 
 
@@ -51,7 +51,7 @@ def warm_start(
     only: Only = (),
     exclude: Exclude = (),
     on_mismatch: Annotated[
-        Mismatch, option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad or resize.")
+        Mismatch, option("--on-mismatch", "Tensors of another shape: refuse, or keep the model's.")
     ] = "error",
     resize: Annotated[
         Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")

@@ -218,7 +218,7 @@ def old_and_new(tmp_path: Path) -> tuple[dict[str, Any], Path, Path]:
 
 def test_every_kind_with_a_tied_head(tmp_path: Path) -> None:
     old, file, target = old_and_new(tmp_path)
-    report, done = warm_started(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=WAYS, verify=True)
+    report, done = warm_started(file, target, tmp_path / "out.pt", resize=WAYS, verify=True)
     image = old["pos_embed"][:, 1:].reshape(1, 4, 4, 6).permute(0, 3, 1, 2)
     wanted = functional.interpolate(image, (5, 5), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 25, 6)
     assert torch.equal(done["pos_embed"][:, :1], old["pos_embed"][:, :1])
@@ -260,7 +260,7 @@ def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -
 def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:
     _, file, target = old_and_new(tmp_path)
     with pytest.raises(error, match=f"(?s){words}"):
-        ckptool.warm_start(file, target, tmp_path / "out.pt", **{"on_mismatch": "resize", **options})
+        ckptool.warm_start(file, target, tmp_path / "out.pt", **options)
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -272,7 +272,7 @@ def test_live_models_and_state_of_resized_parameters(tmp_path: Path) -> None:
     optimizer.step()
     file = saved({"model": small.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
     mine = torch.optim.Adam(large.parameters())
-    report = ckptool.load_into(large, file, on_mismatch="resize", resize="weight=rows(mean)", optimizer=mine)
+    report = ckptool.load_into(large, file, resize="weight=rows(mean)", optimizer=mine)
     assert torch.equal(large.weight[:7], small.weight) and not mine.state
     assert torch.allclose(large.weight[7:], small.weight.mean(0))
     assert report.optimizer is not None and report.optimizer.left_out == (("weight", "its parameter is resized"),)
