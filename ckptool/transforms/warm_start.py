@@ -35,10 +35,8 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, map_storages
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several
 from ckptool.conventions.state_dicts import (
@@ -308,7 +306,7 @@ def _fitting(
     for name in (name for name in target.tensors if name in found.pairs):
         key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        about = _misfit(tensor, expected, (target.values or {}).get(name))
+        about = _misfit(tensor, expected)
         if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
             tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
             notes.append(Note("zero-dim", f"{key} [1] taken as []"))
@@ -325,31 +323,14 @@ def _fitting(
     return chosen, mismatched
 
 
-def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
-    """The aspect in which a tensor does not fit; empty if it fits. there: the target's own tensor, if it has one."""
-    if tensor.shape is None or expected.shape is None:
-        fits = isinstance(tensor, Composite) and isinstance(there, Composite) and _has_same_parts(tensor, there)
-        return "" if fits else "kind"
-    if conversion(tensor.dtype, expected.dtype) is None:
-        return "dtype"
-    if isinstance(tensor, Composite) and tensor.dtype is not expected.dtype:
+def _misfit(tensor: Tensor, expected: Expected) -> str:
+    """The aspect in which a tensor does not fit; empty if it fits."""
+    if tensor.shape is None or expected.shape is None:  # as of nested tensors, whose sizes are data
+        return "kind"
+    is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None
+    if tensor.dtype is not expected.dtype and not is_cast:
         return "dtype"
     return "" if tensor.shape == expected.shape else "shape"
-
-
-def _has_same_parts(a: Composite, b: Composite) -> bool:
-    """True for two nested tensors whose parts have the same sizes; those are data themselves, and few."""
-    parts, others = list(a.parts()), list(b.parts())
-    if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
-        return False
-    for one, other in zip(parts, others, strict=True):
-        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry) and one.dtype is other.dtype:
-            are_sizes = one.dtype.kind == "int"
-            if one.shape != other.shape or (are_sizes and not same_bytes(row_major(one), row_major(other))):
-                return False
-        elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
-            return False
-    return True
 
 
 def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
@@ -461,23 +442,12 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         if first not in made:
             tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
             made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
-    holders: dict[int, list[str]] = {}
+    holders = Counter(id(tensor.storage) for tensor in made.values() if isinstance(tensor, TensorEntry))
     for first, tensor in made.items():
+        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
         if isinstance(tensor, TensorEntry):
-            holders.setdefault(id(tensor.storage), []).append(first)
-    for firsts_of in holders.values():
-        tensors: list[Any] = [made[first] for first in firsts_of]
-        bases: list[Any] = [values.get(first) for first in firsts_of]
-        if all(isinstance(base, TensorEntry) for base in bases) and len({id(base.storage) for base in bases}) == 1:
-            layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
-            if layouts[0] == layouts[1]:
-                continue  # views that lie in one storage just so in the target
-        for first, tensor in zip(firsts_of, tensors, strict=True):
-            # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
-            if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
-                own = compact(tensor)
-                storage = replace(own.storage) if own.storage is tensor.storage else own.storage
-                made[first] = replace(own, storage=storage)
+            is_alone = holders[id(tensor.storage)] == 1 and tensor.span() == (0, tensor.storage.nbytes)
+            made[first] = tensor if is_alone else compact(tensor.with_storage(tensor.storage.alone()))
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
