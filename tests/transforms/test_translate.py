@@ -235,6 +235,7 @@ def test_numbers_that_are_too_large(state: dict[str, Any], rule: str, message: s
 
 
 CHAIN = ", ".join(f"v{n}: v{n + 1}" for n in range(2000))
+BACK = "v1999: 0, " + ", ".join(f"v{n}: v{n + 1}" for n in reversed(range(1999)))
 TREE = ", ".join(f"v{n}: x or v{n + 1} or v{n + 1}" for n in range(40))
 H = "rules: ['a => b : pad 0 v0']\nvariables: "
 LAYOUT = "new: {name: y, has: [b]}\nrules: ['a => b']\n"
@@ -243,7 +244,8 @@ LAYOUT = "new: {name: y, has: [b]}\nrules: ['a => b']\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{H}{{{CHAIN}}}", "more than 64 variables"),
+        (f"{H}{{{CHAIN}}}", "has no value"),
+        (f"{H}{{{BACK}}}", "cannot be padded to 0"),
         (f"{H}{{{TREE}}}", "has no value"),
         (f"{H}{{v0: \"size('a')\"}}", "has no value"),
         (f"{H}{{v0: \"size('a', 0, 1)\"}}", "has no value"),

@@ -335,7 +335,7 @@ def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
         "'": "not valid YAML|line 1",
         "x" * 10 + "\n" + "y: [" * 3000: "nested too deep|line",
         "fill: ['a => ones like b']\n": "is not of the form",
-        "variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n": "are computed of each other: a → b → a",
+        "variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n": "'a', which is 'b \\+ 1', has no value",
     }.items():
         rules.write_text(text)
         translate = partial(ckptool.translate, file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")
