@@ -1,8 +1,7 @@
 """A warm start: which tensor of a checkpoint goes under which name of a target, planned before anything is changed.
 
 For the plan only names, shapes and dtypes are looked at; values, up to so many bytes, to say whether a smaller dtype
-loses any. What is written then has the target's keys in its order, each tensor of its type, on the CPU; and an
-optimizer's state, in which slots go where their parameters go.
+loses any. What is written then has the target's keys in its order, each tensor of its type, on the CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from ckptool.analysis.warm_start import (
     SKIPPED,
     Absent,
     DtypeChange,
-    LeftOut,
     Loaded,
     LoadReport,
     Mismatch,
-    OptimizerReport,
     Refusal,
     Suggestion,
     Tied,
@@ -34,26 +31,17 @@ from ckptool.analysis.warm_start import (
     little,
     unmet,
 )
-from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
+from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.tree import address, map_storages
-from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several
-from ckptool.conventions.state_dicts import (
-    COUNTER,
-    StateDict,
-    of_positions,
-    optimizers,
-    paired,
-    without_wrappers,
-    wrappers,
-)
-from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.checkpoint.tree import map_storages
+from ckptool.commands import FILE, Slot, arg, command, several
+from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
 from ckptool.names.steps import renamed
 from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
-from ckptool.transforms.optimizers import Slots, first_names, in_model_order, parameters_of
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
@@ -465,100 +453,3 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
     return Filled(map_storages(OrderedDict(items, attributes), on_cpu), tuple(own_names))
-
-
-# The optimizer -------------------------------------------------------------------------------------------------------
-
-
-class Carried(NamedTuple):
-    """State by the names of the target, the groups of the names, and the report with the names without state."""
-
-    state: dict[str, Any]
-    groups: list[dict[str, Any]]  # as saved, without `params` and `param_names`
-    group_of: dict[str, int]
-    report: OptimizerReport
-
-
-def carried(
-    checkpoint: Checkpoint, root: StateDict, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
-) -> Carried:
-    """The optimizer state of a checkpoint by the parameter names of a target.
-
-    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
-    several, `Conflict` where it cannot be known which slot belongs to which parameter.
-    """
-    slots = _only_one(checkpoint)
-    first = first_names(root)
-    told = target.tensors if target.kinds_known else {}
-    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slots.among(parameters_of(root, kinds), ordered=in_model_order(root.node))
-    goes_to = _destinations(first, target, chosen, parameters)
-    state: dict[str, Any] = {}
-    group_of: dict[str, int] = {}
-    left: list[LeftOut] = []
-    for number, group in enumerate(slots.groups):
-        for slot in group["params"]:
-            name = names.get(slot)
-            goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
-            if goal:
-                group_of[goal] = number
-                if not why and slot in slots.tree["state"]:
-                    state[goal] = slots.tree["state"][slot]
-            if why:
-                left.append(LeftOut(name or str(slot), why))
-    fresh = tuple(name for name in parameters if name not in state)
-    kept = tuple(name for name in parameters if name in state)
-    report = OptimizerReport(slots.place, known_by, kept, fresh, tuple(left))
-    without = ("params", "param_names")
-    groups = [{key: value for key, value in group.items() if key not in without} for group in slots.groups]
-    return Carried(state, groups, group_of, report)
-
-
-def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
-    """The argument of `Optimizer.load_state_dict` for an optimizer with the target's parameters, group by group.
-
-    Raises `Conflict` where a parameter without state belongs to one of several groups, and nothing says to which.
-    """
-    members: list[list[str]] = [[] for _ in found.groups]
-    unknown = []
-    for name in parameters:
-        number = found.group_of.get(name, 0 if len(found.groups) == 1 else -1)
-        if number < 0:
-            unknown.append(name)
-        else:
-            members[number].append(name)
-    if unknown:
-        what = f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
-        what += f"which of them {listed(unknown)} belong to"
-        fix = "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)"
-        raise Conflict(what, "The learning rate and weight decay would be a guess. Nothing was written.", fix)
-    named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
-    state = {name: found.state[name] for names in members for name in names if name in found.state}
-    return Slots({"state": state, "param_groups": named}, "").numbered()
-
-
-def _only_one(checkpoint: Checkpoint) -> Slots:
-    found = list(optimizers(checkpoint.tree))
-    where = checkpoint.source or "the checkpoint"
-    if not found:
-        why = "It would be a dictionary with `state` and `param_groups`. Nothing was changed."
-        raise NoMatch(f"{where} has no optimizer state", why, f"Go without it: omit {arg(optimizer=True)}")
-    if len(found) > 1:
-        what = f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}"
-        fix = f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
-        raise UsageError(what, "Which one belongs to these weights is not known.", fix)
-    ((path, optimizer),) = found
-    return Slots(optimizer, address(path))
-
-
-def _destinations(
-    first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
-) -> dict[str, tuple[str, str]]:
-    """Name in the checkpoint -> name in the target, and why its state does not go along where it does not."""
-    taken = set(parameters)
-    found = {}
-    for name, choice in chosen.items():
-        goal = name if name in taken else target.tensors[name].tied_to
-        if goal in taken:
-            found[first[choice.source]] = goal, "its parameter is resized" if choice.how == RESIZED else ""
-    return found
