@@ -474,7 +474,7 @@ def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
         if said.strip():
             metadata[key] = said.decode("utf-8", "replace").strip()
     if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
-        metadata[marks.RECOVERED] = marks.recovered_mark([], [])  # of what, is lost
+        metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
     others = (f"{root}version", f"{root}data.pkl")
