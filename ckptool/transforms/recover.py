@@ -25,11 +25,11 @@ class Restored(NamedTuple):
 
 
 def restored(done: Salvaged) -> Restored:
-    """The checkpoint without what is lost; marked if anything is, or if nothing says what was in the file."""
+    """The checkpoint without what is lost; marked if anything is."""
     checkpoint, lost = done.checkpoint, done.lost_tensors()
     tree, dropped = without_lost(checkpoint.tree, lost) if lost else (checkpoint.tree, [])
     metadata = dict(checkpoint.metadata)
-    if lost or done.raw or done.unlisted:
+    if lost:
         before = str(metadata.get(marks.RECOVERED, ""))
         metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in lost], before)
     return Restored(replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped)

@@ -39,17 +39,16 @@ class LostTensorRow:
 class Recovery(Report):
     """The parts of a damaged file that were written to `output`, and those that were not.
     damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
-    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of
-    records.
+    tensors: how many there were.  back: how many came back.  records, whole: the same of records.
     lost: tensors that are not in the output.  dropped: what had to go along with them.
-    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing."""
+    proven: by checksums.  notes: on the writing."""
 
     schema = "recovery/2"
     verdict = "complete"
 
     damage: str
     how: str
-    tensors: int | None
+    tensors: int
     back: int
     records: int
     whole: int
@@ -57,7 +56,6 @@ class Recovery(Report):
     dropped: tuple[str, ...]
     lost_records: tuple[LostRecord, ...]
     proven: bool
-    raw: bool
     file: str = ""
     output: str = ""
     container: str = ""
@@ -67,17 +65,13 @@ class Recovery(Report):
 
     @property
     def complete(self) -> bool:
-        """True if everything came back from the file itself, as far as anything says what was in it."""
-        return not self.lost and self.tensors is not None
+        """True if every tensor came back."""
+        return not self.lost
 
     def told(self) -> Told:
         records = f"{self.whole:,} of {counted(self.records, 'record')} {'verified' if self.proven else 'present'}"
-        tensors = f"{counted(self.tensors or 0, 'tensor')} ({records})"
-        if self.raw:
-            yield bold(self.file), ": ", yellow("bytes only"), f", {records}"
-            lost = "its pickle, which says which record is which tensor, is lost"
-            yield f"  {lost}: each record is kept as bytes by its name"
-        elif self.complete:
+        tensors = f"{counted(self.tensors, 'tensor')} ({records})"
+        if self.complete:
             verdict = "nothing is missing"
             if self.whole < self.records:
                 verdict = "every tensor was recovered"
@@ -85,16 +79,14 @@ class Recovery(Report):
                 verdict = "everything was recovered"
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
-            of, total = ("", self.back) if self.tensors is None else (f"{self.back:,} of ", self.tensors)
-            rest = total - self.back - len(self.lost) if self.dropped else 0
+            rest = self.tensors - self.back - len(self.lost) if self.dropped else 0
             along = f", {rest:,} dropped with them" if rest else ""
-            told = f"{of}{counted(total, 'tensor')} recovered, {len(self.lost):,} lost{along}"
+            told = f"{self.back:,} of {counted(self.tensors, 'tensor')} recovered, {len(self.lost):,} lost{along}"
             yield bold(self.file), ": ", yellow("incomplete"), f", {told} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
-        yield "  nothing says how many there were" if self.tensors is None and not self.raw else None
-        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
-        if self.raw or self.complete:
+        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven else None
+        if self.complete:
             missing = [(each.name, size(each.nbytes), each.why) for each in self.lost_records]
         else:
             missing = [(each.address or WHOLE, size(each.nbytes), each.why) for each in self.lost]
@@ -158,11 +150,10 @@ def recover(
     for each in found.lost:
         values = each.storage if isinstance(each.node, StorageRef) else each.node
         lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
-    count = sum(1 for _ in tensors(done.checkpoint.tree))
     return Recovery(
         damage=damage.what if damage is not None else "",
-        tensors=None if done.raw or done.unlisted else count,
-        back=0 if done.raw else sum(1 for _ in tensors(found.checkpoint.tree)),
+        tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
+        back=sum(1 for _ in tensors(found.checkpoint.tree)),
         lost=tuple(lost),
         dropped=tuple(found.dropped),
         how=done.how,
@@ -170,7 +161,6 @@ def recover(
         whole=done.whole,
         lost_records=done.lost_records,
         proven=done.proven,
-        raw=done.raw,
         file=source.path,
         output=target,
         container=container.name,
@@ -193,8 +183,7 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 
 
 def all_of(file: CheckpointLike) -> Checkpoint | None:
-    """The checkpoint in a damaged file; None where a part of it is lost, or nothing says what was in it."""
+    """The checkpoint in a damaged file; None where a part of it is lost."""
     done, _ = _salvaged(open_source(file)[0])
     found = restored(done)
-    is_whole = not (found.lost or done.raw or done.unlisted)
-    return replace(found.checkpoint, source=None) if is_whole else None
+    return replace(found.checkpoint, source=None) if not found.lost else None
