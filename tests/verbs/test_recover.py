@@ -128,7 +128,7 @@ def test_a_lost_pickle_leaves_bytes_that_nothing_names(tmp_path: Path, run: Run)
     said = run("recover", path, "-o", tmp_path / "out.pt")
     assert said.code == 2 and "its pickle is lost" in said.err and not (tmp_path / "out.pt").exists()
     assert f"unzip -d {path}.unpacked {path}" in said.err
-    assert "recover" not in run("verify", path).out.partition("checksum")[2]
+    assert "ckptool recover" not in run("verify", path).out.partition("checksum")[2]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -139,7 +139,7 @@ def test_a_program_is_not_recovered(tmp_path: Path, run: Run) -> None:
     data[record_starts(path)["program/data/0"] + 3] ^= 1
     said = run("recover", written(bytes(data), path), "-o", tmp_path / "out.pt")
     assert said.code == 2 and "a program of TorchScript" in said.err and not (tmp_path / "out.pt").exists()
-    assert "recover" not in run("verify", path).out + run("doctor", path).out
+    assert "ckptool recover" not in run("verify", path).out + run("doctor", path).out
 
 
 def test_a_cut_safetensors_file(tmp_path: Path) -> None:
