@@ -284,8 +284,8 @@ def used(facts: Facts) -> Iterator[Words]:
         warm-start {file} --against {facts.model} --json | warm-start {file} --against add.pt -o warm.pt --json
         warm-start {file} --against ref.pt --on-mismatch skip -o warmref.pt --json
         warm-start add.pt --against all.spec.json --strict -o warmspec.safetensors --json
-        warm-start {file} --against ref.pt --on-mismatch pad --suggest suggested.yaml --json
-        warm-start {file} --against ref.pt --on-mismatch slice --min-loaded 0.2 --optimizer -o warmopt.pt --json
+        warm-start {file} --against ref.pt --on-mismatch skip --suggest suggested.yaml --json
+        warm-start {file} --against ref.pt --on-mismatch skip --min-loaded 0.2 -o warmopt.pt --json
     """)
 
 

@@ -24,6 +24,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
@@ -93,7 +94,7 @@ class Archive:
     _window: tuple[int, bytes] = (0, b"")  # what was read last, and where
 
     def by_offset(self) -> list[Record]:
-        return sorted(self.records.values(), key=lambda record: record.header)
+        return sorted(self.records.values(), key=attrgetter("header"))
 
     def peek(self, at: int, length: int) -> bytes:
         """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
