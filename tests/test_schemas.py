@@ -38,7 +38,7 @@ ALONE = command_lines("""
 inspect m.pt n.pt|inspect nothing.pt|inspect m.pt nothing.pt|inspect --nothing|verify m.pt --write-digest m.digests
 verify n.pt --against m.digests|verify odd.pt --finite|scan . --full|show m.pt#sd/module.a.weight|show odd.pt#c
 diff odd.pt m.pt|doctor --error 'size mismatch for fc.weight'|translate --list|translate --find m.pt w.pt
-average m.pt n.pt --weights 0.5,0.7 -o y2.pt|recover cut.pt --fill-from m.pt -o filled.pt
+average m.pt n.pt --weights 0.5,0.7 -o y2.pt|recover cut.pt -o filled.pt
 warm-start m.pt --against big.pt --on-mismatch skip
 warm-start training_sgd.pt --against training_sgd.pt -n -o x.pt
 warm-start m.pt --against w.pt --suggest suggested.yaml|train dry.yaml -n|inspect run|plot run
