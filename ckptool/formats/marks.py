@@ -4,7 +4,7 @@
 which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
 tensors. They are separate when they are read, and so when they are written.
 
-The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It
+The mark says what was lost, and what 0.1.0 filled in from elsewhere, so that no file passes for intact that is not. It
 goes along into every file made of this one.
 """
 
@@ -64,10 +64,9 @@ _NAMED = 1_000  # tensors; the rest is counted
 _LONGEST = 200
 
 
-def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
-    facts = {"lost": lost, "filled": filled, "lost_count": len(lost), "filled_count": len(filled)}
-    return _mark(facts, before)
+def recovered_mark(lost: list[str], before: str = "") -> str:
+    """The mark of a file whose tensors at these addresses were lost. before: the mark that it had."""
+    return _mark({"lost": lost, "filled": [], "lost_count": len(lost), "filled_count": 0}, before)
 
 
 def _mark(facts: dict[str, Any], before: str) -> str:

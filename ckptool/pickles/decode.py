@@ -91,7 +91,7 @@ def decode(
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
     objects = ObjectMaker(reader, builders, limit, bool(stubs))
-    runs = Runs(reader, objects, persistent, builders[REBUILD_TENSOR_V2]) if has_tensors else None
+    runs = Runs(reader, persistent) if has_tensors else None
     machine = Machine(reader, objects, persistent, limit, stubs, runs)
     try:
         root = machine.run()
