@@ -242,7 +242,11 @@ def is_type(node: Object) -> bool:
         parts.append((0, size, objects))
     if names is not None:
         titles = {field[2] for field in fields.values() if len(field) == 3}
-        if not set(names) <= fields.keys() <= {*names, *titles} or len({*names}) != len(names):
+        if (
+            len(names) > len(fields)
+            or not set(names) <= fields.keys() <= {*names, *titles}
+            or len({*names}) != len(names)
+        ):
             return False
         for name in names:
             part, offset = fields[name][:2]

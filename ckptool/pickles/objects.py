@@ -164,6 +164,7 @@ class PickleReader:
 
 
 MAX_KEY_DEPTH = 4
+FREE_NAMED = 1 << 18  # attributes that objects of the smallest pickle may have, each counted for every object
 MAX_NAME = 1_000  # characters of a module and a name in it
 MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
 
@@ -171,13 +172,14 @@ MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models 
 class ObjectMaker:
     """Makes and fills the nodes of one pickle; remembers those that are not inert, as it may throw them away."""
 
-    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader",
+    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "left", "limit", "names", "objects", "reader",
                  "repeated", "stubs")  # fmt: skip
 
     def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, stubs: bool) -> None:
         self.reader = reader  # which errors say where they are on
         self.builders = builders
         self.limit = limit
+        self.left = max(FREE_NAMED, len(reader.data))  # what is still judged, each time that it is given to an object
         self.stubs = stubs  # whether some texts may still lie in the file
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.names: dict[Global, None] = {}
@@ -211,8 +213,7 @@ class ObjectMaker:
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
         """The object that stands for a call, which is not made."""
         made = Object(fn, args, how, kwargs)
-        if not is_quiet(made):
-            self.objects[id(made)] = made
+        self._judge(made)
         return made
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
@@ -234,7 +235,7 @@ class ObjectMaker:
         elif type(target) is Object:
             if target.items is None:
                 target.items = {}
-                self._used(target)
+                self._judge(target)
             mapping = target.items
         elif not items:  # which nothing is asked for
             return
@@ -288,12 +289,27 @@ class ObjectMaker:
             target.elements = []
         target.elements.extend(items)
         if len(target.elements) == len(items):
-            self._used(target)
+            self._judge(target)
 
-    def _used(self, target: Object) -> None:
-        """Remembers an object that is no longer inert by what it was given."""
-        if id(target) not in self.objects and not is_quiet(target):
-            self.objects[id(target)] = target
+    def _judge(self, made: Object) -> None:
+        """Remembers an object that is not inert, or no longer by what it was given.
+
+        Its attributes and texts are looked at, and many objects may share them: they are counted for each.
+        """
+        if id(made) in self.objects:
+            return
+        given = made.state if type(made.state) is tuple and len(made.state) < 10 else (made.state,)
+        for part in (*made.args[:4], *given):
+            if isinstance(part, (dict, tuple)):
+                parts = part if type(part) is tuple and len(part) == 2 else (part,)
+                self.left -= sum([len(each) for each in parts if isinstance(each, dict)])
+            elif type(part) is str:
+                self.left -= len(part) // 64
+        if self.left < 0:
+            why = "Looking through it each time takes too long; the file is probably malicious."
+            raise self.reader.beyond(self.reader.at, "objects that share what they are made of", why)
+        if not is_quiet(made):
+            self.objects[id(made)] = made
 
     def add(self, target: Any, items: list[Any], pos: int) -> None:
         """Values into a set, or an object that is like one."""
@@ -310,7 +326,7 @@ class ObjectMaker:
         """Sets what BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
         if type(target) is Object and target.state is MISSING:
             target.state = state
-            self._used(target)
+            self._judge(target)
         elif isinstance(target, TakesState):
             target.fill(state)
         elif (

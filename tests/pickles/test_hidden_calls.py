@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import CkptoolError, UnsafeObject
+from ckptool.errors import CkptoolError, LimitExceeded, UnsafeObject
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
@@ -407,6 +407,59 @@ def test_what_many_calls_share_is_not_looked_at_each_time(shared: str) -> None:
     with soon(6):  # some hundred without
         decoded = decode(program(SHARED[shared] + b"e", 4), lambda key: key, BUILDERS, file_bytes=2_000_000)
         assert sum(1 for _ in calls.uses([decoded.root, decoded.discarded])) >= 20_000
+
+
+def _attributes(count: int) -> bytes:
+    return b"}q\x00(" + b"".join(text(f"a{number}") + b"N" for number in range(count)) + b"u0"
+
+
+def _fields(count: int) -> bytes:
+    """numpy's types of so many fields in one byte each, of one state."""
+    names = [text(f"a{number}") for number in range(count)]
+    one = name("numpy", "dtype") + text("i1") + b"\x89\x88\x87Rq\x050"
+    fields = b"".join(each + b"h\x05" + integer(number) + b"\x86" for number, each in enumerate(names))
+    return (
+        one
+        + b"(K\x03"
+        + text("|")
+        + b"N("
+        + b"".join(names)
+        + b"t}("
+        + fields
+        + b"u"
+        + integer(count)
+        + (b"K\x01K\x10tq\x000" + name("numpy", "dtype") + b"q\x01" + text(f"V{count}") + b"\x89\x88\x87q\x0200")
+    )
+
+
+# What is judged by itself each time, made once; and an object that it is given to.
+COUNTED = {
+    "attributes of a layer": (
+        _attributes(900) + name("torch.nn.modules.linear", "Linear") + b"q\x010", b"h\x01)\x81h\x00b"
+    ),
+    "attributes of a tensor": (
+        _attributes(3_000) + name("torch._utils", "_rebuild_parameter_with_state") + b"q\x01(NNNh\x00tq\x0200",
+        b"h\x01h\x02R",
+    ),
+    "fields of a type": (_fields(2_000), b"h\x01h\x02Rh\x00b"),
+    "text of an array": (
+        text("a" * (1 << 20)) + b"q\x000" + name("numpy", "dtype") + text("i1") + b"\x89\x88\x87R"
+        + integer(1 << 20) + b"\x85q\x010q\x020(K\x01h\x01h\x02\x89h\x00tq\x000"
+        + name("numpy.core.multiarray", "_reconstruct") + b"q\x01(" + name("numpy", "ndarray")
+        + b"K\x00\x85C\x01btq\x0200",
+        b"h\x01h\x02Rh\x00b",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", COUNTED)
+def test_what_many_objects_share_is_counted(shared: str) -> None:
+    made, each = COUNTED[shared]
+    with soon(6):  # minutes, and hours for a megabyte
+        few = decode(program(made + b"](" + each * 3 + b"e", 4), lambda key: key, BUILDERS)
+        assert len(few.root) == 3 and (shared == "attributes of a tensor" or calls.is_inert(few.root))
+        with pytest.raises(LimitExceeded, match="share what they are made of"):
+            decode(program(made + b"](" + each * 30_000 + b"e", 4), lambda key: key, BUILDERS)
 
 
 @pytest.mark.filterwarnings("ignore")
