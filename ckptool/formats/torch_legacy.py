@@ -109,7 +109,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     except CkptoolError as error:
         raise error.within(name) from None
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
-    notes = [*decoded.notes, *protocol_notes(decoded.protocol)]
+    notes = [*decoded.notes, *protocol_notes(decoded)]
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
     if not little_endian:
         how = "its elements are little-endian as torch writes them everywhere, and read so"

@@ -71,7 +71,7 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
     odd = (*archive.notes, *record_notes(archive, root, storages))
-    notes = (*odd, *decoded.notes, *protocol_notes(decoded.protocol))
+    notes = (*odd, *decoded.notes, *protocol_notes(decoded))
     metadata, mark = dict(small), archive.records.get(root + marks.RECOVERED_RECORD)
     if mark is not None:
         metadata[marks.RECOVERED] = mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")

@@ -143,11 +143,18 @@ def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
         yield Note(REPEATED_KEY, f"{what}, with different values: the last counts, as in every reader")
 
 
-def protocol_notes(protocol: int) -> list[Note]:
-    """A note on a pickle of protocol 4 or 5: torch/_weights_only_unpickler.py knows none of their opcodes."""
-    if protocol < 4:
+def _has_bytes(value: Any) -> bool:
+    return isinstance(value, bytes) or (isinstance(value, bytearray) and bool(value))
+
+
+def protocol_notes(decoded: Decoded) -> list[Note]:
+    """A note on a pickle of protocol 4 or 5, or on bytes in one of protocol 3: torch/_weights_only_unpickler.py knows
+    none of their opcodes."""
+    protocol = decoded.protocol
+    if protocol < 3 or (protocol == 3 and not any(map(_has_bytes, visit(decoded.root)))):
         return []
-    what = f"pickled with protocol {protocol}, which torch.load(weights_only=True) does not read"
+    of = "bytes of " if protocol == 3 else ""
+    what = f"pickled with {of}protocol {protocol}, which torch.load(weights_only=True) does not read"
     return [Note("pickle-protocol", what, command("convert", FILE, out=OUT))]
 
 

@@ -142,6 +142,7 @@ TORCH_CLASSES = """
 """
 
 
+MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
 # torch's constants, never called but for storages with their numbers: element types, storages, classes of tensors.
 _STORAGES = [name for name in BY_STORAGE if name]
 _CONSTANTS = {("torch", name) for name in BY_TORCH} | {
@@ -153,9 +154,10 @@ _CONSTANTS |= set(
     named("""
         torch: torch.cuda: torch.sparse: torch.storage: UntypedStorage _UntypedStorage TypedStorage _TypedStorage
         torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
-        per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format
+        per_channel_affine_float_qparams
     """)
 )
+_CONSTANTS |= {("torch", name) for name in MEMORY_FORMATS}
 
 # What may be done with names, and which names those are; of a name that stands in two rows the later counts.
 _KINDS: dict[tuple[str, str], Kind] = {

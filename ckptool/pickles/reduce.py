@@ -8,12 +8,14 @@ Source of the conventions: PEP 307 and Modules/_pickle.c (save_reduce, save_glob
 from __future__ import annotations
 
 import collections
+import copyreg
 import sys
 import types
 from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Storage, StorageRef, TensorEntry, row_major_strides
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
     import numpy
 
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+# Classes that have no name to be imported by: that of their one object.
+_TYPES_OF: dict[Any, Any] = {
+    type(None): None,
+    type(...): Global("__builtin__", "Ellipsis"),
+    type(NotImplemented): Global("__builtin__", "NotImplemented"),
+}
 
 
 def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Any:
@@ -88,15 +96,21 @@ class LiveReader:
         if value is Ellipsis or value is NotImplemented:
             return Global("__builtin__", str(value))
         if isinstance(value, _NAMED):
-            return self.name_of(value) or self.refuse(value, "a function or class that cannot be imported by name")
+            if value in _TYPES_OF:
+                return Object(Global("__builtin__", "type"), (_TYPES_OF[value],))
+            name = self.name_of(value)
+            # a method of C's, as `torch.relu` is, is pickled as the attribute of what it belongs to
+            if name is not None or not isinstance(value, types.BuiltinFunctionType):
+                return name or self.refuse(value, "a function or class that cannot be imported by name")
         if self.arrays_as_tensors and _is_array(value):
             return array_entry(value)
         return self.reduced(value)
 
     def reduced(self, value: Any) -> Any:
         """The object as it says itself that it is to be pickled."""
+        registered = copyreg.dispatch_table.get(type(value))
         try:
-            answer = value.__reduce_ex__(2)
+            answer = registered(value) if registered is not None else value.__reduce_ex__(2)
         except Exception:  # noqa: BLE001 (any class may refuse in any way)
             return self.refuse(value)
         if isinstance(answer, str):
@@ -215,7 +229,7 @@ _HANDLERS: dict[type, Any] = {
 
 
 def name_of(value: Any) -> Global | None:
-    """The name by which a pickle of protocol 2 refers to a class or function; None if its module does not have it."""
+    """The name by which a pickle refers to a class or function; None if its module does not have it."""
     name: str = getattr(value, "__qualname__", "") or getattr(value, "__name__", "")
     module: str = getattr(value, "__module__", "") or next(
         (
@@ -225,7 +239,7 @@ def name_of(value: Any) -> Global | None:
         ),
         "",
     )
-    if "." in name or _found(module, name) is not value:
+    if _found(module, name) is not value:
         return None
     if (module, name) in REVERSE_NAME_MAPPING:
         return Global(*REVERSE_NAME_MAPPING[module, name])
@@ -233,8 +247,9 @@ def name_of(value: Any) -> Global | None:
 
 
 def _found(module: str, name: str) -> Any:
+    """What a name in a module stands for, also within classes (`Outer.Inner`); None for nothing."""
     try:
-        return getattr(sys.modules.get(module), name, None)
+        return attrgetter(name)(sys.modules.get(module)) if name else None
     except Exception:  # noqa: BLE001 (a module may compute its names)
         return None
 

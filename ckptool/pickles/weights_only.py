@@ -23,18 +23,19 @@ from ckptool.checkpoint.graph import (
     structural_parts,
     visit,
 )
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, canonical, is_hashable
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, module_attributes, module_state_dict, walk
 from ckptool.commands import ADDRESS, FILE, OUT, command
 from ckptool.errors import Conflict, LimitExceeded, printable
 from ckptool.facts import dataclass, replace
 from ckptool.pickles.calls import DISCARDED, uses
-from ckptool.pickles.known import is_torch_name, kind_of
+from ckptool.pickles.known import MEMORY_FORMATS, is_torch_name, kind_of
 from ckptool.pickles.plain import expand
 
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
+_ALLOWED = _TENSOR_TYPES | {_FROM_TYPE, "collections.OrderedDict", "builtins.set", "builtins.bytearray"}
 
 
 class _Omitted:
@@ -109,7 +110,7 @@ class _Plain:
                 Set: self._set,
                 bytes: lambda value: value or self._became(value, bytearray(), "an empty bytearray"),
                 ByteString: lambda value: self._became(value, bytes(value), "bytes"),
-                Global: lambda name: name if is_torch_name(name) else self._became(name, str(name), "its name"),
+                Global: lambda name: name if _is_allowed(name) else self._became(name, str(name), "its name"),
                 Composite: self._composite,
                 Object: self._object,
                 object: str,  # a date, a path, a fraction, as its text; its object was named already
@@ -118,7 +119,9 @@ class _Plain:
 
     def _set(self, value: Set) -> FromParts:
         def make(parts: list[Any]) -> Set:
-            return self._became(value, Set(parts), "a set") if value.frozen else Set(parts)
+            pairs = zip(value.items, parts, strict=True)
+            made = Set([_key(old, new) for old, new in pairs if new is not DROPPED])
+            return self._became(value, made, "a set") if value.frozen else made
 
         return FromParts(value.items, make)
 
@@ -162,13 +165,17 @@ def _put(made: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
     """Raises `Conflict` for a key that is there."""
     if item is DROPPED or new is DROPPED:
         return
-    if isinstance(new, (dict, list, Set)):
-        new = str(key)
+    new = _key(key, new)
     if new in made:
         what, why = f"two keys of a dictionary would both become {str(new)!r}", "One of the two values would be lost."
         fix = f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
         raise Conflict(what, f"{why} Nothing was written.", fix)
     made[new] = item
+
+
+def _key(old: Any, new: Any) -> Any:
+    """A key, or an item of a set; as text where it became, or has in it, what cannot be one."""
+    return new if type(new) in SCALARS or all(map(is_hashable, visit(new))) else str(old)
 
 
 def _plain_form(node: Object) -> tuple[Any, str]:
@@ -206,6 +213,12 @@ def _or_none(value: Any) -> Any:
 _WORDS = ((dict, "a dictionary"), (list, "a list"), (tuple, "a tuple"), ((bool, int, float), "a number"))
 
 
+def _is_allowed(name: Global) -> bool:
+    """True for a name that `weights_only` takes, as a value or as what it calls."""
+    is_constant = is_torch_name(name) and name.name not in MEMORY_FORMATS
+    return is_constant or _is_called(name) or canonical(name) in _ALLOWED
+
+
 def _is_called(name: Any) -> bool:
     """True for a function that `weights_only` calls."""
     return (kind := kind_of(name)) is not None and kind.weights_only
@@ -224,8 +237,6 @@ def _is_plain(args: Any) -> bool:
         return (node.args,) if isinstance(node, Object) else structural_parts(node)
 
     return all(
-        _is_plain_call(part)
-        if isinstance(part, Object)
-        else not isinstance(part, Global) or is_torch_name(part) or canonical(part) in _TENSOR_TYPES
+        _is_plain_call(part) if isinstance(part, Object) else not isinstance(part, Global) or _is_allowed(part)
         for part in visit(args, arguments)
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copyreg
 import datetime
 import decimal
+import enum
 import functools
 import importlib
+import inspect as inspect_module
 import logging
 import pathlib
+import pickle
 import random
 import re
 import types
@@ -24,12 +28,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._weights_only_unpickler import _get_allowed_globals
 
 import ckptool
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
 from ckptool.pickles import plain as values
+from ckptool.pickles.calls import stands_alone
 from ckptool.pickles.known import TORCH_CLASSES
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, text
 from tests.support.looped import looped
@@ -198,3 +204,92 @@ def test_nothing_is_made_of_what_a_pickle_only_names(tmp_path: Path) -> None:
     file.write_bytes(pickle_zip(program(b"}" + text("x") + name("posix", "system") + b"s"), ONE))
     with pytest.raises(UnsafeObject, match=r"refers to posix\.system at x"):
         ckptool.convert(file, tmp_path / "out.pt")
+
+
+# What torch.load(weights_only=True) takes -----------------------------------------------------------------------------
+
+
+def takes(file: Path) -> bool:
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def is_said_to_be_taken(file: Path) -> bool:
+    codes = {note.code for note in ckptool.inspect(file).notes}
+    return not codes & {"weights-only", "pickle-protocol", "unsafe-global", "custom-class"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_are_said_to_be_taken_where_torch_takes_them(tmp_path: Path) -> None:
+    listed = [full for full in _get_allowed_globals() if stands_alone(Global(*full.rpartition(".")[::2]))]
+    others = """torch.nn.modules.linear.Linear torch.optim.adam.Adam torch.channels_last torch.nn.parameter.Buffer
+        torch._utils._rebuild_xla_tensor builtins.list builtins.len collections.deque collections.defaultdict
+        numpy.dtype numpy.ndarray datetime.datetime"""
+    assert len(listed) > 100
+    for full in (*listed, *others.split()):
+        module, _, attribute = full.rpartition(".")
+        (tmp_path / "in.pt").write_bytes(pickle_zip(program(b"}" + text("x") + name(module, attribute) + b"s"), ONE))
+        assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt"), full
+
+
+def _noted(tensor: torch.Tensor, note: Any) -> torch.Tensor:
+    tensor.note = note  # type: ignore[attr-defined]
+    return tensor
+
+
+NESTED_SETS: dict[str, Callable[[], Any]] = {
+    "sets in a set": lambda: {frozenset({1, 2}), frozenset(), 3},
+    "sets in keys": lambda: {(frozenset({1}), 2): 3, frozenset({4}): 5},
+    "sets and members in a set": lambda: {frozenset({inspect_module.Parameter.empty}), "a", Colour.RED},
+}
+
+
+@pytest.mark.parametrize("title", NESTED_SETS)
+def test_plain_values_of_what_is_hashed_can_be_hashed(title: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "x": NESTED_SETS[title]()}, tmp_path / "in.pt")
+    assert not takes(tmp_path / "in.pt") and not is_said_to_be_taken(tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "out.pt", weights_only=True)
+    assert len(torch.load(tmp_path / "out.pt", weights_only=True)["x"]) in (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "value", [b"a", b"", bytearray(b"a"), bytearray(), "a", [_noted(torch.ones(2), torch.ones(1))]]
+)
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_bytes_and_attributes_are_said_to_be_taken_where_torch_takes_them(
+    value: Any, protocol: int, tmp_path: Path
+) -> None:
+    torch.save({"x": value}, tmp_path / "in.pt", pickle_protocol=protocol)
+    assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt")
+
+
+# Live objects ---------------------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Registered:
+    """A class whose reducer is in `copyreg`'s table, as tensordict's is."""
+
+
+LIVE: dict[str, Any] = {
+    "a method of C's": torch.relu, "a class without a name": type(None), "a union of types": int | None,
+    "a pattern": re.compile("a+"), "a nested class": Net.Block, "an object of one": Net.Block(nn.ReLU()),
+    "the class of a constant": type(...), "a registered class": Registered(), "a member": Colour.RED,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("title", LIVE)
+def test_what_pickle_can_write_can_be_saved(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda _: (complex, (1.0, 2.0)))
+    ckptool.save({"x": LIVE[title]}, tmp_path / "out.pt", keep_unknown=True)
+    torch.save({"x": LIVE[title]}, tmp_path / "stock.pt", pickle_protocol=4)
+    ours, theirs = (torch.load(tmp_path / each, weights_only=False)["x"] for each in ("out.pt", "stock.pt"))
+    assert ours == theirs or repr(ours) == repr(theirs)

@@ -139,6 +139,8 @@ def test_configuration_is_unwrapped() -> None:
         ),
         made("omegaconf.dictconfig.DictConfig"),
         made("pathlib.PosixPath", (5,), "call"),
+        made("pathlib.PosixPath", ("a",), "call", elements=[1]),
+        made("builtins.int", items={"a": 1}),
     ],
     ids=repr,
 )
