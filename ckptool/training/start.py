@@ -1,4 +1,4 @@
-"""`train` and `resume`: a run from its configuration to its end; and a rehearsal of one."""
+"""`train` and `resume`: a run from its configuration to its end; a checkpoint of one, evaluated; a rehearsal of one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint.paths import absolute
-from ckptool.commands import command
-from ckptool.errors import Corrupt, counted, listed, printable
+from ckptool.commands import arg, command
+from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, run_folder
 from ckptool.training.config import Config, changes, code_names, refuse_fixed
 from ckptool.training.configfile import recorded_config, retention_of
@@ -25,13 +25,13 @@ from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import measured, one_step, remember, train
 from ckptool.training.models import Say, kept_bytes
 from ckptool.training.parallel import World, world_of
-from ckptool.training.reports import Outcome, Rehearsal
+from ckptool.training.reports import Evaluated, Outcome, Rehearsal
 from ckptool.training.run import Point, Run
 from ckptool.training.run_folder import environment, is_run
 from ckptool.training.saving import loaded
 from ckptool.training.state import Objects, Window
 from ckptool.training.stopping import Stopping, stopping
-from ckptool.training.store import RunFolder, SavedState, digest_of_files, file_digest, size_of
+from ckptool.training.store import RunFolder, SavedState, check, described, file_digest, files_of, size_of
 from ckptool.training.trainer import Trainer, build, deterministic, gathered, restored
 
 
@@ -81,7 +81,7 @@ def resume(
     folder: str, changes: Sequence[str] = (), *, progress: Progress | None = None, say: Say | None = None
 ) -> Outcome:
     """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
-    _, before, _ = recorded_config(folder)
+    _, before = recorded_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
     return start(config, resume="must", asked=changes, progress=progress, say=say)
 
@@ -110,7 +110,6 @@ class TrainerRun(Run):
         self.metrics: dict[str, float] = {}
         self._changed: list[str] = []  # of the user's files and data, since the checkpoint
         self.fingerprint = fingerprint(trainer.config, trainer.data)
-        self.revision = 0  # how often its configuration was changed
         save = trainer.config.save
         super().__init__(
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
@@ -164,11 +163,10 @@ class TrainerRun(Run):
         folder.refuse_others(trainer.step, trainer.total_steps)
         for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
             folder.claim(name)
-        _, before, self.revision = recorded_config(folder.folder)
+        _, before = recorded_config(folder.folder)
         found = {change.key: [change.before, change.after] for change in changes(before, config)}
         if noted := {key: values for key, values in found.items() if key != "run"}:
-            self.revision += 1
-            folder.note(CHANGED, changes=noted, config=config.dumped(), revision=self.revision)
+            folder.note(CHANGED, changes=noted, config=config.dumped())
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
         super()._note_begin(**facts)
 
@@ -180,7 +178,7 @@ class TrainerRun(Run):
 
     def _facts(self, point: Point) -> dict[str, Any]:
         self.loss = self.trainer.loss
-        how = {"revision": self.revision, "config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
+        how = {"config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
         # Before its evaluation is done, a step is saved only to stop: it is saved again after that, with its metrics.
         return super()._facts(point) | how | ({"stop": True} if self.trainer.pending else {})
 
@@ -246,6 +244,51 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
     return found
 
 
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+BEST, NEWEST = "best", "newest"
+
+
+def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
+    """The metrics of a checkpoint of a run on its validation or test data, in one process."""
+    number, config = recorded_config(folder)
+    strategy = config.strategy if config.split is not None else "single"
+    values = {**config.dumped(), "run": folder, "strategy": strategy}
+    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
+    chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
+    check(saved, config.save.verify)
+    with name_culprits(), deterministic(config.deterministic), world_of(config) as world:
+        trainer = build(config, world, fresh=False)
+        objects = trainer.objects(trains=False)
+        objects.restore(loaded(saved.path, objects.in_parts), saved.path)
+        trainer.step = saved.step
+        metrics = measured(trainer, on=on)
+    if not metrics:
+        raise UsageError(
+            "there is nothing to evaluate on",
+            "No sample is held out, and there is no validation set.",
+            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
+        )
+    return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
+
+
+def _chosen(
+    there: Sequence[SavedState], config: Config, checkpoint: str | int | None, folder: str
+) -> tuple[str, SavedState]:
+    """The checkpoint that is asked for, and in words which it is: the best where there is one, without being asked."""
+    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
+    found = {str(saved.step): saved for saved in there}
+    for saved in there:
+        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
+    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
+    if wanted not in found:
+        raise UsageError(
+            f"{folder} has no checkpoint {wanted}",
+            f"Available: {listed(list(found), 12)}." if found else "It has none.",
+        )
+    return f"the best {config.eval.metric}" if wanted == BEST else wanted if wanted == NEWEST else "", found[wanted]
+
+
 # Rehearsal -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +315,7 @@ def rehearse(config: Config) -> Rehearsal:
         world.first(lambda: shutil.copytree(config.run, os.path.join(path, "again")) and None)
         config = with_run("again")
         again, _ = _saved(build(config, world), _opened(config, True, (), world))
-        if digest_of_files(saved.path) != digest_of_files(again.path):
+        if described(files_of(saved.path)) != described(files_of(again.path)):
             from ckptool.analysis.diff import diff_files
 
             changed = diff_files(saved.path, again.path).changed

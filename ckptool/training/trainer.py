@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ckptool.commands import arg
-from ckptool.errors import Conflict, UsageError
+from ckptool.errors import UsageError
 from ckptool.training import optim
 from ckptool.training.config import Config, recorded
 from ckptool.training.data import Samples, load_data
-from ckptool.training.extensions import took_part
 from ckptool.training.models import Say, build_model, checkpoint_activations
 from ckptool.training.optim import Average, Freezing, Update
 from ckptool.training.parallel import World, placed, wrapped
@@ -229,7 +228,7 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for name, optimizer in trainer.optimizers.items()
     }
-    load(trainer.objects(without=changed), tree, where)
+    trainer.objects(without=changed).restore(tree, where)
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples = tree["data_state"]["samples"]
@@ -248,15 +247,3 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
             warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
             for _ in range(count):
                 trainer.schedules[name].step()
-
-
-def load(objects: Objects, tree: dict[str, Any], where: str) -> None:
-    """Gives objects their states. Raises `Conflict` for one that is missing or does not fit."""
-    if missing := [name + SUFFIX for name in objects.named if name + SUFFIX not in tree]:
-        raise Conflict(f"{where} has no {missing[0]}", "Without it the run would resume as a different one.")
-    try:
-        objects.restore(tree, where)
-    except Conflict as error:
-        if error.__cause__ is not None and took_part(error.__cause__):
-            raise error.__cause__ from None  # of the user's own code
-        raise
