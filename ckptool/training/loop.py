@@ -28,8 +28,7 @@ from ckptool.training.rng import seed_all
 from ckptool.training.tasks import Phase
 
 if TYPE_CHECKING:
-    from ckptool.training.start import TrainerRun
-    from ckptool.training.trainer import Trainer
+    from ckptool.training.trainer import Trainer, TrainerRun
 
 
 def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:

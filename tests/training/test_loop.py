@@ -20,9 +20,8 @@ from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.rng import seed_all
-from ckptool.training.start import rehearse
 from ckptool.training.tasks import classify, gan, lm, regress
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, rehearse
 from tests.support.several_processes import processes
 from tests.support.small_runs import GAN, TEXT, config, own, run_to_end, take, toy, trainer
 

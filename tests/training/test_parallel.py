@@ -17,8 +17,7 @@ from ckptool.training import saving
 from ckptool.training.config import Split
 from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
-from ckptool.training.start import start
-from ckptool.training.trainer import gathered
+from ckptool.training.trainer import gathered, start
 from tests.support import small_runs as runs
 from tests.support.same import first_difference
 from tests.support.several_processes import processes

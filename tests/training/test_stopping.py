@@ -14,8 +14,8 @@ import torch
 from ckptool.errors import UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import remember
-from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from ckptool.training.trainer import resume, start
 from tests.support.looped import sliced
 from tests.support.same import first_difference
 from tests.support.small_runs import config, events, killed_after, last, scheduled, trainer
