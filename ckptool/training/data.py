@@ -70,7 +70,7 @@ class Samples:
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.collate: Collate = COLLATES.find(settings.collate)
         self.is_stream = is_stream(dataset)
-        self.positions: dict[int, Position | None] = {}  # in a stream, after the last step and the one in progress
+        self.position: Position | None = None  # in a stream, after the last step that was given
         self.train: list[int] = []
         self.val: Any = dataset
         self.held: list[int] = []
@@ -107,14 +107,6 @@ class Samples:
         batch = self.settings.batch
         return self.epoch_count // batch if self.settings.drop_last else -(-self.epoch_count // batch)
 
-    def state(self, step: int) -> dict[str, Any]:
-        """The state of the data after a step, beside the seed: the place in a stream."""
-        return {"stream": position} if (position := self.positions.get(step)) else {}
-
-    def load_state(self, step: int, state: dict[str, Any]) -> None:
-        """Takes back what `state` gave."""
-        self.positions = {step: state.get("stream")}
-
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
         world, parts = trainer.world, trainer.config.train.accumulate
@@ -122,13 +114,11 @@ class Samples:
         source: Any = Picked(self.dataset, self.collate, self.seed)
         asked: Iterable[Any] | None = self._shares(steps, parts, world.shard)
         if self.is_stream:
-            reader = partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step))
+            reader = partial(Reader, self.dataset, self.seed, self.position)
             saved = trainer.config.save.every
             source, asked = Steps(reader, world.shard, self.collate, steps, self.settings, parts, saved), None
         with closing(self._loaded(source, asked, world.device)) as loader:
-            for step, (each, position) in enumerate(loader, trainer.step):
-                # Until the step is done, the state is that of the step before.
-                self.positions = {step: self.positions.get(step), step + 1: position}
+            for each, self.position in loader:
                 yield [Batch(to_device(data, world.device), size, total) for data, size, total in each]
 
     def _shares(self, steps: range, parts: int, shard: Shard) -> Iterator[list[Share]]:

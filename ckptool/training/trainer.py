@@ -117,9 +117,10 @@ class Trainer:
     @property
     def place(self) -> dict[str, Any]:
         """The place in the data after the last step, as it is saved. Raises `UsageError` for what is not plain."""
-        of_data = self.data.state(self.step)
-        refuse_not_plain(of_data, f"the state of data {self.config.data.name}")
-        return {"epoch": self.epoch, "batch": self.batch_in_epoch, "samples": self.samples, **of_data}
+        of_stream = {"stream": self.data.position} if self.data.position else {}
+        refuse_not_plain(of_stream, f"the state of data {self.config.data.name}")
+        batch = self.step % self.steps_per_epoch
+        return {"epoch": self.epoch, "batch": batch, "samples": self.samples, **of_stream}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -141,10 +142,6 @@ class Trainer:
     def epoch(self) -> int:
         """The epoch of the next step."""
         return self.step // self.steps_per_epoch
-
-    @property
-    def batch_in_epoch(self) -> int:
-        return self.step % self.steps_per_epoch
 
 
 def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: bool = True) -> Trainer:
@@ -250,7 +247,7 @@ def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples = tree["data_state"]["samples"]
     trainer.pending, trainer.told = "pending" in tree, dict(tree.get("hooks", ()))
-    trainer.data.load_state(trainer.step, tree["data_state"])
+    trainer.data.position = tree["data_state"].get("stream")
     for name in changed:
         for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
             group.update(given)

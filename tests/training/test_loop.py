@@ -210,7 +210,7 @@ def test_epochs_count_steps(tmp_path: Path) -> None:
     made = trainer(train={"epochs": 2})
     assert made.total_steps == 2 * 6
     take(made, 7)
-    assert (made.epoch, made.batch_in_epoch, made.samples) == (1, 1, 56)
+    assert (made.epoch, made.place["batch"], made.samples) == (1, 1, 56)
 
 
 def test_metrics_have_any_names(tmp_path: Path) -> None:
