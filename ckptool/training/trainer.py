@@ -369,7 +369,7 @@ class TrainerRun(Run):
     def save_now(self) -> None:
         """Saves the state after the last step in the middle of the loop, unless that was done."""
         if self._saver.step != self.step:
-            self._commit(self._point())
+            self._commit(self._unreached or self._point())  # of a commit that failed: a batch was fetched since
             self._saver.wait()
 
     def _restore(self, saved: SavedState) -> None:
