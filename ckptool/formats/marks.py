@@ -4,14 +4,14 @@
 which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
 tensors. They are separate when they are read, and so when they are written.
 
-The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It
+The mark says what was lost, and what 0.1.0 filled in from elsewhere, so that no file passes for intact that is not. It
 goes along into every file made of this one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -65,8 +65,9 @@ MOST, _LONGEST = 1_000, 200  # addresses of one kind that are kept, and characte
 _KINDS = {"filled": "filled in from another file", "lost": "lost"}
 
 
-def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
+def recovered_mark(lost: list[str], before: str = "", filled: Sequence[str] = ()) -> str:
+    """The mark of a file whose tensors at these addresses were lost. before: the mark that it had.  filled: those that
+    an older version filled in from elsewhere."""
     known = recovered_facts(before)
     names = {"lost": [*known["lost"], *lost], "filled": [*known["filled"], *filled]}
     record: dict[str, Any] = {"schema": SCHEMA}

@@ -267,7 +267,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
         matched = Name(pattern, matches=matcher(pattern))
     except UsageError as error:
         raise error.within(place) from None
-    return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, words=texts.get("like", "")),))
+    return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, like=texts.get("like", "")),))
 
 
 _COUNT = re.compile("[1-9][0-9]{0,11}|.*[^0-9].*", re.DOTALL).fullmatch  # a number above zero, or an expression

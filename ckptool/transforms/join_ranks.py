@@ -202,7 +202,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
         (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
         if op.name == "skip":
             continue
-        like = shares[op.words][0][1].entry.shape if op.words in shares else ()
+        like = shares[op.like][0][1].entry.shape if op.like in shares else ()
         try:
             values = [each.value(lookup) for each in op.numbers]
         except UsageError as error:
@@ -274,7 +274,7 @@ def _joined(
     if op.name == "width":  # along the dimension that makes the rows as long as `like`
         widths = {rank: sum(share.entry.shape[-1:]) for rank, share in shares}
         if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
-            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.words} is {list(like)}"
+            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.like} is {list(like)}"
             raise unfit(f"{given}: a file may be missing")
         axis = int(like != shape[-1:])
     if len(shape) <= axis:

@@ -308,10 +308,7 @@ def _through_steps(
 def _slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:
     """The slots of the parameters that a step makes."""
     slots = [state[key] for key in step.keys]
-    if any(op.name == "resize" for op in step.rule.chain):
-        what = f"{place}: the moments of {step.keys[0]} cannot be resized"
-        raise Unsupported(what, "Squares that are interpolated may be negative.", WITHOUT)
-    moving = tuple(op for op in step.rule.chain if op.name not in ("add", "cast"))  # which change the weights alone
+    moving = tuple(op for op in step.rule.chain if op.name != "add")  # which changes the weights alone
     step = replace(step, rule=replace(step.rule, chain=moving))
     if not moving:
         return dict(zip(step.outputs, slots, strict=True))
