@@ -101,6 +101,9 @@ def match_options(
     checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize, "=")]
+    if on_mismatch == "resize" and not ways:
+        example = arg(resize="pos_embed=bicubic(cls=1)")
+        raise UsageError(f"{arg(on_mismatch='resize')} does not say how", "", f"Name tensors and ways: {example}")
     on_mismatch = "resize" if ways and on_mismatch == "error" else on_mismatch
     return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
 

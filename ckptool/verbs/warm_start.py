@@ -20,8 +20,8 @@ from ckptool.errors import UsageError
 from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
-from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, find_target
+from ckptool.output import replace_file
+from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def warm_start(
             report = replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
-        check_target(suggest, overwrite=overwrite)
+        check_text(suggest, overwrite=overwrite)
     parameters = [expected.name for expected in target.unique if expected.kind == PARAMETER]
     moved = carried(opened.checkpoint, root, target, plan.chosen, parameters) if optimizer else None
     if moved is not None:
