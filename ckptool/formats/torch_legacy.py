@@ -110,7 +110,6 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         raise error.within(name) from None
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     notes = [*decoded.notes, *protocol_notes(decoded.protocol)]
-    add_sources(tables.sources, metadata, notes)
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
     if not little_endian:
         how = "its elements are little-endian as torch writes them everywhere, and read so"
@@ -173,8 +172,6 @@ _NO_TENSOR = "The file is damaged or malicious."
 _MENDED = "The file was damaged, or put together from two."
 _DAMAGED = "The pickle was damaged."
 
-Sources = dict[str, dict[str, str | None]]  # the file and the text of classes, by name
-
 
 class LegacyStorages:
     """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
@@ -186,13 +183,12 @@ class LegacyStorages:
         self.given: dict[tuple[Any, ...], StorageRef] = {}  # by the id: most are of a storage that was seen before
         self.roots: dict[str, tuple[StorageRef, int]] = {}
         self.views: dict[str, StorageView] = {}
-        self.sources: Sources = {}
 
     def load(self, pid: Any) -> Any:
         """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
         parts = tuple(map(as_text, pid)) if type(pid) is tuple else (None,)
         if len(parts) == 4 and parts[0] == "module":
-            return class_of(parts[1:], self.sources)
+            return class_of(parts[1:])
         if len(parts) != 6 or parts[0] != "storage":
             raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
@@ -266,29 +262,11 @@ def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
     return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
-def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
-    """The class that `(class, file, source text)` in a persistent id names; its file and text go to `sources`."""
-    texts = [whole(part) for part in parts[1:]]
-    if (
-        len(parts) != 3
-        or type(parts[0]) is not Global
-        or not all(text is None or isinstance(text, (str, bytes)) for text in texts)
-    ):
+def class_of(parts: tuple[Any, ...]) -> Global:
+    """The class that `(class, file, source text)` in a persistent id names; nobody looks at the text."""
+    if len(parts) != 3 or type(parts[0]) is not Global:
         raise Corrupt("a persistent id of a module that is not as torch writes it", _DAMAGED)
-    file, source = (text.decode("latin-1") if isinstance(text, bytes) else text for text in texts)
-    if file is not None or source is not None:
-        sources[str(parts[0])] = {"file": file, "source": source}
     return parts[0]
-
-
-def add_sources(sources: Sources, metadata: dict[str, Any], notes: list[Note]) -> None:
-    """Adds the source text of classes to the metadata, and a note on it, where there is any in the file."""
-    if sources:
-        metadata["sources"] = dict(sources)
-        count = counted(len(sources), "class", "classes") if len(sources) > 1 else "a class"
-        what = f"the source text of {count} is in the file"
-        what += ": shown by inspect --json, never run, and not kept in what is written"
-        notes.append(Note("class-source", what))
 
 
 def as_text(value: Any) -> Any:

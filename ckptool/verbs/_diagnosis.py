@@ -95,7 +95,8 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     if (wrong := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
         error, blocks = wrong
         each = _of_problem(error, file)
-        fixes = (command("recover", FILE, out=OUT),) if isinstance(checkpoint.source, Source) else each.commands
+        can_be = isinstance(checkpoint.source, Source) and named(checkpoint.container).recoverable
+        fixes = (command("recover", FILE, out=OUT),) if can_be else each.commands
         damage = [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
     container = list(_of_container(found, file, values, taken))
     findings = [
