@@ -365,12 +365,6 @@ def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
     return bool(numpy.all((cast == theirs) | (numpy.isnan(cast) & numpy.isnan(theirs))))
 
 
-def begin_alike(values: TensorEntry, copy: TensorEntry) -> bool:
-    """True if the first 64 values of one are those of its copy in another type."""
-    one, other = (row_major(each.reshape((each.numel,)).narrow(0, 0, min(64, each.numel))) for each in (values, copy))
-    return _same(one.read(0, one.length), values.dtype, other.read(0, other.length), copy.dtype)
-
-
 def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes, in order, that hold the elements `start` to `stop` (in row-major order) of a tensor without gaps."""
     while start < stop:

@@ -39,8 +39,8 @@ from ckptool.commands import FILE, Slot, arg, command, several
 from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.names.rule_files import renaming
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
-from ckptool.names.steps import renamed
+from ckptool.names.rules import Rule
+from ckptool.names.steps import by_rules
 from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
@@ -249,18 +249,14 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
 
 
 def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
-    """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
-    used: set[tuple[str, str]] = set()
-    names, peeled = dict.fromkeys(tensors, ""), list[str]()
-    found = renamed(rules, dict.fromkeys(form for key in tensors for form in (key, without_wrappers(key))))
-    for key in tensors:
-        forms = [form for form in (key, without_wrappers(key)) if form in found]
-        form = min(forms, key=lambda form: rules.index(found[form][0]), default="")
-        names[key] = found[form][1] if forms else key
-        if forms:
-            used.add(found[form][0].origin)
-            peeled += [key] if form != key else []
-    refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
+    """Each key with its name by the rules, or by those for its form without wrappers; the keys of the latter."""
+    bare = {key: without_wrappers(key) for key in tensors}
+    rename, names, peeled = by_rules(rules, {*bare, *bare.values()}), dict[str, str](), list[str]()
+    for key, short in bare.items():
+        names[key] = rename(key)
+        if names[key] == key != short and (new := rename(short)) != short:
+            names[key] = new
+            peeled.append(key)
     counts = Counter(names.values())
     if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
         what = f"{counted(len(clash), 'key')} would collide: {listed(clash)}"
@@ -430,12 +426,20 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         if first not in made:
             tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
             made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
-    holders = Counter(id(tensor.storage) for tensor in made.values() if isinstance(tensor, TensorEntry))
+    holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
-        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
         if isinstance(tensor, TensorEntry):
-            is_alone = holders[id(tensor.storage)] == 1 and tensor.span() == (0, tensor.storage.nbytes)
-            made[first] = tensor if is_alone else compact(tensor.with_storage(tensor.storage.alone()))
+            holders.setdefault(id(tensor.storage), []).append(first)
+    for names in holders.values():
+        tensors: list[Any] = [made[first] for first in names]
+        bases = [base for first in names if isinstance(base := values.get(first), TensorEntry)]
+        layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
+        if len({id(base.storage) for base in bases}) == 1 and layouts[0] == layouts[1]:
+            continue  # views that lie in one storage just so in the target
+        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+        for first, tensor in zip(names, tensors, strict=True):
+            if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
+                made[first] = compact(tensor.with_storage(tensor.storage.alone()))
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:

@@ -25,7 +25,7 @@ from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
 Ties = Literal["record", "copy"]
 OptimizerForm = Literal["names", "ids", "flat"] | None
-_RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
+_RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama)."
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
@@ -181,7 +181,7 @@ def _opened(
         from ckptool.names.rule_files import read_join_rules
         from ckptool.transforms.join_ranks import open_joined
 
-        return open_joined(file, read_join_rules(os.fspath(rules_file)), at, part=part)
+        return open_joined(file, read_join_rules(os.fspath(rules_file)), at)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.layouts.rank_files import of_flat_parameters

@@ -19,9 +19,10 @@ from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import dataclass, field
+from ckptool.names.pattern import MAX_NUMBER
 from ckptool.names.rules import END, TAKEN_BEFORE, WHOLE_KEY, Operation, Translation, refuse_idle
 from ckptool.names.steps import Number, Overs, Scope, Step, steps_of
-from ckptool.transforms.views import UNFIT, joined, padded, reshaped, woven, zeros
+from ckptool.transforms.views import UNFIT, joined, padded, woven, zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
@@ -287,7 +288,7 @@ class _Use:
     def reshape(self, tensor: TensorEntry) -> TensorEntry:
         if len(self.op.lists) > 1 and [*tensor.shape] != self._sizes(tensor.numel, prod, 1):
             raise UsageError(f"{list(tensor.shape)} is not the shape that the rule names", UNFIT)
-        return reshaped(tensor, self._sizes(tensor.numel, prod))
+        return _with_sizes(tensor, 0, len(tensor.shape), *self._sizes(tensor.numel, prod))
 
     def unflatten(self, tensor: TensorEntry) -> TensorEntry:
         axis = self._axis(tensor)
@@ -393,7 +394,10 @@ class _Use:
 
 def _with_sizes(tensor: TensorEntry, axis: int, count: int, *sizes: int) -> TensorEntry:
     """The tensor with these sizes in the place of so many dimensions."""
-    return reshaped(tensor, (*tensor.shape[:axis], *sizes, *tensor.shape[axis + count :]))
+    shape = (*tensor.shape[:axis], *sizes, *tensor.shape[axis + count :])
+    if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
+        raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
+    return tensor.reshape(shape)
 
 
 def applied(op: Operation, tensors: Tensors, number: Number) -> Tensors:
