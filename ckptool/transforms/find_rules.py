@@ -28,25 +28,25 @@ from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, dataclass, green, yellow
 from ckptool.names.rule_files import dropping
 from ckptool.names.rules import Translation, parse_operation, parse_rules
-from ckptool.names.steps import Overs, Step
+from ckptool.names.steps import Overs, Step, steps_of
 from ckptool.transforms.suggest import (
-    HELD,
     HOLE,
-    PLAIN,
     STACK,
     STACKED,
     VARIABLES,
-    Goals,
     Link,
     Numbers,
     Search,
     Trait,
-    choice,
+    Use,
+    candidates,
     escaped,
     families,
-    fitted,
+    filled,
     fused,
-    named,
+    goals_of,
+    is_plain,
+    link_of,
     rule_text,
     written_rules,
     yaml_item,
@@ -61,8 +61,8 @@ MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, thre
 SHOWN = 6
 
 Entries = Mapping[str, TensorEntry]
-Columns = tuple[tuple[str, ...], ...]
-"""Keys that are put together: for each word, or once, those of each number that is stacked."""
+Part = tuple[str, tuple[str, ...]]
+"""A name, and the keys that it stands for: itself, or with `STACK` for a number from zero, those that are stacked."""
 
 # Groups --------------------------------------------------------------------------------------------------------------
 
@@ -70,64 +70,15 @@ _TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{STACK}]|[^0-9._{HOLE}{STACK}]+")
 _WORD = re.compile(r"[\w.-]+")
 
 
-class NameGroup(NamedTuple):
-    """Keys that differ in one of some words, or in a number from zero, or both, for each choice of other numbers.
-
-    texts: of each word, with `HOLE` and `STACK` in the places of numbers.
-    """
-
-    texts: tuple[str, ...]
-    members: Mapping[Numbers, Columns]
-
-    def at(self, numbers: Numbers) -> list[str]:
-        """The keys of a member."""
-        return [key for column in self.members[numbers] for key in column]
-
-    def ordered(self, order: Sequence[int]) -> NameGroup:
-        """The group with its words in another order."""
-        members = {at: tuple(columns[n] for n in order) for at, columns in self.members.items()}
-        return NameGroup(tuple(self.texts[n] for n in order), members)
-
-    def among(self, wholes: Mapping[Numbers, str]) -> tuple[NameGroup, dict[Numbers, str]]:
-        """The group of these members, and these; a number that is one and the same in all of them becomes text."""
-        columns = [{*column} for column in zip(*wholes, strict=True)]
-        left = [place for place, column in enumerate(columns) if len(column) > 1]
-        one = next(iter(wholes))
-        texts = []
-        for first, *rest in (text.split(HOLE) for text in self.texts):
-            numbers = [HOLE if place in left else number for place, number in enumerate(one)]
-            texts.append(first + "".join(number + text for number, text in zip(numbers, rest, strict=True)))
-        found = {tuple(at[place] for place in left): at for at in wholes}
-        members = {at: self.members[before] for at, before in found.items()}
-        return NameGroup(tuple(texts), members), {at: wholes[before] for at, before in found.items()}
-
-    def link(self, wholes: Mapping[Numbers, str], whole: str, chain: str, splits: bool) -> Link:
-        """That the keys are tensors that, after operations, are one each; or the other way round.
-
-        whole: the names of those in rules.
-        """
-        operations = [parse_operation(op) for op in chain.split(" | ") if op]
-        operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
-        chain, goals = " | ".join(map(str, operations)), Goals()
-        name = choice([named(escaped(text), PLAIN) for text in self.texts])
-        for at, key in wholes.items():
-            if splits:
-                goals[key] = (chain, *(named(text, at) for text in self.texts))
-            else:
-                goals |= dict.fromkeys(self.at(at), (chain, key))
-        sides = (whole, name) if splits else (name, whole)
-        return Link(*sides, goals, chain=chain)
-
-
-def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
-    """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
+def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
+    """Parts that may be put together, for each choice of the other numbers of their names: single ones, those that are
+    numbered, and then those whose names differ in a word, whose order says nothing.
 
     vary: how many of their numbers vary at most.
     """
-    found: dict[str, NameGroup] = {}
+    found: dict[str, dict[Numbers, Part]] = {}
     for family in families(dict.fromkeys(keys), vary):
-        alone: dict[Numbers, Columns] = {numbers: ((key,),) for numbers, key in family.keys.items()}
-        found[family.text] = NameGroup((family.text,), alone)
+        found[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
         pieces = family.text.split(HOLE)
         for place in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
@@ -135,24 +86,24 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
                 rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
                 text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
-                found[text] = NameGroup((text,), {at: (tuple(row.values()),) for at, row in rows.items()})
-    yield from found.values()
-    parts_of = {text: parts for text in found if len(parts := _TOKENS.findall(text)) <= MOST_TOKENS}
-    for place in range(max(map(len, parts_of.values()), default=0)):  # one after the other, for the sake of memory
+                found[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
+    for parts in found.values():
+        yield [(part,) for part in parts.values()]
+    tokens_of = {text: tokens for text in found if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
+    for place in range(max(map(len, tokens_of.values()), default=0)):  # one after the other, for the sake of memory
         alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ here, by what is there
-        for text, parts in parts_of.items():
-            for length in range(1, min(3, len(parts) - place) + 1):
-                word = "".join(parts[place : place + length])
+        for text, tokens in tokens_of.items():
+            for length in range(1, min(3, len(tokens) - place) + 1):
+                word = "".join(tokens[place : place + length])
                 if _WORD.fullmatch(word):
-                    alike["".join(parts[:place]), "".join(parts[place + length :])][word] = text
+                    alike["".join(tokens[:place]), "".join(tokens[place + length :])][word] = text
         for texts in (each for each in alike.values() if len(each) > 1):
             by_shape: dict[object, list[str]] = defaultdict(list)
             for word, text in texts.items():
-                by_shape[frozenset((at, len(each[0])) for at, each in found[text].members.items())].append(word)
+                by_shape[frozenset((at, len(keys)) for at, (_, keys) in found[text].items())].append(word)
             for some in (some for words in by_shape.values() for some in _choices(words)):
-                first = found[texts[some[0]]].members
-                members = {at: tuple(found[texts[word]].members[at][0] for word in some) for at in first}
-                yield NameGroup(tuple(texts[word] for word in some), members)
+                first, *others = (found[texts[word]] for word in some)
+                yield [(part, *(other[at] for other in others)) for at, part in first.items()]
 
 
 def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -353,7 +304,7 @@ class ValueSearch:
         self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
         self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
         self.prints = [{key: self.print(value) for key, value in side.items()} for side in sides]
-        self.free = [{key: None for key in side if key and not HELD.search(key)} for side in sides]
+        self.free = [{key: None for key in side if key and is_plain(key)} for side in sides]
 
     def print(self, entry: TensorEntry) -> Fingerprint:
         """The fingerprint of a tensor of a side, or of one that rules make."""
@@ -366,6 +317,8 @@ class ValueSearch:
         for vary in range(len(VARIABLES), -1, -1):
             self._join(False, vary)
             self._join(True, vary)
+        for link in self.links:
+            self._extend(link)
         # By names: of those that have equal values, which as one more size are what the search takes for a shape, and
         # then of those that have equal shapes.
         for by_value in (True, False):
@@ -375,14 +328,20 @@ class ValueSearch:
             ]
             search = Search((traits[0], traits[1]))
             search.run()
-            taken = set[str]()
-            for link in (*sorted(search.links, key=lambda link: not link.certain), *fused(*search.free)):
-                names = {f"{side}{name}" for side, some in enumerate(_ends(link)) for name in some}
-                if (link.certain or link.chain or by_value) and taken.isdisjoint(names):
-                    taken |= names
+            same = {key: trait for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
+            kept = (
+                link_of([Use((k,), (k,), k) for k in each.keys.values()]) for each in families(same, len(VARIABLES))
+            )
+            links = sorted(search.links, key=lambda link: not link.reason.certain)
+            for link in (*links, *filter(None, kept), *fused(*search.free)):
+                if (link.reason.certain or link.chain or by_value) and self._is_open(link):
                     if by_value:
                         self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
                     self._accept(link)
+
+    def _is_open(self, link: Link) -> bool:
+        ends = zip(self.free, _ends(link), strict=True)
+        return all(name in free for free, names in ends for name in names)
 
     def _accept(self, link: Link) -> None:
         self.links.append(link)
@@ -396,46 +355,60 @@ class ValueSearch:
         counts = Counter(self.prints[not splits][key].total for key in wholes)
         totals = {total: key for key in wholes if counts[total := self.prints[not splits][key].total] == 1}
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
-        hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
+        hopeful: list[list[Use]] = []
         for group in islice(groups(self.free[splits], vary), TRIES):
-            sums = {at: sum(prints[key].total for key in group.at(at)) % 2**64 for at in group.members}
-            hits = {at: totals[total] for at, total in sums.items() if total in totals}
-            for at, one in hits.items():
-                claims[one].add(frozenset(group.at(at)))
-            if 2 * len(hits) > len(group.members) and len({*hits.values()}) == len(hits):
-                hopeful.append((group, hits))
-        for group, hits in hopeful:
-            parts = self.free[splits].keys()
+            uses = []
+            for parts in group:
+                names, keys = zip(*parts, strict=True)
+                use = Use(names, tuple(key for each in keys for key in each), "")
+                if (one := totals.get(sum(prints[key].total for key in use.keys) % 2**64)) is not None:
+                    uses.append(use._replace(whole=one))
+                    claims[one].add(frozenset(use.keys))
+            if 2 * len(uses) > len(group) and len({use.whole for use in uses}) == len(uses):
+                hopeful.append(uses)
+        for uses in hopeful:
+            free = self.free[splits].keys()
             self._relate(
-                group,
-                {at: one for at, one in hits.items()
-                 if len(claims[one]) == 1 and one in wholes and parts >= {*group.at(at)}},
-                splits,
-            )  # fmt: skip
+                [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}], splits
+            )
 
-    def _relate(self, group: NameGroup, wholes: Mapping[Numbers, str], splits: bool) -> None:
-        """Accepts that groups of tensors are one tensor each, where operations are found that say so.
-
-        wholes: those, for some of the members.
-        """
+    def _relate(self, uses: Sequence[Use], splits: bool) -> None:
+        """Accepts that some tensors each are one of the other side, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
-        tensors = {at: [[parts[key] for key in column] for column in group.members[at]] for at in wholes}
-        way = next(filter(None, (self._way(tensors[at], whole[name]) for at, name in wholes.items())), None)
-        if way is None:
+        columns = []
+        for use in uses:
+            count = len(use.keys) // len(use.names)
+            columns.append([[parts[key] for key in use.keys[at : at + count]] for at in range(0, len(use.keys), count)])
+        tried = (self._way(each, whole[use.whole]) for each, use in zip(columns, uses, strict=True))
+        if (way := next(filter(None, tried), None)) is None:
             return
         chain, order = way
-        made = {at: applied(chain, [tensors[at][place] for place in order]) for at in wholes}
-        found = {at: wholes[at] for at, one in made.items() if one is not None and is_same(one, whole[wholes[at]])}
-        names = families(dict.fromkeys(found.values()), len(VARIABLES))
-        if len(names) != 1:
-            return
-        group, found = group.among(found)
-        numbers = {key: each for each, key in names[0].keys.items()}
-        fitting = fitted([*found], [numbers[name] for name in found.values()])
-        if fitting is not None:
-            self._accept(group.ordered(order).link(found, names[0].template(fitting), chain, splits))
-            for key in [key for at in found for key in group.at(at)]:
+        proved = []
+        for each, use in zip(columns, uses, strict=True):
+            made = applied(chain, [each[at] for at in order])
+            if made is not None and is_same(made, whole[use.whole]):
+                proved.append(use._replace(names=tuple(use.names[at] for at in order)))
+        link = link_of(proved, chain, splits)
+        if link is not None:
+            self._accept(link)
+            for key in (key for use in proved for key in use.keys):
                 self.free[splits].pop(key, None)
+
+    def _extend(self, link: Link) -> None:
+        """Adds to a link with operations what else its rules make right: tensors whose values others have, too."""
+        (old, new), (free, missing) = self.sides, self.free
+        for text in candidates(link) if link.chain else ():
+            try:
+                for step in steps_of(parse_rules(text), free)[0]:
+                    done = plan_steps(Translation((step.rule,)), {key: old[key] for key in step.keys})
+                    done.carry_out(DROP)
+                    if all(name in missing and is_same(one, new[name]) for name, one in done.items.items()):
+                        link.goals.update(goals_of([step]))
+                        for side, names in ((free, step.keys), (missing, done.items)):
+                            for name in names:
+                                side.pop(name, None)
+            except CkptoolError:  # some of what belongs together is not there
+                continue
 
     def _way(self, columns: Sequence[Sequence[TensorEntry]], whole: TensorEntry) -> Way | None:
         """The operations that make one tensor of others, by bytes, and the order of their words."""
@@ -567,17 +540,7 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     search.run()
     goals = {key: goal for link in search.links for key, goal in link.goals.items()}
 
-    def makes(step: Step) -> tuple[str, ...]:
-        """The names of the tensors that a step on keys without a link makes, if these are what they are to be."""
-        try:
-            made = plan_steps(Translation((step.rule,)), {key: entries[key] for key in step.keys})
-            made.carry_out(DROP)
-        except (CkptoolError, KeyError):
-            return ()
-        right = all(name in search.free[1] and is_same(one, wanted[name]) for name, one in made.items.items())
-        return tuple(made.items) if right else ()
-
-    written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys(), makes)
+    written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys())
     covered = {key for rule in written for key in rule.takes}
     others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
     texts = [rule_text(escaped(key), escaped(name)) for key, name in others.items()]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from ckptool.analysis.warm_start import Suggestion
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, counted, form, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.names.rules import parse_rules
+from ckptool.names.rules import parse_operation, parse_rules
 from ckptool.names.steps import Step, steps_of
 
 Trait = tuple[int, ...] | None
@@ -29,11 +29,12 @@ Numbers = tuple[str, ...]
 Goals = dict[str, tuple[str, ...]]
 """Where keys go: the operations, and the new names that a key becomes, or a part of."""
 
-HOLE, STACK = chr(0xF0000), chr(0xF0001)  # stand where a number was, and that of tensors that are stacked
-STACKED = "e"  # the variable of those
+# Stand where a number was, and that of tensors that are stacked, and between names; no key that has one is looked at.
+HOLE, STACK, BREAK = map(chr, range(0xF0000, 0xF0003))
+STACKED = "e"  # the variable of those that are stacked
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
-HELD = re.compile(f"[{HOLE}{STACK}]")
+_HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
@@ -157,16 +158,6 @@ class Family:
     def leaf(self) -> str:
         return self.text.removeprefix(self.module)
 
-    def template(self, numbers: Sequence[str] = PLAIN) -> str:
-        """The name in a rule, with these texts for its numbers."""
-        return named(escaped(self.text), numbers)
-
-
-def named(text: str, numbers: Sequence[str]) -> str:
-    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
-    places = iter(numbers)
-    return HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == STACK else next(places), text)
-
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     """The families of keys. vary: how many numbers of a name may vary, the first ones; the others are text."""
@@ -196,11 +187,6 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
         found.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
     return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
-
-
-def escaped(text: str) -> str:
-    """A literal text in a rule: with a backslash before what would mean something."""
-    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
 
 
 class Match(NamedTuple):
@@ -265,49 +251,112 @@ def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str
 # Links ---------------------------------------------------------------------------------------------------------------
 
 
-class Link(NamedTuple):
-    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations.
+class Reason(NamedTuple):
+    """Why a link is thought to be true. way: what it is one of several ways to do, where it is doubtful."""
 
-    way: what it is one of several ways to do, where it is doubtful; links of one way do not contradict each other.
-    """
+    why: str = ""
+    certain: bool = True
+    way: object = None
+
+
+SEEN = Reason()
+
+
+class Link(NamedTuple):
+    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations."""
 
     old: str
     new: str
     goals: Goals
-    why: str = ""
-    certain: bool = True
     chain: str = ""
-    way: object = None
+    reason: Reason = SEEN
+
+
+class Use(NamedTuple):
+    """Keys that become one of the other side, or that one becomes. names: theirs, where `STACK` stands for the numbers
+    of what is stacked.  whole: that one."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    whole: str
+
+
+def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False, reason: Reason = SEEN) -> Link | None:
+    """The link of keys that become others by the same operations; None where their numbers do not say which.
+
+    splits: the wholes become the others, by the inverse.
+    """
+    rows = [BREAK.join((use.whole, *use.names) if splits else (*use.names, use.whole)) for use in uses]
+    family, *others = families(dict.fromkeys(rows), len(rows[0]))
+    texts, numbers = family.text.split(BREAK), [*family.keys]
+    count = texts[0].count(HOLE)
+    new = fitted([row[:count] for row in numbers], [row[count:] for row in numbers])
+    if others or new is None or count > len(VARIABLES):
+        return None
+    names = filled(escaped(family.text), [*PLAIN[:count], *new]).replace(STACK, f"{{{STACKED}}}").split(BREAK)
+    parts = 1 if splits else len(names) - 1
+    operations = [parse_operation(op) for op in chain.split(" | ") if op]
+    operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
+    text, goals = " | ".join(map(str, operations)), Goals()
+    for use in uses:
+        if splits:
+            goals[use.whole] = (text, *(name.replace(STACK, f"{{{STACKED}}}") for name in use.names))
+        else:
+            goals |= dict.fromkeys(use.keys, (text, use.whole))
+    return Link(choice(names[:parts]), choice(names[parts:]), goals, text, reason)
+
+
+def filled(text: str, numbers: Sequence[str]) -> str:
+    """A text with numbers, or variables, in their places."""
+    places = iter(numbers)
+    return re.sub(HOLE, lambda _: next(places), text)
+
+
+def escaped(text: str) -> str:
+    """A literal text in a rule: with a backslash before what would mean something."""
+    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
+
+
+def choice(names: Sequence[str]) -> str:
+    """Names that differ at one place as one: `attn.{q,k,v}_proj`."""
+    if len(names) == 1:
+        return names[0]
+    rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
+    front = _common_start(rows)
+    end = _common_start([row[len(front) :][::-1] for row in rows])[::-1]
+    middles = ("".join(row[len(front) : len(row) - len(end)]) for row in rows)
+    return "".join([*front, "{", ",".join(middles), "}", *end])
+
+
+def _common_start(rows: Sequence[list[str]]) -> list[str]:
+    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False))]
+
+
+# The search ----------------------------------------------------------------------------------------------------------
 
 
 class OpenFamilies(NamedTuple):
-    """Those of a side that have no certain link. alike: by shape.  called: by word and rank.  levels: how many differ
-    in numbers only."""
+    """Those of a side that have no certain link. alike: by shape.  called: by word and rank."""
 
     alike: Mapping[Trait, list[Family]]
     called: Mapping[tuple[str, int], list[Family]]
-    levels: Counter[str]
 
     @classmethod
     def of(cls, some: Iterable[Family], *keys: Mapping[str, Trait]) -> OpenFamilies:
-        found, every = cls(defaultdict(list), defaultdict(list), Counter()), {key for each in keys for key in each}
+        found, every = cls(defaultdict(list), defaultdict(list)), {key for each in keys for key in each}
         for family in (each for each in some if every >= {*each.keys.values()}):
-            found.levels[family.unnumbered] += 1
             for trait in {*family.traits}:
                 found.alike[trait].append(family)
             for word in family.words.strong | family.words.weak:
                 found.called[word, family.rank].append(family)
         return found
 
-    def has_rival(self, chosen: Family, other: Family, shape: Trait, others: OpenFamilies) -> bool:
-        """True if the name of another of these is as near to that of the other side: it has the same shape, or another
-        of the family's and differs in numbers only, or it is nearer, and has a shape that the other side does not
-        have."""
+    def has_rival(self, chosen: Family, other: Family, others: OpenFamilies) -> bool:
+        """True if the name of another of these is as near to that of the other side: it has a shape of the chosen one,
+        or it is nearer, and has a shape that the other side does not have."""
         near, far = other.words, chosen.words
-        if not all(each is chosen or near.is_nearer(far, each.words) for each in self.alike[shape]):
-            return True
         alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
-        if any(each is not chosen and each.unnumbered == chosen.unnumbered for each in alike):
+        if any(each is not chosen and not near.is_nearer(far, each.words) for each in alike):
             return True
         more = (near.strong | near.weak) - far.strong - far.weak
         named = (each for word in more for each in self.called.get((word, other.rank), ()))
@@ -336,50 +385,47 @@ class Search:
 
     def run(self) -> None:
         """Finds all, with all numbers of names as variables first, then with fewer."""
-        few = max(map(len, self.free)) <= MOST
+        levels = LEVELS if max(map(len, self.free)) <= MOST else ()
         self._by_prefix(*map(families, self.free, LEVELS[0]))
-        for level in LEVELS if few else ():
+        for level in levels:
             open_ones = (free | doubtful for free, doubtful in zip(self.free, self.doubtful, strict=True))
             self._by_words(*map(families, open_ones, level))
-        for level in LEVELS if few else ():
+        for level in levels:
             self._by_order(*map(families, self.free, level))
-        alike = {key: trait for key, trait in self.free[0].items() if key in self.free[1]}
-        for each in families({k: v for k, v in alike.items() if self.free[1][k] == v}, LEVELS[0][0]):
-            match = Match(each, each, {k: k for k in each.keys.values()}, [*PLAIN], True)
-            self._accept(match, "the names are the same")
 
     def _is_open(self, match: Match) -> bool:
         return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())
 
-    def _accept(self, match: Match, why: str, certain: bool = True, way: object = None) -> None:
-        goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
-        old, new = match.ours.template(), match.theirs.template(match.numbers)
-        self.links.append(Link(old, new, goals, why, certain, way=way))
-        for free, doubtful, keys in zip(self.free, self.doubtful, (match.pairs, match.pairs.values()), strict=True):
-            for key in keys:
-                trait = free.pop(key, None)
-                if not certain:
-                    doubtful[key] = trait
+    def _may_be(self, match: Match) -> bool:
+        """False where names contradict each other, or differ in numbers only: other layers, or counted otherwise."""
+        one, other = match.ours, match.theirs
+        return one.unnumbered != other.unnumbered and not one.words.contradict(other.words) and self._is_open(match)
+
+    def _accept(self, match: Match, reason: Reason) -> None:
+        link = link_of([Use((old,), (old,), new) for old, new in match.pairs.items()], reason=reason)
+        if link is not None:
+            self.links.append(link)
+            for free, doubtful, keys in zip(self.free, self.doubtful, (match.pairs, match.pairs.values()), strict=True):
+                gone = {key: free.pop(key, None) for key in keys}
+                doubtful |= {} if reason.certain else gone
 
     def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
         """Accepts two families, and those of their modules, of no other numbers, that share leaves and shapes."""
-        self._accept(match, why, certain)
+        self._accept(match, Reason(why, certain))
         ours, theirs = match.ours, match.theirs
-        below = modules[1][theirs.module]
         for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
-            other = matched(one, below.get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
+            other = matched(one, modules[1][theirs.module].get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
             if other is not None and other.numbers == match.numbers and self._is_open(other):
-                self._accept(other, "the other tensors of the module fit", certain)
+                self._accept(other, Reason("the other tensors of the module fit", certain))
 
     def _by_prefix(self, *sides: list[Family]) -> None:
         """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
         ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
-        votes: Counter[tuple[str, str]] = Counter()
+        votes = dict[tuple[str, str], None]()
         for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
-            for text, family in mine.items():
-                for start in (0, *(at + 1 for at, letter in enumerate(text) if letter == ".")):
-                    if text[start:] in others:
-                        votes[("", text[:start]) if back else (text[:start], "")] += len(family.keys)
+            for text in mine:
+                starts = (start for start in _starts(text) if text[start:] in others)
+                votes |= {("", text[:start]) if back else (text[:start], ""): None for start in starts}
         ways = list[tuple[str, str, list[Match]]]()
         for old, new in votes:
             below = [
@@ -393,22 +439,22 @@ class Search:
         for old, new, matches in ways[:MOST_WAYS]:
             why = f"without {printable(old)!r} the names are the target's"
             why = f"with {printable(new)!r} before them the names are the target's" if new else why
+            # Other names of either side that end in what the prefix leaves may be meant instead.
+            taken = {id(each) for match in matches for each in (match.ours, match.theirs)}
+            rest = [each for side in (ours, theirs) for each in side.values() if id(each) not in taken]
+            ends = {
+                (each.text[start:], trait) for each in rest for start in _starts(each.text) for trait in each.traits
+            }
+            bare = [match.ours if new else match.theirs for match in matches]
+            rivals = sum(any((each.text, trait) in ends for trait in each.traits) for each in bare)
+            is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
             if len(ways) > 1:
                 shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
                 why = f"the names and shapes fit in more than one way: {shown}"
-            # Other names of either side that end in what the prefix leaves may be meant instead.
-            ends: dict[str, set[Trait]] = defaultdict(set)
-            for side, taken in ((ours, {m.ours.text for m in matches}), (theirs, {m.theirs.text for m in matches})):
-                for family in (each for text, each in side.items() if text not in taken):
-                    for at in (at for at, letter in enumerate(family.text) if letter == "."):
-                        ends[family.text[at + 1 :]].update(family.traits)
-            bare = [match.ours if new else match.theirs for match in matches]
-            rivals = sum(not ends.get(each.text, set()).isdisjoint(each.traits) for each in bare)
-            is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
-            if not is_certain and len(ways) == 1:
+            elif not is_certain:
                 why += "; other names end so, too"
             for match in matches:
-                self._accept(match, why, is_certain, (old, new))
+                self._accept(match, Reason(why, is_certain, (old, new)))
 
     def _by_words(self, *sides: list[Family]) -> None:
         """Families that have more words in common with each other than with any rival, in modules whose other tensors
@@ -420,24 +466,20 @@ class Search:
             for shape, mine in ours.alike.items():
                 goals = theirs.alike.get(shape, ())
                 for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
-                    near = max(
-                        goals, key=lambda each: tuple(len(a & b) for a, b in zip(one.words, each.words, strict=True))
-                    )
+                    near = max(goals, key=lambda each: [len(a & b) for a, b in zip(one.words, each.words, strict=True)])
                     shapes = {*one.traits, *near.traits}
                     alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
                     linear = alone and "linear" in one.words.weak & near.words.weak
                     telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)
                     match = matched(one, near) if telling else None
-                    if match is None or not match.known or _cannot_be(match) or not self._is_open(match):
+                    if match is None or not match.known or not self._may_be(match):
                         continue
-                    name, beside = one.unnumbered, modules[1][near.module] if one.leaf == near.leaf else {}
-                    levels = ours.levels[name] + theirs.levels[name] if name == near.unnumbered and not alone else 0
+                    beside = modules[1][near.module] if one.leaf == near.leaf else {}
                     leaves = modules[0][one.module].items()
                     if (
-                        levels <= 2  # or numbers alone would tell, counted otherwise, which of them it is
-                        and all(each.rank == beside[leaf].rank for leaf, each in leaves if leaf in beside)
-                        and not theirs.has_rival(near, one, shape, ours)
-                        and not ours.has_rival(one, near, shape, theirs)
+                        all(each.rank == beside[leaf].rank for leaf, each in leaves if leaf in beside)
+                        and not theirs.has_rival(near, one, ours)
+                        and not ours.has_rival(one, near, theirs)
                     ):
                         why = "of the tensors with these shapes, the names are the nearest"
                         self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)
@@ -452,7 +494,7 @@ class Search:
                 classes[family.traits, family.words.strong & {"weight", "bias"}][side].append(family)
         for mine, goals in classes.values():
             for match in map(matched, mine, goals) if len(mine) == len(goals) else ():
-                if match is None or _cannot_be(match) or not self._is_open(match):
+                if match is None or not self._may_be(match):
                     continue
                 by_chance = len(mine) == len(match.pairs) == 1 and len(match.ours.traits[0] or (0, 0)) < 2
                 if not by_chance and any(trait not in (None, (), (1,)) for trait in match.ours.traits):
@@ -461,11 +503,9 @@ class Search:
                     self._with_its_module(match, modules, order if len(mine) > 1 else unsaid, False)
 
 
-def _cannot_be(match: Match) -> bool:
-    """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
-    or are counted from elsewhere."""
-    one, other = (re.sub(f"[0-9{HOLE}]+", HOLE, each.text) for each in (match.ours, match.theirs))
-    return one == other or match.ours.words.contradict(match.theirs.words)
+def _starts(text: str) -> list[int]:
+    """Where the parts of a name begin."""
+    return [0, *(at + 1 for at, letter in enumerate(text) if letter == ".")]
 
 
 def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
@@ -480,51 +520,35 @@ def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Li
         ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
         for three in threes.values():
             parts = [three[role] for role in "qkv" if role in three]
-            whole_shapes = all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
-            for axis in (0, -1) if len(parts) == 3 and whole_shapes else ():
+            for axis in (
+                (0, -1)
+                if len(parts) == 3 and all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
+                else ()
+            ):
                 shapes: list[Any] = [part.traits[0] for part in parts]
                 sizes, total = [shape[axis] for shape in shapes], [*shapes[0]]
                 total[axis] = sum(sizes)
                 kind = parts[0].keys.keys(), "bias" in parts[0].words.strong, {(*total,)}
                 fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
                 if len(fits) == 1:
-                    chain = f"{'split' if splits else 'cat'} {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
-                    names = [choice([part.template() for part in some]) for some in (parts, fits)]
-                    goals: Goals = {}
-                    for numbers, key in fits[0].keys.items():
-                        keys = [part.keys[numbers] for part in parts]
-                        goals |= {key: (chain, *keys)} if splits else dict.fromkeys(keys, (chain, key))
-                    old, new = reversed(names) if splits else names
-                    yield Link(old, new, goals, why, False, chain)
+                    chain = f"cat {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
+                    rows = ((key, tuple(part.keys[at] for part in parts)) for at, key in fits[0].keys.items())
+                    link = link_of([Use(keys, keys, key) for key, keys in rows], chain, splits, Reason(why, False))
+                    yield from [] if link is None else [link]
                     break
-
-
-def choice(names: Sequence[str]) -> str:
-    """Names that differ at one place as one: `attn.{q,k,v}_proj`."""
-    rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
-    if len(rows) == 1:
-        return names[0]
-    front = _common_start(rows)
-    end = _common_start([row[front:][::-1] for row in rows])
-    middles = ["".join(row[front : len(row) - end]) for row in rows]
-    return "".join([*rows[0][:front], "{", ",".join(middles), "}", *rows[0][len(rows[0]) - end :]])
-
-
-def _common_start(rows: Sequence[Sequence[str]]) -> int:
-    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False)))
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TriedRule:
-    """A rule for a link: what it makes of keys as it should, and all that it takes, less what rules before it take."""
+class WrittenRule(NamedTuple):
+    """A rule for a link. takes: the keys that no rule before it takes, with what it makes of them.  agree: of how many
+    goals that is what they are."""
 
     text: str
     link: Link
-    right: set[tuple[str, ...]]
-    takes: dict[str, str]
+    takes: Goals
+    agree: int
 
 
 def written_rules(
@@ -533,73 +557,57 @@ def written_rules(
     target: Mapping[str, Trait],
     placed: Mapping[str, str],
     kept: Collection[str] = (),
-    makes: Callable[[Step], tuple[str, ...]] | None = None,
-) -> list[TriedRule]:
-    """Few rules for links, of which each is right by itself; with `makes`, after those that are before it.
+) -> list[WrittenRule]:
+    """Few rules for links, of which each is right by itself.
 
     source, target: all keys.  placed: keys that have a place, with their names.  kept: keys that other rules are for.
-    makes: the names that a step on keys of no link makes, if what it makes is right.
     No rule takes a key that belongs to another, or gives a key without a counterpart a name that is somebody's.
     """
     links = sorted(links, key=lambda link: not link.chain)
-    goals: Goals = {key: goal for link in links for key, goal in link.goals.items()}
-    taken = {*placed.values(), *(name for goal in goals.values() for name in goal[1:])}
-    taken |= {key for key in source if key not in goals and key not in placed}
-    left, rules, covered, said = TRIES // (READING + len(source)), list[TriedRule](), set[str](), set[tuple[str, ...]]()
-    stack = {f"v_{STACKED}": f"{{{STACKED}}}"}  # whose number stays open
+    meant = {key: ("", name) for key, name in placed.items()} | {k: g for link in links for k, g in link.goals.items()}
+    names = {name for goal in meant.values() for name in goal[1:]} | {key for key in source if key not in meant}
+    left, rules, covered = TRIES // (READING + len(source)), list[WrittenRule](), set[str]()
 
-    def tried(text: str, link: Link) -> TriedRule | None:
-        """The rule; None if it would take a key that it must not."""
-        rule, given = TriedRule(text, link, set(), {}), set[str]()
+    def taken_by(text: str) -> Goals:
+        """What the rule makes of keys; nothing if it would take a key that it must not."""
         try:
-            steps = steps_of(parse_rules(text), source)[0]
-            groups = [{**step.groups, **stack} for step in steps]
-            news = [
-                (step.rule.operations, *(name.fill(some) for name in step.rule.new))
-                for step, some in zip(steps, groups, strict=True)
-            ]
+            made = goals_of(steps_of(parse_rules(text), source)[0])
         except CkptoolError:  # a name with what no rule can say, or some of what belongs together
-            return None
-        for step, new in zip(steps, news, strict=True):
-            if makes and covered.issuperset(step.keys):
-                continue
-            names = makes(step) if makes and goals.keys().isdisjoint(step.keys) else ()
-            if names and taken.isdisjoint(names):
-                rule.takes |= dict.fromkeys(step.keys, names[0])
-                rule.right.add(("", *names))
-                continue
-            for key in step.keys:
-                stays, fits = key in placed, new[1] in target and target[new[1]] == source[key]
-                if key in goals and new == goals[key]:
-                    rule.right.add(new)
-                    rule.takes[key] = new[1]
-                elif key in goals or key in kept or (stays and new != ("", placed[key])):
-                    return None
-                elif not stays and new != ("", key):
-                    if new[0] or new[1] in taken or new[1] in given or fits:
-                        return None
-                    rule.takes[key] = new[1]
-                    given.add(new[1])
-        return rule if rule.right and rule.takes.keys() & link.goals.keys() else None
+            return {}
+        takes = {key: goal for key, goal in made.items() if key not in placed and goal != ("", key)}
+        others = {key: goal for key, goal in takes.items() if key not in meant}
+        new = {goal[1] for goal in others.values()}
+        is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or not others.keys().isdisjoint(kept)
+        is_anothers = len(new) < len(others) or not names.isdisjoint(new)
+        fits = any(goal[0] or target.get(goal[1], False) == source[key] for key, goal in others.items())
+        return {} if is_wrong or is_anothers or fits else takes
 
     for link in links:
-        if not link.goals.keys() <= covered and (link.certain or len(rules) < MOST_DOUBTFUL):
-            texts = list(islice(_candidates(link), max(0, left)))
-            left -= len(texts)
-            fitting = filter(None, (tried(text, link) for text in texts))
-            best = max(fitting, key=lambda rule: (len(rule.right), -len(rule.takes)), default=None)
-            if best is not None:
-                taken.update(name for new in best.right for name in new[1:])
-                taken.update(best.takes.values())
-                best.right -= said
-                best.takes = {key: name for key, name in best.takes.items() if key not in covered}
-                said |= best.right
-                covered |= best.takes.keys()
-                rules.append(best)
+        open_goals = link.goals.keys() - covered
+        if not open_goals or not (link.reason.certain or len(rules) < MOST_DOUBTFUL):
+            continue
+        texts = list(islice(candidates(link), max(0, left)))
+        left -= len(texts)
+        tried = [(text, takes) for text in texts if (takes := taken_by(text)).keys() & open_goals]
+        if tried:
+            text, takes = max(tried, key=lambda each: (len(each[1].keys() & meant.keys()), -len(each[1])))
+            names.update(goal[1] for goal in takes.values())
+            takes = {key: goal for key, goal in takes.items() if key not in covered}
+            rules.append(WrittenRule(text, link, takes, len({takes[key] for key in takes.keys() & meant.keys()})))
+            covered |= takes.keys()
     return rules
 
 
-def _candidates(link: Link) -> Iterator[str]:
+def goals_of(steps: Iterable[Step]) -> Goals:
+    """Where keys go by the steps; the number of what is stacked stays open."""
+    goals = Goals()
+    for step in steps:
+        groups = {**step.groups, f"v_{STACKED}": f"{{{STACKED}}}"}
+        goals |= dict.fromkeys(step.keys, (step.rule.operations, *(name.fill(groups) for name in step.rule.new)))
+    return goals
+
+
+def candidates(link: Link) -> Iterator[str]:
     """Rules for a link, the most general first: with `*` for parts that both names share before their ends."""
     old, new = _PARTS.split(link.old), _PARTS.split(link.new)
     leaf = int(old[-1] != new[-1])  # which may have another name: `gamma`, `weight`
@@ -628,26 +636,31 @@ def suggest(
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
-    ours = {key: source[key] for key in source if key not in placed and len(key) <= LONG}
-    theirs = {key: target[key] for key in target if key not in names and key not in source and len(key) <= LONG}
+    ours = {key: source[key] for key in source if key not in placed and is_plain(key)}
+    theirs = {key: target[key] for key in target if key not in names and key not in source and is_plain(key)}
     if not ours or not theirs:
         return []
     search = Search((ours, theirs))
     search.run()
-    sure = [link for link in search.links if link.certain]
     ways: dict[object, list[Link]] = defaultdict(list)
     for link in (*search.links, *fused(*search.free)):
-        if not link.certain:
-            ways[link.way].append(link)
+        ways[link.reason.certain or link.reason.way].append(link)
+    sure = ways.pop(True, [])
     kept = {key for link in sure for key in link.goals}
-    found = [_said(rule) for rule in written_rules(sure, source, target, placed)]
-    others = [_said(rule) for links in ways.values() for rule in written_rules(links, source, target, placed, kept)]
-    return [*found, *sorted(others, key=lambda each: -each.agree)[:MOST_DOUBTFUL]]
+    found = written_rules(sure, source, target, placed)
+    others = [rule for links in ways.values() for rule in written_rules(links, source, target, placed, kept)]
+    others = sorted(others, key=lambda rule: -rule.agree)[:MOST_DOUBTFUL]
+    return [
+        Suggestion(
+            (rule.text,), rule.agree, len({*rule.takes.values()}), rule.link.reason.certain, rule.link.reason.why
+        )
+        for rule in (*found, *others)  # of which several keys may become one
+    ]
 
 
-def _said(rule: TriedRule) -> Suggestion:
-    total = len({*rule.takes.values()})  # several keys may become one
-    return Suggestion((rule.text,), len(rule.right), total, rule.link.certain, rule.link.why)
+def is_plain(key: str) -> bool:
+    """True for a key that is neither too long nor has what stands for something else here."""
+    return len(key) <= LONG and not _HELD.search(key)
 
 
 def rules_file(suggestions: Iterable[Suggestion]) -> str:
