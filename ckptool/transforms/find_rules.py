@@ -19,9 +19,9 @@ from math import gcd, prod
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, fold, resolved
+from ckptool.checkpoint.arrays import fold, resolved
 from ckptool.checkpoint.compare import same_bytes
-from ckptool.checkpoint.dtypes import Array, has_numbers
+from ckptool.checkpoint.dtypes import Array
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
@@ -43,10 +43,10 @@ from ckptool.transforms.suggest import (
     escaped,
     families,
     filled,
-    fused,
     goals_of,
     is_plain,
     link_of,
+    links_of,
     rule_text,
     written_rules,
     yaml_item,
@@ -249,46 +249,6 @@ def is_same(one: TensorEntry, other: TensorEntry) -> bool:
     return alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
 
 
-SAMPLED = 256  # values at each of 64 places
-FEW_VALUES = 32  # fewer may be unlike by chance
-LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chance comes to 0.03 in a full sample
-NEAR = 0.9  # the cosine from where on a common mean may be all that is said
-
-
-def is_tuned(one: TensorEntry, other: TensorEntry) -> bool | None:
-    """True if values correlate as those of a tensor and of a fine-tuned copy do; None where they cannot tell.
-
-    Looks at 64 places of a tensor at most. A mean that both have (norms near 1), constants and few values tell nothing.
-    """
-    import numpy
-
-    if not has_numbers(one.dtype):
-        return None
-    x, y = (_sample(entry) for entry in (one, other))
-    known = numpy.isfinite(x) & numpy.isfinite(y)
-    x, y = x[known], y[known]
-    if not len(x) or x.min() == x.max() or y.min() == y.max():
-        return None
-    x, y = x / abs(x).max(), y / abs(y).max()  # sums and squares of very small and very large values would be lost
-    if _cosine(x - x.mean(), y - y.mean()) > max(LEAST_ALIKE, 3 / len(x) ** 0.5):  # chance: three standard deviations
-        return True
-    return None if len(x) < FEW_VALUES or _cosine(x, y) > NEAR else False
-
-
-def _sample(entry: TensorEntry) -> Array:
-    """Values at places that follow from the shape alone; the parts of complex ones."""
-    import numpy
-
-    flat, step = TensorValues(entry), max(SAMPLED, -(-entry.numel // 64))
-    parts = [flat.read(at, min(at + SAMPLED, entry.numel)) for at in range(0, entry.numel, step)]
-    values = numpy.concatenate(parts or [numpy.empty(0)])
-    return values.astype("c16").view("f8") if values.dtype.kind == "c" else values.astype("f8")
-
-
-def _cosine(x: Array, y: Array) -> float:
-    return float(x @ y / ((x @ x) * (y @ y)) ** 0.5)
-
-
 # The search ----------------------------------------------------------------------------------------------------------
 
 
@@ -328,20 +288,18 @@ class ValueSearch:
             ]
             search = Search((traits[0], traits[1]))
             search.run()
-            same = {key: trait for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
-            kept = (
-                link_of([Use((k,), (k,), k) for k in each.keys.values()]) for each in families(same, len(VARIABLES))
-            )
-            links = sorted(search.links, key=lambda link: not link.reason.certain)
-            for link in (*links, *filter(None, kept), *fused(*search.free)):
-                if (link.reason.certain or link.chain or by_value) and self._is_open(link):
-                    if by_value:
-                        self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
-                    self._accept(link)
-
-    def _is_open(self, link: Link) -> bool:
-        ends = zip(self.free, _ends(link), strict=True)
-        return all(name in free for free, names in ends for name in names)
+            pairs = {key: key for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
+            if by_value:  # the others in the order of their families
+                goals: dict[Trait, list[str]] = defaultdict(list)
+                for trait, key in _in_order(search.free[1]):
+                    goals[trait] += [key] if key not in pairs else []
+                for trait, key in _in_order(search.free[0]):
+                    if key not in pairs and goals[trait]:
+                        pairs[key] = goals[trait].pop(0)
+            for link in (*search.links, *links_of(pairs)):
+                if by_value:
+                    self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
+                self._accept(link)
 
     def _accept(self, link: Link) -> None:
         self.links.append(link)
@@ -426,6 +384,12 @@ class ValueSearch:
         return None
 
 
+def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
+    """The keys with what they have, family by family: of names that differ in one number."""
+    for family in families(keys, 1):
+        yield from zip(family.traits, family.keys.values(), strict=True)
+
+
 def _ends(link: Link) -> tuple[Iterable[str], set[str]]:
     """The keys of a link on both sides."""
     return link.goals.keys(), {name for goal in link.goals.values() for name in goal[1:]}
@@ -460,9 +424,8 @@ class FoundRules(Report):
     """Rules that make the tensors of `new` of those of `old`, as applying them has shown.
 
     total: tensors of the new one.  by_value: those that are made with the same bytes.  by_name: names of those that are
-    made with the same type and shape, and other values; reordered: of those, the same values in another order;
-    unrelated: values that no fine-tuning explains.  missing: those that are not made.  dropped: keys of the old one
-    that become nothing; drop: patterns for them.  output: the file of rules.
+    made with the same type and shape, and other values.  missing: those that are not made.  dropped: keys of the old
+    one that become nothing; drop: patterns for them.  output: the file of rules.
     """
 
     schema = "find-rules/2"
@@ -474,8 +437,6 @@ class FoundRules(Report):
     total: int
     by_value: int
     by_name: tuple[str, ...]
-    reordered: tuple[str, ...]
-    unrelated: tuple[str, ...]
     missing: tuple[str, ...]
     dropped: tuple[str, ...]
     drop: tuple[str, ...]
@@ -485,11 +446,11 @@ class FoundRules(Report):
 
     @property
     def complete(self) -> bool:
-        """True if every tensor of the new checkpoint is made, with its values or those that it was fine-tuned from."""
-        return not (self.missing or self.reordered or self.unrelated)
+        """True if every tensor of the new checkpoint is made with its values."""
+        return not (self.missing or self.by_name)
 
     def told(self) -> Told:
-        paint = green if self.by_value == self.total else yellow
+        paint = green if self.complete else yellow
         yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
         for rule in self.rules:
             yield "  ", cyan(rule.text)
@@ -516,17 +477,13 @@ class FoundRules(Report):
         texts += [f"{len(self.by_name):,} by name and shape"] if self.by_name else []
         return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
 
-    def _left_over(self) -> list[str]:
-        tuned = [name for name in self.by_name if name not in {*self.reordered, *self.unrelated}]
-        named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", tuned)]
-        named += [("wrong: the same values in another order, which no rule makes", self.reordered)]
-        named += [("wrong: unrelated values, as of another model", self.unrelated)]
-        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
-
     def _lacks(self) -> bool:
-        """True where a tensor is made wrong, or is not made and no second name of one."""
-        wrong = [*self.missing, *self.reordered, *self.unrelated]
-        return len(wrong) > sum(note.code == "second-name" for note in self.notes)
+        """True where a tensor is not made that is no second name of one."""
+        return len(self.missing) > len(self.notes)
+
+    def _left_over(self) -> list[str]:
+        named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", self.by_name)]
+        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
 
 
 def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
@@ -538,68 +495,55 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     entries, wanted = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
     search = ValueSearch(entries, wanted)
     search.run()
-    goals = {key: goal for link in search.links for key, goal in link.goals.items()}
-
-    written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys())
+    written = written_rules(search.links, dict.fromkeys(ours))
     covered = {key for rule in written for key in rule.takes}
-    others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
-    texts = [rule_text(escaped(key), escaped(name)) for key, name in others.items()]
-    texts += [rule.text for rule in written]
-    covered |= others.keys()
-    drop = _patterns([key for key in ours if key not in covered], covered)
-
+    plain = {key: goal[1] for link in search.links for key, goal in link.goals.items() if not link.chain}
+    spelled_out = {key: name for key, name in plain.items() if key not in covered}
+    covered |= spelled_out.keys()
+    texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
     most = TRIES // max(1, len(ours))
-    steps, items = dict[str, list[Step]](), dict[Any, Any]()
+    texts = [*texts, *(rule.text for rule in written)][:most]
+    drop = _patterns([key for key in ours if key not in covered], covered)[:most]
+
+    steps, items = list[Step](), dict[Any, Any]()
     try:
-        rules = tuple(rule for text in texts[:most] for rule in parse_rules(text))
-        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop if len(drop) <= most else ()))), old)
+        rules = tuple(rule for text in texts for rule in parse_rules(text))
+        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop))), old)
         done.carry_out(DROP)
     except CkptoolError:
         pass
     else:
-        items = done.items
-        for step in done.steps:
-            steps.setdefault(step.rule.text, []).append(step)
+        steps, items = done.steps, done.items
     made = {name: one for name, one in items.items() if isinstance(one, TensorEntry)}
     shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
     equal = {name for name in shaped if is_same(made[name], wanted[name])}
-    used = {key for found in steps.values() for step in found for key in step.keys}
-    other = [name for name in theirs if name in shaped - equal]
-    moved = [name for name in other if search.print(made[name]).total == search.prints[1][name].total]
-    tuned = {name: is_tuned(made[name], wanted[name]) for name in other if name not in moved}
-    proved = True in tuned.values() or any(is_tuned(wanted[name], wanted[name]) for name in equal)
+    by_rule: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_rule[step.rule.text].append(step)
     found = []
-    for text in texts[:most]:
-        if text in steps:
-            outputs = [name for step in steps[text] for name in step.outputs]
-            alike = sum(key in search.alike for step in steps[text] for key in step.keys)
-            found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
-
+    for text, each in ((text, by_rule[text]) for text in texts if text in by_rule):
+        outputs = [name for step in each for name in step.outputs]
+        alike = sum(key in search.alike for step in each for key in step.keys)
+        found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
     missing = tuple(name for name in theirs if name not in (shaped if name in wanted else items))
-    notes = list[Note]()
-    if len(texts) > most:
-        what = f"only {most:,} of {counted(len(texts), 'rule')} are here: each is for one key, and applied to all"
-        notes.append(Note("spelled-out", what))
-    prints = search.prints[1]
-    first = {prints[name].digest: name for name in prints if name not in {*missing, *other}}
-    for name in search.free[1]:
-        if (same := first.get(prints[name].digest)) is not None and name in missing:
-            tied = wanted[name].view == wanted[same].view
-            what = f"is {same} under a second name" if tied else f"has the values of {same}"
-            notes.append(Note("second-name" if tied else "same-values", f"{name} {what}; no rule makes it"))
+    first = {wanted[name].view: name for name in equal}
+    second = ((name, first.get(wanted[name].view)) for name in missing if name in wanted)
+    used = {key for step in steps for key in step.keys}
     return FoundRules(
         old="",
         new="",
         rules=tuple(found),
         total=len(wanted),
         by_value=len(equal),
-        by_name=tuple(other),
-        reordered=tuple(moved),
-        unrelated=tuple(name for name in tuned if not (proved if tuned[name] is None else tuned[name])),
+        by_name=tuple(name for name in theirs if name in shaped - equal),
         missing=missing,
         dropped=tuple(key for key in old if type(key) is str and key not in used),
-        drop=tuple(drop) if len(drop) <= most else (),
-        notes=tuple(notes),
+        drop=tuple(drop),
+        notes=tuple(
+            Note("second-name", f"{name} is {same} under a second name; no rule makes it")
+            for name, same in second
+            if same is not None
+        ),
     )
 
 

@@ -1,20 +1,20 @@
 """Rules that would make more of a checkpoint fit a target, as what one can pass back to `--rename` or `--rules`.
 
 Keys that differ in numbers only are a family. A link says which family of the target one of the checkpoint is: by the
-prefix of a wrapper, by words and shapes, or by order alone. It is certain only if no other family of
-either side has as much for it; what rests on the order of the keys alone never is. That makes it conservative: where
-every word of a name either stays or is replaced by one that is used nowhere else, and numbers stay, a certain link is
-a true one. The links become few rules, each tried on all keys.
+prefix of a wrapper, or by words and shapes. It is made only if no other family of either side has as much for it: what
+is ambiguous is not suggested. That makes it conservative: where every word of a name either stays or is replaced by one
+that is used nowhere else, and numbers stay, a link is a true one. The links become few rules, each tried on all keys.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from itertools import takewhile
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptool.analysis.warm_start import Suggestion
 from ckptool.conventions.state_dicts import without_wrappers
@@ -39,7 +39,6 @@ LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many nu
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
-MOST_WAYS, MOST_DOUBTFUL = 4, 40  # prefixes that may be meant, and doubtful rules, that are shown
 TRIES = 300_000  # of a rule on a key; reading a rule counts for `READING` of them
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
@@ -189,40 +188,25 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
 
 
-class Match(NamedTuple):
-    """Pairs of keys of two families. numbers: of the new names, as in rules.
+def matched(ours: Family, theirs: Family | None) -> Link | None:
+    """Which key of one family is which of another, with the same traits; None where nothing says so.
 
-    known: the numbers stay what they are, or the traits say which is which.
+    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order, where the
+    traits tell that it is so.
     """
-
-    ours: Family
-    theirs: Family
-    pairs: dict[str, str]
-    numbers: list[str]
-    known: bool
-
-
-def matched(ours: Family, theirs: Family | None) -> Match | None:
-    """Which key of one family is which of another, with the same traits; None where the numbers do not say so.
-
-    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order.
-    """
-    if theirs is None:
-        return None
-    have, want = (dict(zip(each.keys, each.traits, strict=True)) for each in (ours, theirs))
+    have, want = (dict(zip(each.keys, each.traits, strict=True)) if each else {} for each in (ours, theirs))
     mine, goals = [*have], [*want]
-    if mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
+    if theirs is not None and mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
         mine = goals = [numbers for numbers in mine if numbers in want]
-    fitting = fitted(mine, goals) if [have[each] for each in mine] == [want[each] for each in goals] else None
-    if fitting is None:
+    if theirs is None or [have[each] for each in mine] != [want[each] for each in goals]:
         return None
-    pairs = {ours.keys[old]: theirs.keys[new] for old, new in zip(mine, goals, strict=True)}
-    plain = [at for at, number in enumerate(fitting) if number[1:-1] in VARIABLES]
-    alike: dict[Numbers, list[Trait]] = defaultdict(list)
+    alike: dict[Numbers, set[Trait]] = defaultdict(set)  # of the keys of which the same numbers stay what they are
+    places = [place for place, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
     for numbers in goals:
-        alike[tuple(numbers[at] for at in plain)].append(want[numbers])
-    known = len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values())
-    return Match(ours, theirs, pairs, fitting, known)
+        alike[tuple(numbers[place] for place in places)].add(want[numbers])
+    known = len(alike) == len(goals) or any(len(each) > 1 for each in alike.values())
+    keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
+    return link_of([Use((old,), (old,), new) for old, new in keys]) if known else None
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -251,25 +235,18 @@ def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str
 # Links ---------------------------------------------------------------------------------------------------------------
 
 
-class Reason(NamedTuple):
-    """Why a link is thought to be true. way: what it is one of several ways to do, where it is doubtful."""
-
-    why: str = ""
-    certain: bool = True
-    way: object = None
-
-
-SEEN = Reason()
-
-
 class Link(NamedTuple):
-    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations."""
+    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations.
+
+    numbers: of the new names.  why: the evidence.
+    """
 
     old: str
     new: str
     goals: Goals
+    numbers: list[str]
     chain: str = ""
-    reason: Reason = SEEN
+    why: str = ""
 
 
 class Use(NamedTuple):
@@ -281,7 +258,7 @@ class Use(NamedTuple):
     whole: str
 
 
-def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False, reason: Reason = SEEN) -> Link | None:
+def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False) -> Link | None:
     """The link of keys that become others by the same operations; None where their numbers do not say which.
 
     splits: the wholes become the others, by the inverse.
@@ -303,7 +280,17 @@ def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False, reason: 
             goals[use.whole] = (text, *(name.replace(STACK, f"{{{STACKED}}}") for name in use.names))
         else:
             goals |= dict.fromkeys(use.keys, (text, use.whole))
-    return Link(choice(names[:parts]), choice(names[parts:]), goals, text, reason)
+    return Link(choice(names[:parts]), choice(names[parts:]), goals, new, text)
+
+
+def links_of(pairs: Mapping[str, str]) -> Iterator[Link]:
+    """Links for keys that are only renamed: for many of them together, or for each where its numbers do not fit."""
+    alike: dict[str, list[Use]] = defaultdict(list)
+    for old, new in pairs.items():
+        alike[_NUMBER.sub(HOLE, old + BREAK + new)].append(Use((old,), (old,), new))
+    for uses in alike.values():
+        together = link_of(uses)
+        yield from filter(None, [together] if together else (link_of([use]) for use in uses))
 
 
 def filled(text: str, numbers: Sequence[str]) -> str:
@@ -336,15 +323,15 @@ def _common_start(rows: Sequence[list[str]]) -> list[str]:
 
 
 class OpenFamilies(NamedTuple):
-    """Those of a side that have no certain link. alike: by shape.  called: by word and rank."""
+    """Those of a side that have no link. alike: by shape.  called: by word and rank."""
 
     alike: Mapping[Trait, list[Family]]
     called: Mapping[tuple[str, int], list[Family]]
 
     @classmethod
-    def of(cls, some: Iterable[Family], *keys: Mapping[str, Trait]) -> OpenFamilies:
-        found, every = cls(defaultdict(list), defaultdict(list)), {key for each in keys for key in each}
-        for family in (each for each in some if every >= {*each.keys.values()}):
+    def of(cls, some: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
+        found = cls(defaultdict(list), defaultdict(list))
+        for family in (each for each in some if free.keys() >= {*each.keys.values()}):
             for trait in {*family.traits}:
                 found.alike[trait].append(family)
             for word in family.words.strong | family.words.weak:
@@ -376,166 +363,100 @@ def _modules(some: Iterable[Family]) -> Modules:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """The search for links. free: keys of both sides that have none so far.  doubtful: those that have a doubtful one,
-    and may be what another key is."""
+    """The search for links. free: keys of both sides that have none so far.  ways: prefixes that would fit."""
 
     free: tuple[dict[str, Trait], dict[str, Trait]]
     links: list[Link] = field(default_factory=list)
-    doubtful: tuple[dict[str, Trait], dict[str, Trait]] = field(default_factory=lambda: ({}, {}))
+    ways: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Finds all, with all numbers of names as variables first, then with fewer."""
-        levels = LEVELS if max(map(len, self.free)) <= MOST else ()
         self._by_prefix(*map(families, self.free, LEVELS[0]))
-        for level in levels:
-            open_ones = (free | doubtful for free, doubtful in zip(self.free, self.doubtful, strict=True))
-            self._by_words(*map(families, open_ones, level))
-        for level in levels:
-            self._by_order(*map(families, self.free, level))
+        for level in LEVELS if max(map(len, self.free)) <= MOST else ():
+            self._by_words(*map(families, self.free, level))
 
-    def _is_open(self, match: Match) -> bool:
-        return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())
+    def _is_open(self, link: Link) -> bool:
+        return all(key in self.free[0] and goal in self.free[1] for key, (_, goal) in link.goals.items())
 
-    def _may_be(self, match: Match) -> bool:
-        """False where names contradict each other, or differ in numbers only: other layers, or counted otherwise."""
-        one, other = match.ours, match.theirs
-        return one.unnumbered != other.unnumbered and not one.words.contradict(other.words) and self._is_open(match)
-
-    def _accept(self, match: Match, reason: Reason) -> None:
-        link = link_of([Use((old,), (old,), new) for old, new in match.pairs.items()], reason=reason)
-        if link is not None:
-            self.links.append(link)
-            for free, doubtful, keys in zip(self.free, self.doubtful, (match.pairs, match.pairs.values()), strict=True):
-                gone = {key: free.pop(key, None) for key in keys}
-                doubtful |= {} if reason.certain else gone
-
-    def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
-        """Accepts two families, and those of their modules, of no other numbers, that share leaves and shapes."""
-        self._accept(match, Reason(why, certain))
-        ours, theirs = match.ours, match.theirs
-        for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
-            other = matched(one, modules[1][theirs.module].get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
-            if other is not None and other.numbers == match.numbers and self._is_open(other):
-                self._accept(other, Reason("the other tensors of the module fit", certain))
+    def _accept(self, link: Link, why: str) -> None:
+        self.links.append(link._replace(why=why))
+        for key, (_, goal) in link.goals.items():
+            del self.free[0][key], self.free[1][goal]
 
     def _by_prefix(self, *sides: list[Family]) -> None:
-        """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
+        """Names that are the same, or are without the prefix of a wrapper, or with it."""
         ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
         votes = dict[tuple[str, str], None]()
         for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
             for text in mine:
                 starts = (start for start in _starts(text) if text[start:] in others)
                 votes |= {("", text[:start]) if back else (text[:start], ""): None for start in starts}
-        ways = list[tuple[str, str, list[Match]]]()
+        ways = list[tuple[str, str, dict[str, Link]]]()
         for old, new in votes:
-            below = [
-                matched(each, theirs.get(new + t.removeprefix(old))) for t, each in ours.items() if t.startswith(old)
-            ]
-            matches = [match for match in below if match is not None]
-            if 2 * len(matches) >= len(below):
-                ways.append((old, new, matches))
-        largest = max((len(matches) for *_, matches in ways), default=0)
+            below = [text for text in ours if text.startswith(old)]
+            goals = ((text, theirs.get(new + text.removeprefix(old))) for text in below)
+            links = {text.removeprefix(old): link for text, goal in goals if (link := matched(ours[text], goal))}
+            if 2 * len(links) >= len(below):
+                ways.append((old, new, links))
+        largest = max((len(links) for *_, links in ways), default=0)
         ways = [way for way in ways if 2 * len(way[2]) >= largest]
-        for old, new, matches in ways[:MOST_WAYS]:
-            why = f"without {printable(old)!r} the names are the target's"
-            why = f"with {printable(new)!r} before them the names are the target's" if new else why
+        self.ways = [f"{old}* as {new}*".replace(HOLE, "*") for old, new, _ in ways]
+        for old, new, links in ways if len(ways) == 1 else ():
             # Other names of either side that end in what the prefix leaves may be meant instead.
-            taken = {id(each) for match in matches for each in (match.ours, match.theirs)}
-            rest = [each for side in (ours, theirs) for each in side.values() if id(each) not in taken]
+            linked = {prefix + text for prefix in (old, new) for text in links}
+            rest = [each for side in (ours, theirs) for text, each in side.items() if text not in linked]
             ends = {
                 (each.text[start:], trait) for each in rest for start in _starts(each.text) for trait in each.traits
             }
-            bare = [match.ours if new else match.theirs for match in matches]
-            rivals = sum(any((each.text, trait) in ends for trait in each.traits) for each in bare)
-            is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
-            if len(ways) > 1:
-                shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
-                why = f"the names and shapes fit in more than one way: {shown}"
-            elif not is_certain:
-                why += "; other names end so, too"
-            for match in matches:
-                self._accept(match, Reason(why, is_certain, (old, new)))
+            rivals = sum(not ends.isdisjoint((text, trait) for trait in ours[old + text].traits) for text in links)
+            if 2 * rivals < len(links) or not without_wrappers(old or new):
+                how = f"with {printable(new)!r} before them" if new else f"without {printable(old)!r}"
+                for link in links.values():
+                    self._accept(link, f"{how} the names are the target's")
 
     def _by_words(self, *sides: list[Family]) -> None:
         """Families that have more words in common with each other than with any rival, in modules whose other tensors
-        are not of another rank."""
+        are not of another rank; and with them those of their modules, of no other numbers, that share leaves and
+        shapes."""
         before, modules = -1, [*map(_modules, sides)]
         while len(self.links) != before:
             before = len(self.links)
-            ours, theirs = map(OpenFamilies.of, sides, self.free, self.doubtful)
-            for shape, mine in ours.alike.items():
-                goals = theirs.alike.get(shape, ())
-                for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
-                    near = max(goals, key=lambda each: [len(a & b) for a, b in zip(one.words, each.words, strict=True)])
-                    shapes = {*one.traits, *near.traits}
-                    alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
-                    linear = alone and "linear" in one.words.weak & near.words.weak
-                    telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)
-                    match = matched(one, near) if telling else None
-                    if match is None or not match.known or not self._may_be(match):
-                        continue
-                    beside = modules[1][near.module] if one.leaf == near.leaf else {}
-                    leaves = modules[0][one.module].items()
-                    if (
-                        all(each.rank == beside[leaf].rank for leaf, each in leaves if leaf in beside)
-                        and not theirs.has_rival(near, one, ours)
-                        and not ours.has_rival(one, near, theirs)
-                    ):
-                        why = "of the tensors with these shapes, the names are the nearest"
-                        self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)
-
-    def _by_order(self, *sides: list[Family]) -> None:
-        """What is left, in the order of the keys, as doubtful: weights, biases and others of the same shapes, where
-        both sides have as many."""
-        classes: dict[object, tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
-        modules = [*map(_modules, sides)]
-        for side, some in enumerate(sides):
-            for family in some:
-                classes[family.traits, family.words.strong & {"weight", "bias"}][side].append(family)
-        for mine, goals in classes.values():
-            for match in map(matched, mine, goals) if len(mine) == len(goals) else ():
-                if match is None or not self._may_be(match):
+            ours, theirs = map(OpenFamilies.of, sides, self.free)
+            for one, shape in ((one, shape) for shape, some in ours.alike.items() for one in some):
+                goals = theirs.alike.get(shape, [])
+                if not goals or max(len(ours.alike[shape]), len(goals)) > MOST_ALIKE:
                     continue
-                by_chance = len(mine) == len(match.pairs) == 1 and len(match.ours.traits[0] or (0, 0)) < 2
-                if not by_chance and any(trait not in (None, (), (1,)) for trait in match.ours.traits):
-                    order = "the shapes fit, and only the order of the names says which is which"
-                    unsaid = "the shapes fit, but the names do not say so, or say it of others as well"
-                    self._with_its_module(match, modules, order if len(mine) > 1 else unsaid, False)
+                near = max(goals, key=lambda each: [len(a & b) for a, b in zip(one.words, each.words, strict=True)])
+                shapes = {*one.traits, *near.traits}
+                alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
+                linear = alone and "linear" in one.words.weak & near.words.weak
+                if not (one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)):
+                    continue
+                link = matched(one, near)
+                # Names that contradict each other, or differ in numbers only, are of other layers, or count otherwise.
+                if (
+                    link is None
+                    or not self._is_open(link)
+                    or one.unnumbered == near.unnumbered
+                    or one.words.contradict(near.words)
+                    or theirs.has_rival(near, one, ours)
+                    or ours.has_rival(one, near, theirs)
+                ):
+                    continue
+                beside = modules[1][near.module] if one.leaf == near.leaf else {}
+                both = [(each, beside[leaf]) for leaf, each in modules[0][one.module].items() if leaf in beside]
+                if all(each.rank == other.rank for each, other in both):
+                    nearest = "of the tensors with these shapes, the names are the nearest"
+                    self._accept(link, "nothing else has these shapes" if alone else nearest)
+                    for each, other in both:
+                        more = matched(each, other) if each.keys.keys() <= one.keys.keys() else None
+                        if more is not None and more.numbers == link.numbers and self._is_open(more):
+                            self._accept(more, "the other tensors of the module fit")
 
 
 def _starts(text: str) -> list[int]:
     """Where the parts of a name begin."""
     return [0, *(at + 1 for at, letter in enumerate(text) if letter == ".")]
-
-
-def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
-    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes."""
-    why = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
-    for apart, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
-        threes: dict[object, dict[str, Family]] = defaultdict(dict)
-        for family in families(apart, len(VARIABLES)):
-            if len(role := family.words.strong & {"q", "k", "v"}) == 1:
-                same = family.words.strong - role, family.words.weak, family.text.split(HOLE)[-1].rpartition(".")[2]
-                threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
-        ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
-        for three in threes.values():
-            parts = [three[role] for role in "qkv" if role in three]
-            for axis in (
-                (0, -1)
-                if len(parts) == 3 and all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
-                else ()
-            ):
-                shapes: list[Any] = [part.traits[0] for part in parts]
-                sizes, total = [shape[axis] for shape in shapes], [*shapes[0]]
-                total[axis] = sum(sizes)
-                kind = parts[0].keys.keys(), "bias" in parts[0].words.strong, {(*total,)}
-                fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
-                if len(fits) == 1:
-                    chain = f"cat {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
-                    rows = ((key, tuple(part.keys[at] for part in parts)) for at, key in fits[0].keys.items())
-                    link = link_of([Use(keys, keys, key) for key, keys in rows], chain, splits, Reason(why, False))
-                    yield from [] if link is None else [link]
-                    break
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
@@ -554,14 +475,14 @@ class WrittenRule(NamedTuple):
 def written_rules(
     links: Iterable[Link],
     source: Mapping[str, Trait],
-    target: Mapping[str, Trait],
-    placed: Mapping[str, str],
-    kept: Collection[str] = (),
+    target: Mapping[str, Trait] | None = None,
+    placed: Mapping[str, str] = MappingProxyType({}),
 ) -> list[WrittenRule]:
     """Few rules for links, of which each is right by itself.
 
-    source, target: all keys.  placed: keys that have a place, with their names.  kept: keys that other rules are for.
-    No rule takes a key that belongs to another, or gives a key without a counterpart a name that is somebody's.
+    source, target: all keys; no target: rules take nothing that has no link.  placed: keys that have a place, with
+    their names. No rule takes a key that belongs to another, or gives a key without a counterpart a name that is
+    somebody's.
     """
     links = sorted(links, key=lambda link: not link.chain)
     meant = {key: ("", name) for key, name in placed.items()} | {k: g for link in links for k, g in link.goals.items()}
@@ -577,24 +498,23 @@ def written_rules(
         takes = {key: goal for key, goal in made.items() if key not in placed and goal != ("", key)}
         others = {key: goal for key, goal in takes.items() if key not in meant}
         new = {goal[1] for goal in others.values()}
-        is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or not others.keys().isdisjoint(kept)
+        is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or (target is None and others)
         is_anothers = len(new) < len(others) or not names.isdisjoint(new)
-        fits = any(goal[0] or target.get(goal[1], False) == source[key] for key, goal in others.items())
+        fits = any(goal[0] or (target or {}).get(goal[1], 0) == source[key] for key, goal in others.items())
         return {} if is_wrong or is_anothers or fits else takes
 
     for link in links:
         open_goals = link.goals.keys() - covered
-        if not open_goals or not (link.reason.certain or len(rules) < MOST_DOUBTFUL):
-            continue
-        texts = list(islice(candidates(link), max(0, left)))
-        left -= len(texts)
-        tried = [(text, takes) for text in texts if (takes := taken_by(text)).keys() & open_goals]
-        if tried:
-            text, takes = max(tried, key=lambda each: (len(each[1].keys() & meant.keys()), -len(each[1])))
-            names.update(goal[1] for goal in takes.values())
-            takes = {key: goal for key, goal in takes.items() if key not in covered}
-            rules.append(WrittenRule(text, link, takes, len({takes[key] for key in takes.keys() & meant.keys()})))
-            covered |= takes.keys()
+        for text in candidates(link) if open_goals else ():
+            left -= 1
+            takes = taken_by(text) if left >= 0 else {}
+            if takes.keys() & open_goals:
+                names.update(goal[1] for goal in takes.values())
+                takes = {key: goal for key, goal in takes.items() if key not in covered}
+                agree = len({takes[key] for key in takes.keys() & meant.keys()})
+                rules.append(WrittenRule(text, link, takes, agree))
+                covered |= takes.keys()
+                break
     return rules
 
 
@@ -628,11 +548,11 @@ def rule_text(old: str, new: str, chain: str = "") -> str:
 def suggest(
     source: Mapping[str, Trait], target: Mapping[str, Trait], placed: Mapping[str, str] | None = None
 ) -> list[Suggestion]:
-    """Suggestions for keys of `source` without a counterpart in `target`, a rule each: unambiguous ones first.
+    """Suggestions for keys of `source` without a counterpart in `target`, a rule each.
 
     source: all keys as the rules will see them, with their shapes; None for what has none.  placed: names of the target
-    that keys have already; by default those that are equal. All unambiguous rules together are valid, give no two keys
-    one name and change no key that is placed; so is each of the others, given before them.
+    that keys have already; by default those that are equal. All rules together are valid, give no two keys one name
+    and change no key that is placed.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
@@ -642,20 +562,14 @@ def suggest(
         return []
     search = Search((ours, theirs))
     search.run()
-    ways: dict[object, list[Link]] = defaultdict(list)
-    for link in (*search.links, *fused(*search.free)):
-        ways[link.reason.certain or link.reason.way].append(link)
-    sure = ways.pop(True, [])
-    kept = {key for link in sure for key in link.goals}
-    found = written_rules(sure, source, target, placed)
-    others = [rule for links in ways.values() for rule in written_rules(links, source, target, placed, kept)]
-    others = sorted(others, key=lambda rule: -rule.agree)[:MOST_DOUBTFUL]
-    return [
-        Suggestion(
-            (rule.text,), rule.agree, len({*rule.takes.values()}), rule.link.reason.certain, rule.link.reason.why
-        )
-        for rule in (*found, *others)  # of which several keys may become one
+    found = [
+        Suggestion((rule.text,), rule.agree, len({*rule.takes.values()}), rule.link.why)  # several may become one
+        for rule in written_rules(search.links, source, target, placed)
     ]
+    if len(search.ways) > 1:
+        why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
+        found.append(Suggestion((), 0, 0, why))
+    return found
 
 
 def is_plain(key: str) -> bool:
@@ -664,18 +578,14 @@ def is_plain(key: str) -> bool:
 
 
 def rules_file(suggestions: Iterable[Suggestion]) -> str:
-    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
+    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`."""
     lines = ["# Rules OLD => NEW, tried in this order; the first that matches a key counts."]
-    for suggestion in sorted(suggestions, key=lambda one: one.unambiguous):
+    for suggestion in suggestions:
         lines.append("")
         if suggestion.rules:
             total, agree = counted(suggestion.total, "shape"), form(suggestion.agree, "agrees", "agree")
             lines.append(f"# {suggestion.agree:,} of {total} {agree}")
-        lines.append(f"# {printable(suggestion.why)}")
-        if not suggestion.unambiguous and suggestion.rules:
-            lines.append("# AMBIGUOUS: look before you take the # away")
-        for rule in suggestion.rules:
-            lines.append(f"{'' if suggestion.unambiguous else '# '}{yaml_item(rule)}")
+        lines += [f"# {printable(suggestion.why)}", *map(yaml_item, suggestion.rules)]
     return "\n".join(lines) + "\n"
 
 
