@@ -57,7 +57,7 @@ TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of grou
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_TOKENS = 64  # of a name, dots among them, in which words may differ: no model's has as many
-MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, three or all are tried
+MOST_WORDS = 16  # of which two, three or all are tried
 SHOWN = 6
 
 Entries = Mapping[str, TensorEntry]
@@ -67,7 +67,6 @@ Part = tuple[str, tuple[str, ...]]
 # Groups --------------------------------------------------------------------------------------------------------------
 
 _TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{STACK}]|[^0-9._{HOLE}{STACK}]+")
-_WORD = re.compile(r"[\w.-]+")
 
 
 def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
@@ -91,28 +90,14 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
         yield [(part,) for part in parts.values()]
     tokens_of = {text: tokens for text in found if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
     for place in range(max(map(len, tokens_of.values()), default=0)):  # one after the other, for the sake of memory
-        alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ here, by what is there
+        alike: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # of names that differ here
         for text, tokens in tokens_of.items():
-            for length in range(1, min(3, len(tokens) - place) + 1):
-                word = "".join(tokens[place : place + length])
-                if _WORD.fullmatch(word):
-                    alike["".join(tokens[:place]), "".join(tokens[place + length :])][word] = text
-        for texts in (each for each in alike.values() if len(each) > 1):
-            by_shape: dict[object, list[str]] = defaultdict(list)
-            for word, text in texts.items():
-                by_shape[frozenset((at, len(keys)) for at, (_, keys) in found[text].items())].append(word)
-            for some in (some for words in by_shape.values() for some in _choices(words)):
-                first, *others = (found[texts[word]] for word in some)
+            if place < len(tokens) and tokens[place] not in (HOLE, STACK):
+                members = frozenset((at, len(keys)) for at, (_, keys) in found[text].items())
+                alike["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(found[text])
+        for some in (each for each in alike.values() if len(each) <= MOST_WORDS):
+            for first, *others in (chosen for size in sorted({2, 3, len(some)}) for chosen in combinations(some, size)):
                 yield [(part, *(other[at] for other in others)) for at, part in first.items()]
-
-
-def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Some of the words, where they differ at both of their ends."""
-    count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
-    for size in (*range(2, count + 1),) if count <= FEW_WORDS else (2, 3, count) if count <= MOST_WORDS else ():
-        for some in combinations(words, size):
-            if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
-                yield some
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -260,17 +245,12 @@ class ValueSearch:
         self.sides = sides
         self.links: list[Link] = []
         self.alike: set[str] = set()
-        self._known: dict[object, Fingerprint] = {}  # by view: tied and renamed tensors are read once
         self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
         self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
-        self.prints = [{key: self.print(value) for key, value in side.items()} for side in sides]
+        views = {entry.view: entry for side in sides for entry in side.values()}  # tied tensors are read once
+        prints = {view: fingerprint(entry) for view, entry in views.items()}
+        self.prints = [{key: prints[entry.view] for key, entry in side.items()} for side in sides]
         self.free = [{key: None for key in side if key and is_plain(key)} for side in sides]
-
-    def print(self, entry: TensorEntry) -> Fingerprint:
-        """The fingerprint of a tensor of a side, or of one that rules make."""
-        if entry.view not in self._known:
-            self._known[entry.view] = fingerprint(entry)
-        return self._known[entry.view]
 
     def run(self) -> None:
         """Finds all of them."""
