@@ -9,7 +9,7 @@ that is used nowhere else, and numbers stay, a link is a true one. The links bec
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -91,34 +91,17 @@ _ROLES = tuple(
 _LETTERS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[^\W\d_]+")
 
 
-class Words(NamedTuple):
-    """The words of a name in their common spelling. inner: the strong ones that are no parameter's name."""
-
-    strong: frozenset[str]
-    weak: frozenset[str]
-    inner: frozenset[str]
-
-    def is_nearer(self, one: Words, other: Words) -> bool:
-        """True if it shares more words with `one` than with `other`, and all that it shares with that."""
-        near, far = ((self.strong & each.strong, self.weak & each.weak) for each in (one, other))
-        return far[0] < near[0] or (far[0] == near[0] and far[1] < near[1])
-
-    def contradict(self, other: Words) -> bool:
-        """True for names that cannot be the same tensor, whatever their shapes: a query and a key."""
-        ours, theirs = self.strong | self.weak, other.strong | other.weak
-        return any((mine := ours & roles) and (also := theirs & roles) and not mine & also for roles in _ROLES)
-
-
 @lru_cache(4096)
-def words(name: str) -> Words:
-    """The words of a name, without its numbers. The second and third of the same word get a mark each."""
+def words(name: str) -> frozenset[str]:
+    """The words of a name in their common spelling, without its numbers."""
     for compound, plain in _COMPOUND:
         name = compound.sub(plain, name)
-    counts = Counter(_WORD.get(word.lower(), word.lower()) for word in _LETTERS.findall(name))
-    marked = frozenset(word + "+" * more for word, count in counts.items() for more in range(min(count, 3)))
-    weak = frozenset(word for word in marked if word.rstrip("+") in _WEAK)
-    inner = frozenset(word for word in marked - weak if word.rstrip("+") not in _PARAMETERS)
-    return Words(marked - weak, weak, inner)
+    return frozenset(_WORD.get(word.lower(), word.lower()) for word in _LETTERS.findall(name))
+
+
+def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
+    """True for the words of names that cannot be the same tensor, whatever their shapes: a query and a key."""
+    return any((ours := one & roles) and (theirs := other & roles) and not ours & theirs for roles in _ROLES)
 
 
 # Families ------------------------------------------------------------------------------------------------------------
@@ -136,7 +119,7 @@ class Family:
     traits: tuple[Trait, ...]
 
     @cached_property
-    def words(self) -> Words:
+    def words(self) -> frozenset[str]:
         return words(self.text)
 
     @cached_property
@@ -334,20 +317,19 @@ class OpenFamilies(NamedTuple):
         for family in (each for each in some if free.keys() >= {*each.keys.values()}):
             for trait in {*family.traits}:
                 found.alike[trait].append(family)
-            for word in family.words.strong | family.words.weak:
+            for word in family.words:
                 found.called[word, family.rank].append(family)
         return found
 
     def has_rival(self, chosen: Family, other: Family, others: OpenFamilies) -> bool:
         """True if the name of another of these is as near to that of the other side: it has a shape of the chosen one,
         or it is nearer, and has a shape that the other side does not have."""
-        near, far = other.words, chosen.words
+        name, shared = other.words, other.words & chosen.words
         alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
-        if any(each is not chosen and not near.is_nearer(far, each.words) for each in alike):
+        if any(each is not chosen and not name & each.words < shared for each in alike):
             return True
-        more = (near.strong | near.weak) - far.strong - far.weak
-        named = (each for word in more for each in self.called.get((word, other.rank), ()))
-        return any(near.is_nearer(each.words, far) and others.alike.keys().isdisjoint(each.traits) for each in named)
+        called = (each for word in name - shared for each in self.called.get((word, other.rank), ()))
+        return any(name & each.words > shared and others.alike.keys().isdisjoint(each.traits) for each in called)
 
 
 Modules = Mapping[str, Mapping[str, Family]]
@@ -426,11 +408,11 @@ class Search:
                 goals = theirs.alike.get(shape, [])
                 if not goals or max(len(ours.alike[shape]), len(goals)) > MOST_ALIKE:
                     continue
-                near = max(goals, key=lambda each: [len(a & b) for a, b in zip(one.words, each.words, strict=True)])
+                near = max(goals, key=lambda each: len(one.words & each.words))
                 shapes = {*one.traits, *near.traits}
                 alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
-                linear = alone and "linear" in one.words.weak & near.words.weak
-                if not (one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)):
+                linear = {"linear"} if alone and len(one.keys) + len(shape or ()) > 3 else set[str]()
+                if not one.words & near.words - _PARAMETERS - (_WEAK - linear):
                     continue
                 link = matched(one, near)
                 # Names that contradict each other, or differ in numbers only, are of other layers, or count otherwise.
@@ -438,7 +420,7 @@ class Search:
                     link is None
                     or not self._is_open(link)
                     or one.unnumbered == near.unnumbered
-                    or one.words.contradict(near.words)
+                    or contradict(one.words, near.words)
                     or theirs.has_rival(near, one, ours)
                     or ours.has_rival(one, near, theirs)
                 ):
