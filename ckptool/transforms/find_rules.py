@@ -13,7 +13,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from hashlib import blake2b
 from itertools import combinations, islice, permutations
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -166,9 +165,8 @@ def _reorderings(shape: Sequence[int]) -> Iterator[str]:
         if axis == 0:
             yield from (f"{op} {heads}" for heads in divisors if size % (2 * heads) == 0 for op in ("rope", "unrope"))
         yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
-        for number, parts in (
-            (a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size
-        ):
+        pairs = ((a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size)
+        for number, parts in pairs:
             inner = size // number // parts
             apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
             yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
@@ -196,26 +194,17 @@ def _reshaping(have: Sequence[int], want: Sequence[int]) -> str | None:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-class Fingerprint(NamedTuple):
+def fingerprint(entry: TensorEntry) -> int:
     """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
 
-    A transposed tensor has that of the first one, and three together that of the one they were cut from.
-    digest: of type and bytes, in order.  total: of all values.
+    A transposed tensor has that of the first one, and three together that of the one they were cut from. Reads it once.
     """
-
-    digest: int
-    total: int
-
-
-def fingerprint(entry: TensorEntry) -> Fingerprint:
-    """The fingerprint of a tensor. Reads it once."""
-    digest, total = blake2b(entry.dtype.name.encode(), digest_size=8), 0
+    total = 0
 
     def add(_: int, raw: Array) -> None:
         import numpy
 
         nonlocal total
-        digest.update(raw.data)
         numbers = raw.view(f"u{min(8, entry.dtype.itemsize)}").astype(numpy.uint64)
         numbers += numpy.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
@@ -225,7 +214,7 @@ def fingerprint(entry: TensorEntry) -> Fingerprint:
         total += int(numbers.sum())
 
     fold(add, entry)
-    return Fingerprint(int.from_bytes(digest.digest(), "little"), total % 2**64)
+    return total % 2**64
 
 
 def is_same(one: TensorEntry, other: TensorEntry) -> bool:
@@ -245,8 +234,7 @@ class ValueSearch:
         self.sides = sides
         self.links: list[Link] = []
         self.alike: set[str] = set()
-        self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
-        self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
+        self._ways: dict[object, tuple[list[Way], bool]] = {}  # by shapes: the last that did, and whether to try others
         views = {entry.view: entry for side in sides for entry in side.values()}  # tied tensors are read once
         prints = {view: fingerprint(entry) for view, entry in views.items()}
         self.prints = [{key: prints[entry.view] for key, entry in side.items()} for side in sides]
@@ -259,11 +247,11 @@ class ValueSearch:
             self._join(True, vary)
         for link in self.links:
             self._extend(link)
-        # By names: of those that have equal values, which as one more size are what the search takes for a shape, and
-        # then of those that have equal shapes.
+        # By names: of those that have the same values, whose sum as one more size is what the search takes for a shape,
+        # and then of those that have equal shapes.
         for by_value in (True, False):
             traits: list[dict[str, Trait]] = [
-                {key: (*side[key].shape, prints[key].digest) if by_value else side[key].shape for key in free}
+                {key: (*side[key].shape, prints[key]) if by_value else side[key].shape for key in free}
                 for side, prints, free in zip(self.sides, self.prints, self.free, strict=True)
             ]
             search = Search((traits[0], traits[1]))
@@ -290,8 +278,8 @@ class ValueSearch:
     def _join(self, splits: bool, vary: int) -> None:
         """Finds tensors that one or several of the other side add up to."""
         prints, wholes = self.prints[splits], self.free[not splits]
-        counts = Counter(self.prints[not splits][key].total for key in wholes)
-        totals = {total: key for key in wholes if counts[total := self.prints[not splits][key].total] == 1}
+        counts = Counter(self.prints[not splits][key] for key in wholes)
+        totals = {total: key for key in wholes if counts[total := self.prints[not splits][key]] == 1}
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
         hopeful: list[list[Use]] = []
         for group in islice(groups(self.free[splits], vary), TRIES):
@@ -299,7 +287,7 @@ class ValueSearch:
             for parts in group:
                 names, keys = zip(*parts, strict=True)
                 use = Use(names, tuple(key for each in keys for key in each), "")
-                if (one := totals.get(sum(prints[key].total for key in use.keys) % 2**64)) is not None:
+                if (one := totals.get(sum(prints[key] for key in use.keys) % 2**64)) is not None:
                     uses.append(use._replace(whole=one))
                     claims[one].add(frozenset(use.keys))
             if 2 * len(uses) > len(group) and len({use.whole for use in uses}) == len(uses):
@@ -351,16 +339,16 @@ class ValueSearch:
     def _way(self, columns: Sequence[Sequence[TensorEntry]], whole: TensorEntry) -> Way | None:
         """The operations that make one tensor of others, by bytes, and the order of their words."""
         shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
-        known = [self._ways[shapes]] if shapes in self._ways else []
-        for chain, order in (*known, *islice(_ways(*shapes[:2]), 0 if shapes in self._hopeless else MOST_TRIES)):
+        known, has_more = self._ways.get(shapes, ([], True))
+        for chain, order in (*known, *islice(_ways(*shapes[:2]), MOST_TRIES * has_more)):
             parts = [columns[at] for at in order]
             made = applied(chain, parts)
             after = _reshaping(made.shape, whole.shape) if made is not None else None
             both = " | ".join(filter(None, [chain, after]))
             if after is not None and (done := applied(both, parts)) is not None and is_same(done, whole):
-                self._ways[shapes] = both, order
+                self._ways[shapes] = [(both, order)], has_more
                 return both, order
-        self._hopeless.add(shapes)
+        self._ways[shapes] = known, False
         return None
 
 
@@ -475,14 +463,13 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     entries, wanted = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
     search = ValueSearch(entries, wanted)
     search.run()
-    written = written_rules(search.links, dict.fromkeys(ours))
-    covered = {key for rule in written for key in rule.takes}
+    written, covered = written_rules(search.links, dict.fromkeys(ours))
     plain = {key: goal[1] for link in search.links for key, goal in link.goals.items() if not link.chain}
     spelled_out = {key: name for key, name in plain.items() if key not in covered}
     covered |= spelled_out.keys()
     texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
     most = TRIES // max(1, len(ours))
-    texts = [*texts, *(rule.text for rule in written)][:most]
+    texts = [*texts, *(rule for each in written for rule in each.rules)][:most]
     drop = _patterns([key for key in ours if key not in covered], covered)[:most]
 
     steps, items = list[Step](), dict[Any, Any]()

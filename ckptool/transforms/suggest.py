@@ -306,15 +306,17 @@ def _common_start(rows: Sequence[list[str]]) -> list[str]:
 
 
 class OpenFamilies(NamedTuple):
-    """Those of a side that have no link. alike: by shape.  called: by word and rank."""
+    """Those of a side that have no link. alike: by shape.  called: by word and rank.  modules: by leaf."""
 
-    alike: Mapping[Trait, list[Family]]
-    called: Mapping[tuple[str, int], list[Family]]
+    alike: dict[Trait, list[Family]]
+    called: dict[tuple[str, int], list[Family]]
+    modules: dict[str, dict[str, Family]]
 
     @classmethod
     def of(cls, some: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
-        found = cls(defaultdict(list), defaultdict(list))
+        found = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
         for family in (each for each in some if free.keys() >= {*each.keys.values()}):
+            found.modules[family.module][family.leaf] = family
             for trait in {*family.traits}:
                 found.alike[trait].append(family)
             for word in family.words:
@@ -330,17 +332,6 @@ class OpenFamilies(NamedTuple):
             return True
         called = (each for word in name - shared for each in self.called.get((word, other.rank), ()))
         return any(name & each.words > shared and others.alike.keys().isdisjoint(each.traits) for each in called)
-
-
-Modules = Mapping[str, Mapping[str, Family]]
-"""Families by their modules and the last parts of their names."""
-
-
-def _modules(some: Iterable[Family]) -> Modules:
-    found: dict[str, dict[str, Family]] = defaultdict(dict)
-    for family in some:
-        found[family.module][family.leaf] = family
-    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -400,7 +391,7 @@ class Search:
         """Families that have more words in common with each other than with any rival, in modules whose other tensors
         are not of another rank; and with them those of their modules, of no other numbers, that share leaves and
         shapes."""
-        before, modules = -1, [*map(_modules, sides)]
+        before = -1
         while len(self.links) != before:
             before = len(self.links)
             ours, theirs = map(OpenFamilies.of, sides, self.free)
@@ -425,8 +416,8 @@ class Search:
                     or ours.has_rival(one, near, theirs)
                 ):
                     continue
-                beside = modules[1][near.module] if one.leaf == near.leaf else {}
-                both = [(each, beside[leaf]) for leaf, each in modules[0][one.module].items() if leaf in beside]
+                beside = theirs.modules[near.module] if one.leaf == near.leaf else {}
+                both = [(each, beside[leaf]) for leaf, each in ours.modules[one.module].items() if leaf in beside]
                 if all(each.rank == other.rank for each, other in both):
                     nearest = "of the tensors with these shapes, the names are the nearest"
                     self._accept(link, "nothing else has these shapes" if alone else nearest)
@@ -444,23 +435,13 @@ def _starts(text: str) -> list[int]:
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-class WrittenRule(NamedTuple):
-    """A rule for a link. takes: the keys that no rule before it takes, with what it makes of them.  agree: of how many
-    goals that is what they are."""
-
-    text: str
-    link: Link
-    takes: Goals
-    agree: int
-
-
 def written_rules(
     links: Iterable[Link],
     source: Mapping[str, Trait],
     target: Mapping[str, Trait] | None = None,
     placed: Mapping[str, str] = MappingProxyType({}),
-) -> list[WrittenRule]:
-    """Few rules for links, of which each is right by itself.
+) -> tuple[list[Suggestion], set[str]]:
+    """Few rules for links, of which each is right by itself, and the keys that they take.
 
     source, target: all keys; no target: rules take nothing that has no link.  placed: keys that have a place, with
     their names. No rule takes a key that belongs to another, or gives a key without a counterpart a name that is
@@ -469,7 +450,7 @@ def written_rules(
     links = sorted(links, key=lambda link: not link.chain)
     meant = {key: ("", name) for key, name in placed.items()} | {k: g for link in links for k, g in link.goals.items()}
     names = {name for goal in meant.values() for name in goal[1:]} | {key for key in source if key not in meant}
-    left, rules, covered = TRIES // (READING + len(source)), list[WrittenRule](), set[str]()
+    left, rules, covered = TRIES // (READING + len(source)), list[Suggestion](), set[str]()
 
     def taken_by(text: str) -> Goals:
         """What the rule makes of keys; nothing if it would take a key that it must not."""
@@ -494,10 +475,10 @@ def written_rules(
                 names.update(goal[1] for goal in takes.values())
                 takes = {key: goal for key, goal in takes.items() if key not in covered}
                 agree = len({takes[key] for key in takes.keys() & meant.keys()})
-                rules.append(WrittenRule(text, link, takes, agree))
+                rules.append(Suggestion((text,), agree, len({*takes.values()}), link.why))  # several may become one
                 covered |= takes.keys()
                 break
-    return rules
+    return rules, covered
 
 
 def goals_of(steps: Iterable[Step]) -> Goals:
@@ -544,10 +525,7 @@ def suggest(
         return []
     search = Search((ours, theirs))
     search.run()
-    found = [
-        Suggestion((rule.text,), rule.agree, len({*rule.takes.values()}), rule.link.why)  # several may become one
-        for rule in written_rules(search.links, source, target, placed)
-    ]
+    found, _ = written_rules(search.links, source, target, placed)
     if len(search.ways) > 1:
         why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
         found.append(Suggestion((), 0, 0, why))
