@@ -23,7 +23,7 @@ from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotAChec
 from ckptool.facts import dataclass, field
 from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.placements import Box, sizes_of
+from ckptool.formats.pieces import Box, sizes_of
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 from ckptool.pickles.torch_objects import TakesState

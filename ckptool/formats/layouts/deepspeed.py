@@ -34,8 +34,7 @@ from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, coun
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
-from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
-from ckptool.formats.placements import Piece
+from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
