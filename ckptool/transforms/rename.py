@@ -129,16 +129,15 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str]) -
     the module's entry stays. What only the new names have gets the entry of a fresh module.
     """
     sources: dict[str, str] = {}  # new module -> old: of a key, and as far up as both have the same names
-    for new, old in moved.items():
-        after, there = new.split("."), old.split(".")
-        pairs = zip(reversed(after), reversed(there), strict=False)
-        same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(after), len(there)))
-        for n in range(1, min(max(1, same), len(there) - 1) + 1):
-            if (path := ".".join(after[:-n])) in sources:
+    for key, old_key in moved.items():
+        (new, _, name), (old, _, old_name) = key.rpartition("."), old_key.rpartition(".")
+        while old and new not in sources:
+            sources[new], is_same = old, name == old_name
+            (new, _, name), (old, _, old_name) = new.rpartition("."), old.rpartition(".")
+            if not is_same or name != old_name:
                 break
-            sources[path] = ".".join(there[:-n])
-    prefixes = {new.removesuffix(old) for new, old in moved.items() if old != COUNTER}
-    if len(prefixes) == 1 and (prefix := prefixes.pop()).endswith("."):
+    prefix = next((new.removesuffix(old) for new, old in moved.items() if old != COUNTER), "")
+    if prefix.endswith(".") and all(new == prefix + old or old == COUNTER for new, old in moved.items()):
         sources[prefix[:-1]] = ""
     goals: dict[str, list[str]] = {}
     for new, old in sources.items():
