@@ -414,7 +414,7 @@ def average(
     made: dict[tuple[Any, ...], TensorEntry] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
-    kept: dict[str, str] = {}
+    kept, averaged = dict[str, str](), 0
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
@@ -428,6 +428,7 @@ def average(
         elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
             kept[str(key)] = f"of type {value.dtype.name}"
         else:  # names that are one tensor in every file stay one; what is the same part of one in every file, too
+            averaged += 1
             entries = [node[key] for node in nodes]
             of = whole.get(tuple(id(entry.storage) for entry in entries), [])
             places = {_place(*pair) for pair in zip(entries, of, strict=False)}
@@ -443,7 +444,7 @@ def average(
             # What is one object stays one.
             flags = value.flags._replace(conj=False, neg=False)
             tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
-    return tree, len(made), kept
+    return tree, averaged, kept
 
 
 def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
