@@ -193,17 +193,7 @@ def array_state_dicts(tree: Any) -> list[StateDict]:
 
     Those that look like weights, if any do.
     """
-    found: list[StateDict] = []
-    seen: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((), tree)]
-    while stack:
-        path, node = stack.pop()
-        if id(node) in seen or not isinstance(node, (dict, list, tuple)) or is_optimizer(node):
-            continue
-        seen.add(id(node))
-        root = _array_root(path, node) if isinstance(node, dict) else None
-        found += [] if root is None else [root]
-        stack += reversed([((*path, key), value) for key, value in _containers(node)])
+    found = [root for root in _special(tree, arrays=True) if root.arrays is not None]
     return [root for root in found if _looks_like_weights(root.path, root.node)] or found
 
 
@@ -242,8 +232,9 @@ def kinds_of(roots: Iterable[StateDict]) -> list[str]:
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
-def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
-    """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree."""
+def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
+    """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
+    and dictionaries of numpy arrays."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -263,6 +254,8 @@ def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
             kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
             root = StateDict(path, node, kind, _adapter_detail(node))
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
+        if root is None and arrays and isinstance(node, dict):
+            root = _array_root(place, node)
         if root is not None:
             yield replace(root, path=path, base=base)
         elif not is_opaque:

@@ -26,7 +26,7 @@ from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, l
 from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
-    from torch.nn import Module
+    from torch.nn import Module as Module
 
     from ckptool.checkpoint.blocks import Plan
 else:

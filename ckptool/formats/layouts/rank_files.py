@@ -96,7 +96,7 @@ class RankSets:
             one, other, *_ = worlds.values()
             raise mixed(folder, one, other, "their world sizes differ")
         self.sets = dict(sorted(sets.items(), key=lambda item: not item[0].startswith("model")))
-        self.world = max(*worlds, *(max(files) + 1 for files in sets.values()), 0)
+        self.world = max([0, *worlds, *(max(files) + 1 for files in sets.values())])
         names = [*chain(*(files.values() for files in self.sets.values()))]
         missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
         if missing:
