@@ -15,7 +15,7 @@ from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, list
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dataclass, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
-AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
+AS_IT_IS, RESIZED, SKIPPED, REFUSED = "as it is", "resized", "skipped", "refused"
 SHOWN = 16  # lines of one kind on a terminal; elsewhere, all
 
 
@@ -36,13 +36,6 @@ class Tied(NamedTuple):
     through: str
 
 
-class LeftOut(NamedTuple):
-    """A slot of an optimizer that does not go along, and why."""
-
-    name: str
-    why: str
-
-
 class NewFile(NamedTuple):
     """The file that was written, or would be.  details: the files that were carried along, in lines."""
 
@@ -54,8 +47,7 @@ class NewFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. elements: of the target's that it fills.
-    how: `as it is`, `sliced`, `padded` or `resized`."""
+    """A tensor that is loaded. elements: of the target's that it fills.  how: `as it is` or `resized`."""
 
     source: str
     target: str
@@ -104,18 +96,6 @@ class DtypeChange:
     exact: bool | None
     changed: int | None = None
     overflowed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerReport:
-    """Optimizer state that goes along. known_by: whether `names`, `order` or `shapes` match slots and parameters.
-    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along."""
-
-    address: str
-    known_by: str
-    carried: tuple[str, ...]
-    fresh: tuple[str, ...]
-    left_out: tuple[LeftOut, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +156,6 @@ class LoadReport(Report):
     normalised: tuple[Note, ...]
     suggestions: tuple[Suggestion, ...]
     refused: tuple[Refusal, ...]
-    optimizer: OptimizerReport | None = None
     taken: tuple[str, ...] = ()
     output: NewFile | None = None
     rules_file: str = ""
@@ -219,13 +198,6 @@ class LoadReport(Report):
             texts = [agree] if each.rules else []
             texts += [each.why] if each.why else []
             yield ("    " if each.rules else "  ") + "; ".join(texts)
-        if (state := self.optimizer) is not None:
-            place = state.address or "the optimizer"
-            yield f"{place}: state of {counted(len(state.carried), 'parameter')}, known by {state.known_by}"
-            yield from (f"  starts without state: {line}" for line in _groups(state.fresh)[1])
-            for why in dict.fromkeys(slot.why for slot in state.left_out):
-                slots = (slot.name for slot in state.left_out if slot.why == why)
-                yield from (f"  left out: {line}, {why}" for line in _groups(slots)[1])
         if self.rules_file:
             yield f"rules written to {self.rules_file}"
         for reason in self.refused:
