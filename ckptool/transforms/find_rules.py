@@ -35,9 +35,9 @@ from ckptool.transforms.suggest import (
     VARIABLES,
     Link,
     Numbers,
+    Pairing,
     Search,
     Trait,
-    Use,
     candidates,
     escaped,
     families,
@@ -281,12 +281,12 @@ class ValueSearch:
         counts = Counter(self.prints[not splits][key] for key in wholes)
         totals = {total: key for key in wholes if counts[total := self.prints[not splits][key]] == 1}
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
-        hopeful: list[list[Use]] = []
+        hopeful: list[list[Pairing]] = []
         for group in islice(groups(self.free[splits], vary), TRIES):
             uses = []
             for parts in group:
                 names, keys = zip(*parts, strict=True)
-                use = Use(names, tuple(key for each in keys for key in each), "")
+                use = Pairing(names, tuple(key for each in keys for key in each), "")
                 if (one := totals.get(sum(prints[key] for key in use.keys) % 2**64)) is not None:
                     uses.append(use._replace(whole=one))
                     claims[one].add(frozenset(use.keys))
@@ -298,7 +298,7 @@ class ValueSearch:
                 [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}], splits
             )
 
-    def _relate(self, uses: Sequence[Use], splits: bool) -> None:
+    def _relate(self, uses: Sequence[Pairing], splits: bool) -> None:
         """Accepts that some tensors each are one of the other side, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
         columns = []

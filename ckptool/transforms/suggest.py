@@ -189,7 +189,7 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
         alike[tuple(numbers[place] for place in places)].add(want[numbers])
     known = len(alike) == len(goals) or any(len(each) > 1 for each in alike.values())
     keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
-    return link_of([Use((old,), (old,), new) for old, new in keys]) if known else None
+    return link_of([Pairing((old,), (old,), new) for old, new in keys]) if known else None
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -232,7 +232,7 @@ class Link(NamedTuple):
     why: str = ""
 
 
-class Use(NamedTuple):
+class Pairing(NamedTuple):
     """Keys that become one of the other side, or that one becomes. names: theirs, where `STACK` stands for the numbers
     of what is stacked.  whole: that one."""
 
@@ -241,7 +241,7 @@ class Use(NamedTuple):
     whole: str
 
 
-def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False) -> Link | None:
+def link_of(uses: Sequence[Pairing], chain: str = "", splits: bool = False) -> Link | None:
     """The link of keys that become others by the same operations; None where their numbers do not say which.
 
     splits: the wholes become the others, by the inverse.
@@ -268,9 +268,9 @@ def link_of(uses: Sequence[Use], chain: str = "", splits: bool = False) -> Link 
 
 def links_of(pairs: Mapping[str, str]) -> Iterator[Link]:
     """Links for keys that are only renamed: for many of them together, or for each where its numbers do not fit."""
-    alike: dict[str, list[Use]] = defaultdict(list)
+    alike: dict[str, list[Pairing]] = defaultdict(list)
     for old, new in pairs.items():
-        alike[_NUMBER.sub(HOLE, old + BREAK + new)].append(Use((old,), (old,), new))
+        alike[_NUMBER.sub(HOLE, old + BREAK + new)].append(Pairing((old,), (old,), new))
     for uses in alike.values():
         together = link_of(uses)
         yield from filter(None, [together] if together else (link_of([use]) for use in uses))
