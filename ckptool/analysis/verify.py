@@ -368,7 +368,7 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
         return Verification(source.path, bytes=source.size, problems=(problem,))
     names: dict[LostRecord, list[str]] = {record: [] for record in saved.lost_records}
     for tensor in saved.lost_tensors():
-        names.setdefault(tensor.record, []).append(tensor.address)
+        names.setdefault(tensor.cause, []).append(tensor.address)
     lost = []
     for record, addresses in names.items():
         what = f"{f'the record {record.name}' if record.name else 'a tensor'} is lost"

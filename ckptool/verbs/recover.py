@@ -6,7 +6,7 @@ import os
 from typing import Annotated
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
@@ -15,24 +15,13 @@ from ckptool.commands import OUT, arg, argument, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, open_source, refuse_address
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
+from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
-
-
-@dataclass(frozen=True, slots=True)
-class LostTensorRow:
-    """A tensor that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its values."""
-
-    address: str
-    record: str
-    offset: int | None
-    nbytes: Bytes
-    why: str
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -52,7 +41,7 @@ class Recovery(Report):
     back: int
     records: int
     whole: int
-    lost: tuple[LostTensorRow, ...]
+    lost: tuple[LostTensor, ...]
     dropped: tuple[str, ...]
     lost_records: tuple[LostRecord, ...]
     proven: bool
@@ -145,15 +134,11 @@ def recover(
     notes: tuple[Note, ...] = ()
     if not dry_run:
         notes = replace_file(plan, target, overwrite=overwrite, inputs=[source], progress=progress)
-    rows = []
-    for each in lost:
-        nbytes = (each.storage if isinstance(each.node, StorageRef) else each.node).nbytes
-        rows.append(LostTensorRow(each.address, each.record.name, each.record.offset, nbytes, each.record.why))
     return Recovery(
         damage=damage.what if damage is not None else "",
         tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
         back=sum(1 for _ in tensors(found.tree)),
-        lost=tuple(rows),
+        lost=tuple(lost),
         dropped=tuple(dropped),
         how=done.how,
         records=done.records,
