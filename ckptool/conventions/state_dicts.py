@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.tree import Path, address, children, find, module_attributes, module_state_dict, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
-from ckptool.errors import Conflict, UsageError, counted, listed, printable, quoted
+from ckptool.errors import Conflict, UsageError, counted, is_text, listed, printable, quoted
 from ckptool.facts import dataclass, replace
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -444,3 +444,14 @@ def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | No
         if all(count > first and isqrt(count - first) ** 2 == count - first for count in (have[-2], want[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""
+
+
+def is_metadata(metadata: Any) -> bool:
+    """True for the `_metadata` of a state dict as torch writes it: names of modules, each with plain facts."""
+    return isinstance(metadata, dict) and all(
+        type(name) is str
+        and is_text(name)
+        and type(facts) is dict
+        and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
+        for name, facts in metadata.items()
+    )

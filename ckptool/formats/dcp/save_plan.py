@@ -27,11 +27,11 @@ from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
 from ckptool.formats import torch_zip
+from ckptool.formats.boxes import Box
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
 from ckptool.formats.dcp.tree_pickle import FlatNames, flat_names
-from ckptool.formats.placements import Box
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.encode import integer
