@@ -386,11 +386,11 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
 
 
 def _advice(report: LoadReport) -> str:
-    """The unambiguous suggestions as options to type, where they are few; else where to look."""
-    sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
+    """The suggestions as options to type, where they are few; else where to look."""
+    sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
-    if any(suggestion.rules for suggestion in report.suggestions):
+    if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
     return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
 

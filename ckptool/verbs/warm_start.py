@@ -98,7 +98,7 @@ def warm_start(
             line = str(Chain(report.source, report.root).fill(translate))
             fix = f"Translate it first: {line}"
             refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
-            report = replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
+            report = replace(report, suggestions=(Suggestion((), 0, 0, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
         check_text(suggest, overwrite=overwrite)
