@@ -331,7 +331,7 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     for what, why in _problems(method, files, asked):
         raise UsageError(what, why, "See ckptool average --help")
     density, t, decay = asked.get("density", 0.5), asked.get("t"), asked.get("ema")
-    weights = asked.get("weights") or [1.0 if "base" in METHODS[method].takes else 1 / files] * files
+    weights = asked.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
     if t is not None:
         weights = [1 - t, t]
     if decay is not None:  # a moving average over the files in order

@@ -94,7 +94,7 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
             items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
             if isinstance(node, OrderedDict) and node.metadata is not None and attributes is not None:
                 moved = {new: old for old, new in names.items()}
-                attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved)}
+                attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved, rename)}
             replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
@@ -122,11 +122,12 @@ def refuse_collisions(names: Mapping[str, str], where: str) -> None:
         raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
 
 
-def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str]) -> Any:
+def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], rename: Rename | None = None) -> Any:
     """`_metadata` by the modules of new keys. keys: all old ones.  moved: the old one of each that is new.
 
-    A module goes where its keys go, and those in it that have none go along; where a wrapper and its module become one,
-    the module's entry stays. What only the new names have gets the entry of a fresh module.
+    A module goes where its keys go, one without keys where `rename` would take a key of it, or else with the nearest
+    module around it; where a wrapper and its module become one, the module's entry stays. What only the new names have
+    gets the entry of a fresh module.
     """
     sources: dict[str, str] = {}  # new module -> old: of a key, and as far up as both have the same names
     for key, old_key in moved.items():
@@ -139,22 +140,28 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str]) -
     prefix = next((new.removesuffix(old) for new, old in moved.items() if old != COUNTER), "")
     if prefix.endswith(".") and all(new == prefix + old or old == COUNTER for new, old in moved.items()):
         sources[prefix[:-1]] = ""
-    goals: dict[str, list[str]] = {}
+    goals: dict[Any, list[str]] = {}
     for new, old in sources.items():
         goals.setdefault(old, []).append(new)
+
+    def place(path: str) -> str:
+        if rename is not None:
+            marked = rename(f"{path}.\0") if path else "\0"
+            return marked[:-2] if f".{marked}".endswith(".\0") else path
+        above = path
+        while above and not goals.get(above):
+            above = above.rpartition(".")[0]
+        return f"{goals[above][0]}{path[len(above) :]}" if above else path
+
     modules, around = _modules_of(moved), _modules_of(keys)
-    stays = (modules & around) - sources.keys() - goals.keys()
-    items: dict[Any, Any] = {path: {"version": 1} for path in sorted(modules - sources.keys() - stays)}
+    for path in [path for path in before if type(path) is str and path not in goals]:
+        new = place(path)
+        goals[path] = [new] if new not in sources and (new in modules or path not in around) else []
+    items: dict[Any, Any] = {}
+    for path in sorted(modules.difference(*goals.values())):
+        items[path] = {"version": 1}
     for path, facts in before.items():
-        if path in goals:
-            items |= dict.fromkeys(goals[path], facts)
-        elif path in stays or type(path) is not str:
-            items[path] = facts
-        elif path not in around:  # without keys: with the nearest module around it
-            above = path
-            while above and above not in goals:
-                above = above.rpartition(".")[0]
-            items.setdefault(f"{goals[above][0]}{path[len(above) :]}".lstrip(".") if above in goals else path, facts)
+        items |= dict.fromkeys(goals.get(path, [path]), facts)
     return same_kind(before, items)
 
 
