@@ -4,7 +4,7 @@ Every engine's folder is read as this. A piece is a strided range of bytes of a 
 tensor. Pieces may be empty, come in any order, and repeat: replicas, which have to agree. Those of a flat vector (ZeRO)
 are pieces of the tensor in one dimension.
 
-Vector-major bytes are assembled on demand: a read touches the pieces in its range alone, and memory holds no more.
+Row-major bytes are assembled on demand: a read touches the pieces in its range alone, and memory holds no more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.facts import dataclass, field, replace
+from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
-from ckptool.formats.placements import Box, Piece, overlap
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes

@@ -6,7 +6,6 @@ that an optimizer keeps of its parameters. Two keys that become one are an error
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -86,8 +85,7 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
     facts = []
     for root in roots:
         names = {key: rename(key) for key in root.names()}
-        if len({*names.values()}) < len(names) or any(old and not new for old, new in names.items()):
-            raise _collision(root, names)
+        refuse_collisions(names, root.address or "the file")
         changed = {old: new for old, new in names.items() if old != new}
         facts.append((root.address, len(changed), len(names)))
         mapping.update(changed)
@@ -96,7 +94,7 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
             items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
             if isinstance(node, OrderedDict) and node.metadata is not None and attributes is not None:
                 moved = {new: old for old, new in names.items()}
-                attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved)}
+                attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved, rename)}
             replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
@@ -106,55 +104,64 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
-def _collision(root: StateDict, names: dict[str, str]) -> Conflict:
-    """The error for keys that would become one, or empty."""
-    counts, where = Counter(names.values()), root.address or "the file"
+def refuse_collisions(names: Mapping[str, str], where: str) -> None:
+    """Raises `Conflict` for keys that would become one, or empty. names: the new one of each."""
+    if len({*names.values()} - {""}) == len(names):
+        return
+    olds: dict[str, list[str]] = {}
+    for old, new in names.items():
+        olds.setdefault(new, []).append(old)
     texts = []
-    for new in [new for new, count in counts.items() if count > 1][:3]:
-        olds = [old for old in names if names[old] == new]
-        both = f"{olds[0]} and {olds[1]} would both" if len(olds) == 2 else f"{listed(olds, 3)} would all"
+    for new, those in [each for each in olds.items() if len(each[1]) > 1][:3]:
+        both = f"{those[0]} and {those[1]} would both" if len(those) == 2 else f"{listed(those, 3)} would all"
         texts.append(f"{both} be {new!r}")
     if texts:
         what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
-        return Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
-    empty = next(old for old, new in names.items() if old and not new)
-    return Conflict(f"the key {empty!r} of {where} would become empty", "Nothing was written.")
+        raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
+    if empty := [old for old in olds.get("", []) if old]:
+        raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
 
 
-def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str]) -> Any:
+def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], rename: Rename | None = None) -> Any:
     """`_metadata` by the modules of new keys. keys: all old ones.  moved: the old one of each that is new.
 
-    A module goes where its keys go, and those in it that have none go along; where a wrapper and its module become one,
-    the module's entry stays. What only the new names have gets the entry of a fresh module.
+    A module goes where its keys go, one without keys where `rename` would take a key of it, or else with the nearest
+    module around it; where a wrapper and its module become one, the module's entry stays. What only the new names have
+    gets the entry of a fresh module.
     """
     sources: dict[str, str] = {}  # new module -> old: of a key, and as far up as both have the same names
-    for new, old in moved.items():
-        after, there = new.split("."), old.split(".")
-        pairs = zip(reversed(after), reversed(there), strict=False)
-        same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(after), len(there)))
-        for n in range(1, min(max(1, same), len(there) - 1) + 1):
-            if (path := ".".join(after[:-n])) in sources:
+    for key, old_key in moved.items():
+        (new, _, name), (old, _, old_name) = key.rpartition("."), old_key.rpartition(".")
+        while old and new not in sources:
+            sources[new], is_same = old, name == old_name
+            (new, _, name), (old, _, old_name) = new.rpartition("."), old.rpartition(".")
+            if not is_same or name != old_name:
                 break
-            sources[path] = ".".join(there[:-n])
-    prefixes = {new.removesuffix(old) for new, old in moved.items() if old != COUNTER}
-    if len(prefixes) == 1 and (prefix := prefixes.pop()).endswith("."):
+    prefix = next((new.removesuffix(old) for new, old in moved.items() if old != COUNTER), "")
+    if prefix.endswith(".") and all(new == prefix + old or old == COUNTER for new, old in moved.items()):
         sources[prefix[:-1]] = ""
-    goals: dict[str, list[str]] = {}
+    goals: dict[Any, list[str]] = {}
     for new, old in sources.items():
         goals.setdefault(old, []).append(new)
+
+    def place(path: str) -> str:
+        if rename is not None:
+            marked = rename(f"{path}.\0") if path else "\0"
+            return marked[:-2] if f".{marked}".endswith(".\0") else path
+        above = path
+        while above and not goals.get(above):
+            above = above.rpartition(".")[0]
+        return f"{goals[above][0]}{path[len(above) :]}" if above else path
+
     modules, around = _modules_of(moved), _modules_of(keys)
-    stays = (modules & around) - sources.keys() - goals.keys()
-    items: dict[Any, Any] = {path: {"version": 1} for path in sorted(modules - sources.keys() - stays)}
+    for path in [path for path in before if type(path) is str and path not in goals]:
+        new = place(path)
+        goals[path] = [new] if new not in sources and (new in modules or path not in around) else []
+    items: dict[Any, Any] = {}
+    for path in sorted(modules.difference(*goals.values())):
+        items[path] = {"version": 1}
     for path, facts in before.items():
-        if path in goals:
-            items |= dict.fromkeys(goals[path], facts)
-        elif path in stays or type(path) is not str:
-            items[path] = facts
-        elif path not in around:  # without keys: with the nearest module around it
-            above = path
-            while above and above not in goals:
-                above = above.rpartition(".")[0]
-            items.setdefault(f"{goals[above][0]}{path[len(above) :]}".lstrip(".") if above in goals else path, facts)
+        items |= dict.fromkeys(goals.get(path, [path]), facts)
     return same_kind(before, items)
 
 

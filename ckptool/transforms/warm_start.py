@@ -42,6 +42,7 @@ from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
 from ckptool.names.steps import by_rules
 from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
+from ckptool.transforms.rename import refuse_collisions
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
@@ -257,10 +258,7 @@ def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict
         if names[key] == key != short and (new := rename(short)) != short:
             names[key] = new
             peeled.append(key)
-    counts = Counter(names.values())
-    if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
-        what = f"{counted(len(clash), 'key')} would collide: {listed(clash)}"
-        raise Conflict(what, "One of each would be lost. Nothing was changed.")
+    refuse_collisions(names, "the checkpoint")
     return names, peeled
 
 
@@ -388,11 +386,11 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
 
 
 def _advice(report: LoadReport) -> str:
-    """The unambiguous suggestions as options to type, where they are few; else where to look."""
-    sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
+    """The suggestions as options to type, where they are few; else where to look."""
+    sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
-    if any(suggestion.rules for suggestion in report.suggestions):
+    if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
     return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
 

@@ -18,7 +18,7 @@ from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
-from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
+from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, open_whole, shown, split
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
@@ -88,7 +88,9 @@ def convert(
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
-        opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
+        from ckptool.formats.members import with_all
+
+        opened = replace(opened, checkpoint=with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
     rows: list[Row | str] = []
     unsaved: list[str] = []
@@ -255,7 +257,9 @@ def _to_pickle(
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
-        what = "the weights" if members.beside(part) else "everything"
+        from ckptool.formats.members import beside
+
+        what = "the weights" if beside(part) else "everything"
         what = f"all of {address(part.base)}" if part.base else what
         what += ", in a compact file" if compact else ""
         holds_objects = any(isinstance(node, Object) for node in visit(part.tree))

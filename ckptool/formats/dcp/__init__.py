@@ -73,8 +73,6 @@ def read(source: Input) -> Checkpoint:
                 whole = joined.tensor(name, value.shape, value.dtype, chunks)
             # Names that are tied are two tensors.
             values[name] = whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))
-            if len(value.chunks) > 1:
-                value.chunks.clear()  # there may be hundreds of thousands in all
     untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:

@@ -35,9 +35,9 @@ from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import ZIP, safetensors, torch_zip
+from ckptool.formats.boxes import Box, Piece, Stored
 from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
 from ckptool.formats.layouts.hf_pieces import saved_offsets
-from ckptool.formats.placements import Box, Piece, Stored
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
@@ -161,14 +161,16 @@ class Payloads:
         found: dict[str, list[Any]] = {}
         for name, value in values.items():
             if value.dtype is not None:
-                found[name] = [None] * len(value.chunks)
-                for number, chunk in enumerate(value.chunks):
-                    by_file.setdefault(chunk.place.relative_path, []).append((name, number, value.dtype))
+                found[name] = [*value.chunks]  # each a piece, once it was opened
+                for number, each in enumerate(value.chunks):
+                    by_file.setdefault(each.place.relative_path, []).append((name, number, value.dtype))
+                if len(value.chunks) > 1:
+                    value.chunks.clear()  # there may be hundreds of thousands in all
         for file, chunks in by_file.items():
             known: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
             opened, owner = Place(file), owner_of(file)
             for name, number, dtype in chunks:
-                chunk = values[name].chunks[number]
+                chunk: Chunk = found[name][number]
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if (entry := known.get(key)) is None:

@@ -239,7 +239,7 @@ def _translated_optimizer(
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules leave out may be some
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
-        slots = slots.renamed(slots.names(whole, None, advice, buffers)[0])
+        slots = slots.renamed(slots.names(whole, None, advice, buffers))
     optimizer, keys = slots.tree, {*slots.slots}
     taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root in roots)
     root = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
