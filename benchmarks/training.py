@@ -99,10 +99,11 @@ def hand(dataset: Any, kind: str, channels: int, edge: int) -> Iterator[float]:
 def save(megabytes: int, how: str, pairs: int, folder: Path) -> Row:
     """One save of a run against the usual careful one; `full` reads the file once more, as resuming does."""
     from benchmarks.saving import by_torch, state_of
+    from ckptool.output import make_folder
     from ckptool.training.store import RunFolder, check
 
     state, store = state_of(megabytes), RunFolder(str(folder), "benchmark")
-    store.make()
+    make_folder(store.checkpoints)
     name = SAVE.format(megabytes=megabytes, how=how)
     goal = "≤ 1.1 ×" if how == "size" else ""
 

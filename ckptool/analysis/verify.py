@@ -104,7 +104,7 @@ class Verification(Report):
     """Every problem of a file with its place; offsets and sizes in bytes.
 
     part: of what it is only a part; intact is not complete.  files: that the checkpoint is read from, all of which were
-    looked at.  tensors: each once, under however many names.
+    looked at.  tensors: one for each name, as everywhere.
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs.
     checked_bytes: their bytes.
     non_finite: null where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
@@ -287,7 +287,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
         part=part,
         bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
         files=files,
-        tensors=len({id(tensor) for _, tensor in tensors(checkpoint.tree)}),
+        tensors=sum(1 for _ in tensors(checkpoint.tree)),
         storages=count,
         checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
         checked=checked,
@@ -368,7 +368,7 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
         return Verification(source.path, bytes=source.size, problems=(problem,))
     names: dict[LostRecord, list[str]] = {record: [] for record in saved.lost_records}
     for tensor in saved.lost_tensors():
-        names.setdefault(tensor.record, []).append(tensor.address)
+        names.setdefault(tensor.cause, []).append(tensor.address)
     lost = []
     for record, addresses in names.items():
         what = f"{f'the record {record.name}' if record.name else 'a tensor'} is lost"
@@ -378,7 +378,7 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
         source.path,
         saved.checkpoint.container,
         bytes=source.size,
-        tensors=len({id(tensor) for _, tensor in tensors(tree)}),
+        tensors=sum(1 for _ in tensors(tree)),
         storages=sum(1 for _ in storages(tree)),
         checksums=ALL if saved.proven else NONE,
         checked=saved.whole if saved.proven else 0,

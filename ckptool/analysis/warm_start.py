@@ -102,13 +102,11 @@ class DtypeChange:
 class Suggestion:
     """Rules that belong together, in the order in which they have to be given; `why`, the evidence for them.
     agree: how many keys get a name of the target with the same shape.  total: how many keys the rules take.
-    unambiguous: False where something else would fit as well: to be looked at before it is used.
     rules: empty where no renaming can help."""
 
     rules: tuple[str, ...]
     agree: int
     total: int
-    unambiguous: bool
     why: str
 
 
@@ -199,7 +197,6 @@ class LoadReport(Report):
             agree = f"{each.agree:,} of {counted(each.total, 'shape')} {form(each.agree, 'agrees', 'agree')}"
             texts = [agree] if each.rules else []
             texts += [each.why] if each.why else []
-            texts += ["ambiguous: check it before you use it"] if each.rules and not each.unambiguous else []
             yield ("    " if each.rules else "  ") + "; ".join(texts)
         if self.rules_file:
             yield f"rules written to {self.rules_file}"
@@ -304,7 +301,7 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
 
 def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
     """The refusal of what loads less than half of the `wanted` values, or less than its own suggestion would."""
-    better = any(each.unambiguous and each.agree and each.rules for each in report.suggestions)
+    better = any(each.agree and each.rules for each in report.suggestions)
     if not better and 2 * report.elements >= wanted:
         return []
     share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"

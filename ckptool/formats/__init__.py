@@ -26,7 +26,7 @@ from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, l
 from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
-    from torch.nn import Module
+    from torch.nn import Module as Module
 
     from ckptool.checkpoint.blocks import Plan
 else:
@@ -163,7 +163,7 @@ def read_source(source: Input) -> Checkpoint:
     with while_open(), unchanged(source):
         found = read_alone(source)
         part = found.part or as_part(found)
-        if part is None and isinstance(source, Folder) and found.container != "folder":
+        if part is None and isinstance(source, Folder) and _may_have_members(found, source):
             from ckptool.formats.members import with_members
 
             found = with_members(found, Folder(source.path))
@@ -180,6 +180,13 @@ def read_source(source: Input) -> Checkpoint:
             found = replace(found, notes=(*found.notes, note))
         found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
     return found
+
+
+def _may_have_members(found: Checkpoint, folder: Folder) -> bool:
+    """True for the checkpoint of a folder in which is more than its own format opened."""
+    source = found.source
+    opened = source.files if isinstance(source, Folder) else [os.path.basename(source.path)] if source else []
+    return found.container != "folder" and not {*folder.names} <= {name.partition("/")[0] for name in opened}
 
 
 def read_alone(source: Input) -> Checkpoint:

@@ -17,11 +17,12 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from typing import Annotated
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
+from ckptool.checkpoint.tree import address, storages, stored_parts, walk
 from ckptool.commands import OUT, command, other_program
 from ckptool.errors import (
     Ambiguous,
@@ -34,7 +35,7 @@ from ckptool.errors import (
     counted,
     form,
 )
-from ckptool.facts import Bytes, dataclass, replace
+from ckptool.facts import LIVE, Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
@@ -82,16 +83,16 @@ class LostRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LostTensor:
-    """A tensor or storage whose data is lost, and its place. storage: the one that is lost.  record: which it was."""
+    """A tensor or storage that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its
+    values.  node: what stands in its place.  cause: the record that is lost."""
 
-    path: Path
-    node: TensorEntry | Composite | StorageRef
-    storage: Storage
-    record: LostRecord
-
-    @property
-    def address(self) -> str:
-        return address(self.path)
+    address: str
+    record: str
+    offset: int | None
+    nbytes: Bytes
+    why: str
+    node: Annotated[TensorEntry | Composite | StorageRef, LIVE]
+    cause: Annotated[LostRecord, LIVE]
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +119,9 @@ class Salvaged:
             records = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
             gone = next(((storage, record) for storage, record in records if record is not None), None)
             if gone is not None:
-                lost.append(LostTensor(path, node, *gone))
+                storage, record = gone
+                nbytes = (storage if isinstance(node, StorageRef) else node).nbytes
+                lost.append(LostTensor(address(path), record.name, record.offset, nbytes, record.why, node, record))
         return lost
 
 

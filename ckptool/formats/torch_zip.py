@@ -134,14 +134,13 @@ def read_pickled(
         version = version or other
     if version is None and find is None:
         raise Corrupt(f"{source}: it has no record {root}version", "torch refuses such a file.")
-    if version is not None and not re.fullmatch(r"0*[1-9][0-9]?", version[:9]):
+    if version is not None and not re.fullmatch("0{0,7}[1-9][0-9]?", version):  # torch 2.13 reads up to 10
         raise Corrupt(f"{source}: its version record says {version[:40]!r}")
-    if said.get("byteorder", b"little") not in (b"little", b"big"):  # torch compares the bytes
-        raise Corrupt(
-            f"{source}: its byteorder record says {said['byteorder'].decode('utf-8', 'replace')!r}",
-            "torch refuses such a file.",
-        )
-    storages = RecordStorages(archive, root + "data/", said.get("byteorder") == b"big", find)
+    order = said.get("byteorder", b"little")
+    if order not in (b"little", b"big"):  # torch compares the bytes
+        what = f"{source}: its byteorder record says {order.decode('utf-8', 'replace')!r}"
+        raise Corrupt(what, "torch refuses such a file.")
+    storages = RecordStorages(archive, root + "data/", order == b"big", find)
     decoded = decoded_record(pickles[0], storages, builders)
     for record in records.values():
         if not (record.is_used or source.file.far):  # another reader may be asked for it; elsewhere each is a request

@@ -36,7 +36,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
     there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
     there = sorted(there, key=lambda saved: saved.step)
-    newest = newest_whole(folder, there, lambda saved: check(saved, "full"), say)
+    newest = newest_whole(folder, there, check, say)
     return newest.path if newest else None
 
 

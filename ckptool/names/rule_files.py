@@ -19,7 +19,6 @@ join:                                  # patterns of whole keys; the first that 
   '*.linear_proj.weight': row
   '*': replicated
 layers: [decoder.layers]               # a pipeline stage counts its own layers from 0
-unstack: [decoder.layers]              # one tensor for all layers becomes one for each
 """
 
 from __future__ import annotations
@@ -283,7 +282,6 @@ def _prefixes(node: Any, path: str) -> tuple[str, ...]:
 _JOIN: dict[str, Callable[[Any, str], Any]] = {
     "join": lambda node, path: tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items()),
     "layers": _prefixes,
-    "unstack": _prefixes,
 }
 _SECTIONS: dict[str, Callable[[Any, str], Any]] = {
     "rules": _rules,

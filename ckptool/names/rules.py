@@ -309,8 +309,8 @@ class Translation:
     tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
     tied_new: such names of the new side, whose files may lack them: left out on the way back.
     complete: what the rules have names for has to be there, for each block alike.
-    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers, unstack: prefixes of names, after
-    which the number of a layer stands or is to stand.  of_layout: these need not match, as they are for any model of a
+    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers: prefixes of names, after which the
+    number of a layer stands.  of_layout: these need not match, as they are for any model of a
     kind.  path: where they were read.
     """
 
@@ -327,13 +327,12 @@ class Translation:
     complete: bool = False
     join: tuple[Rule, ...] = ()
     layers: tuple[str, ...] = ()
-    unstack: tuple[str, ...] = ()
     of_layout: bool = False
     path: str = field(default="", compare=False)
 
     @property
     def joins(self) -> bool:
-        return bool(self.join or self.layers or self.unstack)
+        return bool(self.join or self.layers)
 
     @property
     def only_renames(self) -> bool:
@@ -343,7 +342,7 @@ class Translation:
         """The translation back. Raises `UsageError` for a rule that cannot be undone."""
         back = tuple(rule.reversed() for rule in self.rules)
         turned = replace(self, rules=back, drop=self.drop_new, drop_new=self.drop, fill=(), unfill=self.fill)
-        return replace(turned, tied=self.tied_new, ties=self.tied, join=(), layers=(), unstack=())
+        return replace(turned, tied=self.tied_new, ties=self.tied, join=(), layers=())
 
 
 def parse_rules(text: str, place: str = "") -> list[Rule]:

@@ -330,10 +330,14 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     asked = {name: value for name, value in given.items() if value is not None}
     for what, why in _problems(method, files, asked):
         raise UsageError(what, why, "See ckptool average --help")
-    density, t = asked.get("density", 0.5), asked.get("t")
-    weights = weights_of(method, files, asked.get("weights") if t is None else [1 - t, t], asked.get("ema"))
+    density, t, decay = asked.get("density", 0.5), asked.get("t"), asked.get("ema")
+    weights = asked.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
+    if t is not None:
+        weights = [1 - t, t]
+    if decay is not None:  # a moving average over the files in order
+        weights = [decay ** (files - 1), *((1 - decay) * decay ** (files - 1 - n) for n in range(1, files))]
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
-    return Merge(method, weights, densities, asked.get("scale", 1.0), asked.get("seed", 0))
+    return Merge(method, list(weights), densities, asked.get("scale", 1.0), asked.get("seed", 0))
 
 
 def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -363,26 +367,17 @@ def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tup
             yield f"{arg(one)} and {arg(other)} were both given", "They are mutually exclusive."
     if not 0 <= asked.get("ema", 0.5) < 1:
         yield f"a decay of {asked['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
-
-
-def weights_of(method: str, count: int, weights: Sequence[float] | None, ema: float | None = None) -> list[float]:
-    """The share of each file: equal ones, those given, or those of an exponential moving average in order.
-
-    Raises `UsageError` for weights that are not one finite number for each file.
-    """
-    if ema is not None:
-        return [ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - i) for i in range(1, count))]
-    if weights is None:
-        return [1.0 if "base" in METHODS[method].takes else 1 / count] * count
-    if len(weights) != count:
-        what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(count, 'file')}"
-        raise UsageError(what, "Each file has one, in the same order.")
+    weights = asked.get("weights", [1.0] * files)
+    if len(weights) != files:
+        given = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
+        yield given, "Each file has one, in the same order."
     if not math.isfinite(sum(weights)):
-        raise UsageError(f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum.")
-    if method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
-        what = "slerp was given weights that are negative, or 0 in all"
-        raise UsageError(what, "The second one's share is the position on the arc.")
-    return list(weights)
+        yield f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum."
+    if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
+        yield (
+            "slerp was given weights that are negative, or 0 in all",
+            "The second one's share is the place on the arc.",
+        )
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------
@@ -419,7 +414,7 @@ def average(
     made: dict[tuple[Any, ...], TensorEntry] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
-    kept: dict[str, str] = {}
+    kept, averaged = dict[str, str](), 0
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
@@ -433,6 +428,7 @@ def average(
         elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
             kept[str(key)] = f"of type {value.dtype.name}"
         else:  # names that are one tensor in every file stay one; what is the same part of one in every file, too
+            averaged += 1
             entries = [node[key] for node in nodes]
             of = whole.get(tuple(id(entry.storage) for entry in entries), [])
             places = {_place(*pair) for pair in zip(entries, of, strict=False)}
@@ -448,7 +444,7 @@ def average(
             # What is one object stays one.
             flags = value.flags._replace(conj=False, neg=False)
             tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
-    return tree, len(made), kept
+    return tree, averaged, kept
 
 
 def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:

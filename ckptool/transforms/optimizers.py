@@ -29,7 +29,6 @@ NAMES, IDS, FLAT = "names", "ids", "flat"
 FORMS = (NAMES, IDS, FLAT)
 OPTION = arg("optimizer_as")
 ADVICE = f"name the model, or a spec of it, for the order of its parameters: {arg(against='model.py:build')}"
-BY_NAMES, BY_ORDER = "names", "order"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -95,9 +94,8 @@ def _in_form(slots: Slots, form: str, whole: Checkpoint, target: Target | None) 
         if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
             what, why = f"{slots.called} is LBFGS, whose state is not of single parameters", "Its vectors run over all"
             raise Unsupported(what, f"{why} parameters at once.", f"Keep its numbers: without {OPTION}")
-        names, known_by = slots.names(whole, target)
-        line += "" if known_by == BY_NAMES else f", known by {known_by}"
-        slots = slots.renamed(names)
+        line += "" if slots.own_names() is not None else ", known by order"
+        slots = slots.renamed(slots.names(whole, target))
     return (flattened(slots.tree), f"{line}, flattened") if form == FLAT else (slots.tree, line)
 
 
@@ -152,19 +150,20 @@ class Slots:
 
     def names(
         self, whole: Checkpoint, target: Target | None, advice: str = ADVICE, buffers: Collection[str] = ()
-    ) -> tuple[dict[Any, str], str]:
-        """The name of every slot: as the groups give them, else of the model, or the one set of weights that they fit.
+    ) -> dict[Any, str]:
+        """The name of every slot: as the groups give them, else by the order of the parameters of the model, or of the
+        one set of weights that they fit.
 
         advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too
         many.
         """
         if (named := self.own_names()) is not None:
-            return named, BY_NAMES
+            return named
         if target is not None:
             parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
-            return self._among(parameters, advice, _in_model_order(target.tensors))
+            return self._in_order(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
-        found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
+        found: dict[tuple[Any, ...], dict[Any, str]] = {}
         wrong: CkptoolError | None = None
         for root in roots:
             # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
@@ -175,11 +174,11 @@ class Slots:
             if len(own) > len(self.slots):
                 own = {name: shape for name, shape in own.items() if name not in buffers}
             try:
-                names = self._among(own, advice, _in_model_order(root.node))
+                names = self._in_order(own, advice, _in_model_order(root.node))
             except Conflict as error:
                 wrong = wrong or error
             else:
-                found.setdefault(tuple(names[0].items()), names)
+                found.setdefault(tuple(names.items()), names)
         if len(found) == 1:
             return next(iter(found.values()))
         if wrong is not None and not found:
@@ -189,15 +188,27 @@ class Slots:
         fix = f"{advice[:1].upper()}{advice[1:]}"
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
-    def _among(self, parameters: Shapes, advice: str, ordered: bool) -> tuple[dict[Any, str], str]:
-        """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
+    def _in_order(self, parameters: Shapes, advice: str, ordered: bool) -> dict[Any, str]:
+        """The name of each slot by the order of the parameters. ordered: it is that of the model.
 
-        advice: what to do then.  ordered: the parameters are in the order of the model.
+        Raises `Conflict` where that is not known: a count or a shape differs, or two groups might continue.
         """
         self._refuse_shared()
-        in_order = self._in_order(parameters) if ordered else None
-        if in_order is not None:
-            return in_order, BY_ORDER
+        left = [list(reversed(group["params"])) for group in self.groups]
+        # A slot without tensors fits every shape; the step, a number, says nothing.
+        shapes = {
+            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
+            for slot, state in self.tree["state"].items()
+            if isinstance(state, dict)
+        }
+        found: dict[Any, str] = {}
+        for name, shape in parameters.items() if ordered and len(self.slots) == len(parameters) else ():
+            fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
+            if len(fits) != 1:
+                break
+            found[fits[0].pop()] = name
+        if ordered and len(found) == len(self.slots) == len(parameters):
+            return found
         slots, groups = counted(len(self.slots), "slot"), counted(len(self.groups), "group")
         count = f"{slots} in {groups}, {counted(len(parameters), 'parameter')}"
         raise Conflict(
@@ -207,25 +218,6 @@ class Slots:
             + "Nothing was changed.",
             "Save names along: torch.optim.X(model.named_parameters(), …) of torch 2.6 and later; or " + advice,
         )
-
-    def _in_order(self, parameters: Shapes) -> dict[Any, str] | None:
-        """Slots by the order of the parameters; None where a count or shape differs, or two groups might continue."""
-        left = [list(reversed(group["params"])) for group in self.groups]
-        if len(self.slots) != len(parameters):
-            return None
-        # A slot without tensors fits every shape; the step, a number, says nothing.
-        shapes = {
-            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
-            for slot, state in self.tree["state"].items()
-            if isinstance(state, dict)
-        }
-        found: dict[Any, str] = {}
-        for name, shape in parameters.items():
-            fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
-            if len(fits) != 1:
-                return None
-            found[fits[0].pop()] = name
-        return found
 
 
 def _in_model_order(tensors: Mapping[Any, Any]) -> bool:

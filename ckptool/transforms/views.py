@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
 from ckptool.checkpoint.dtypes import Array
 from ckptool.errors import LimitExceeded, UsageError, counted
+from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
-from ckptool.formats.placements import Piece
 
 MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
@@ -43,25 +43,14 @@ def joined(tensors: Sequence[TensorEntry], axis: int) -> TensorEntry:
         for tensor, begin in zip(plain, begins, strict=False)
         if tensor.numel
     ]
-    return assembled(shape, chunks).with_flags(first.flags) if chunks else _empty(first, shape)
-
-
-def _empty(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    storage = Storage(InlineBytes(b""), like.location)
-    return TensorEntry(storage, like.dtype, shape, row_major_strides(shape), 0, like.flags)
+    made = assembled(shape, chunks) if chunks else first.with_values(InlineBytes(b"")).reshape(shape)
+    return made.with_flags(first.flags)
 
 
 def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """A tensor of zeros of the type of another one: one zero, expanded."""
     storage = Storage(InlineBytes(bytes(like.dtype.itemsize)), like.location)
     return TensorEntry(storage, like.dtype, shape, (0,) * len(shape))
-
-
-def padded(tensor: TensorEntry, axis: int, size: int) -> TensorEntry:
-    """The tensor with zeros appended along an axis, up to this size."""
-    more = size - tensor.shape[axis]
-    shape = (*tensor.shape[:axis], more, *tensor.shape[axis + 1 :])
-    return joined([tensor, zeros(tensor, shape)], axis) if more else tensor
 
 
 # By rows -------------------------------------------------------------------------------------------------------------

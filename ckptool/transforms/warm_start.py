@@ -42,6 +42,7 @@ from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
 from ckptool.names.steps import by_rules
 from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
+from ckptool.transforms.rename import refuse_collisions
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
@@ -257,10 +258,7 @@ def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict
         if names[key] == key != short and (new := rename(short)) != short:
             names[key] = new
             peeled.append(key)
-    counts = Counter(names.values())
-    if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
-        what = f"{counted(len(clash), 'key')} would collide: {listed(clash)}"
-        raise Conflict(what, "One of each would be lost. Nothing was changed.")
+    refuse_collisions(names, "the checkpoint")
     return names, peeled
 
 
@@ -388,11 +386,11 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
 
 
 def _advice(report: LoadReport) -> str:
-    """The unambiguous suggestions as options to type, where they are few; else where to look."""
-    sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
+    """The suggestions as options to type, where they are few; else where to look."""
+    sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
-    if any(suggestion.rules for suggestion in report.suggestions):
+    if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
     return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
 
@@ -426,12 +424,20 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         if first not in made:
             tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
             made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
-    holders = Counter(id(tensor.storage) for tensor in made.values() if isinstance(tensor, TensorEntry))
+    holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
-        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
         if isinstance(tensor, TensorEntry):
-            is_alone = holders[id(tensor.storage)] == 1 and tensor.span() == (0, tensor.storage.nbytes)
-            made[first] = tensor if is_alone else compact(tensor.with_storage(tensor.storage.alone()))
+            holders.setdefault(id(tensor.storage), []).append(first)
+    for names in holders.values():
+        tensors: list[Any] = [made[first] for first in names]
+        bases = [base for first in names if isinstance(base := values.get(first), TensorEntry)]
+        layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
+        if len({id(base.storage) for base in bases}) == 1 and layouts[0] == layouts[1]:
+            continue  # views that lie in one storage just so in the target
+        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+        for first, tensor in zip(names, tensors, strict=True):
+            if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
+                made[first] = compact(tensor.with_storage(tensor.storage.alone()))
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:

@@ -6,7 +6,7 @@ import os
 from typing import Annotated
 
 from ckptool import formats
-from ckptool.checkpoint import Checkpoint, FileRange, Note, StorageRef
+from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
@@ -15,24 +15,13 @@ from ckptool.commands import OUT, arg, argument, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, open_source, refuse_address
-from ckptool.formats.damaged import LostRecord, Salvaged, salvage
+from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders
 from ckptool.output import check_target, replace_file
 from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
-
-
-@dataclass(frozen=True, slots=True)
-class LostTensorRow:
-    """A tensor that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its values."""
-
-    address: str
-    record: str
-    offset: int | None
-    nbytes: Bytes
-    why: str
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -52,7 +41,7 @@ class Recovery(Report):
     back: int
     records: int
     whole: int
-    lost: tuple[LostTensorRow, ...]
+    lost: tuple[LostTensor, ...]
     dropped: tuple[str, ...]
     lost_records: tuple[LostRecord, ...]
     proven: bool
@@ -127,35 +116,30 @@ def recover(
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    found = restored(done)
+    found, lost, dropped = restored(done)
     original = done.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
-        tree = found.checkpoint.tree
-        part = replace(found.checkpoint, part=as_part(found.checkpoint))
-        refuse_placeholders(part, tree.items() if isinstance(tree, dict) else ())
+        values = found.tree.items() if isinstance(found.tree, dict) else ()
+        refuse_placeholders(replace(found, part=as_part(found)), values)
     formats.refuse_name(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
         try:  # without its source: no other verb takes that, to drop what would run
             with no_collection():
-                plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
+                plan = container.write(replace(found, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:
             raise error.within(source.path) from None
     notes: tuple[Note, ...] = ()
     if not dry_run:
         notes = replace_file(plan, target, overwrite=overwrite, inputs=[source], progress=progress)
-    lost = []
-    for each in found.lost:
-        values = each.storage if isinstance(each.node, StorageRef) else each.node
-        lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
     return Recovery(
         damage=damage.what if damage is not None else "",
         tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
-        back=sum(1 for _ in tensors(found.checkpoint.tree)),
+        back=sum(1 for _ in tensors(found.tree)),
         lost=tuple(lost),
-        dropped=tuple(found.dropped),
+        dropped=tuple(dropped),
         how=done.how,
         records=done.records,
         whole=done.whole,
@@ -185,5 +169,5 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 def all_of(file: CheckpointLike) -> Checkpoint | None:
     """The checkpoint in a damaged file; None where a part of it is lost."""
     done, _ = _salvaged(open_source(file)[0])
-    found = restored(done)
-    return replace(found.checkpoint, source=None) if not found.lost else None
+    found, lost, _ = restored(done)
+    return replace(found, source=None) if not lost else None

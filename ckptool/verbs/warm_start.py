@@ -19,8 +19,8 @@ from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_w
 from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
-from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, find_target
+from ckptool.output import replace_file
+from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
@@ -98,10 +98,10 @@ def warm_start(
             line = str(Chain(report.source, report.root).fill(translate))
             fix = f"Translate it first: {line}"
             refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
-            report = replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
+            report = replace(report, suggestions=(Suggestion((), 0, 0, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
-        check_target(suggest, overwrite=overwrite)
+        check_text(suggest, overwrite=overwrite)
     if change.live and not dry_run and not report.accepted:
         raise refusal(report)
     made: tuple[Any, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.training import save as benchmark_of_saving
 from ckptool.errors import Conflict, DiskFull, FileProblem, NoneValid
 from ckptool.output import durable
 from ckptool.training import store as store_module
@@ -68,6 +69,12 @@ def test_the_digest_is_added_up_on_the_way(tmp_path: Path, monkeypatch: pytest.M
     saved = store.commit(1, {"w": torch.rand(size // 4), "v": torch.rand(7)}, {})
     assert saved.sidecar is not None
     assert saved.sidecar["sha256"] == hashlib.sha256(Path(saved.path).read_bytes()).hexdigest()
+
+
+def test_what_a_save_costs_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sync", lambda: None)
+    _, ours, theirs, _, _ = benchmark_of_saving(1, "full", 1, tmp_path)
+    assert ours > 0 and theirs > 0
 
 
 def test_a_digest_out_of_order_is_made_again(tmp_path: Path) -> None:

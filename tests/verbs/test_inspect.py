@@ -22,8 +22,8 @@ from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import MemoryNeeds, memory_needs
 from ckptool.errors import Conflict
 from ckptool.training.configfile import recorded_config
-from ckptool.training.start import start
 from ckptool.training.store import name_of
+from ckptool.training.trainer import start
 from tests.support.cli import Run
 from tests.support.files import opened, saved, weights
 from tests.support.looped import looped

@@ -158,7 +158,7 @@ def test_a_file_that_lost_its_mark_of_an_earlier_recovery_is_marked_all_the_same
     written(PLAIN[: 2 * len(PLAIN) // 3], tmp_path / "cut.pt")
     recover(tmp_path / "cut.pt", tmp_path / "r.pt")
     data = bytearray((tmp_path / "r.pt").read_bytes())
-    data[data.index(b'"lost_count"') + 1] ^= 1
+    data[data.index(b'"lost":') + 1] ^= 1
     written(bytes(data), tmp_path / "d.pt")
     recover(tmp_path / "d.pt", tmp_path / "again.pt")
     assert [note.code for note in ckptool.inspect(tmp_path / "again.pt").notes] == ["recovered-file"]
@@ -233,22 +233,22 @@ def test_the_mark_of_one_shard_is_that_of_all(tmp_path: Path) -> None:
     assert "recovered-file" in notes(tmp_path / "whole.pt")
 
 
-def test_a_mark_that_counts_more_than_it_names_keeps_its_count(tmp_path: Path) -> None:
-    """A thousand lost tensors are named, the others counted: in a bundle of the file, too."""
+def test_a_mark_names_a_thousand_tensors_and_says_that_there_may_be_more(tmp_path: Path) -> None:
+    """In a bundle of the file, too."""
     whole = saved({f"t{i}": torch.ones(1) for i in range(1_300)}, tmp_path / "a.pt")
     share = record_starts(whole)["archive/data/100"] / whole.stat().st_size
     lost = len(recover(cut(whole, share, tmp_path / "cut.pt"), tmp_path / "back.pt").lost)
     ckptool.bundle({"a": tmp_path / "back.pt"}, tmp_path / "bundle.pt")
     for name in ("back.pt", "bundle.pt"):
         (note,) = [note for note in ckptool.inspect(tmp_path / name).notes if note.code == "recovered-file"]
-        assert lost > 1_000 and f"{lost:,} tensors were lost" in note.message, name
+        assert lost > 1_000 and "1,000 tensors or more were lost" in note.message, name
 
 
 def test_marks_add_up() -> None:
     text = marks.recovered_mark(["b"], marks.recovered_mark(["a"], '{"filled": ["c"]}'))
-    assert marks.recovered_facts(text) == {"lost": ["a", "b"], "filled": ["c"], "lost_count": 2, "filled_count": 1}
+    assert marks.recovered_facts(text) == {"lost": ["a", "b"], "filled": ["c"]}
     many = marks.recovered_mark([f"w{i}" + "x" * 500 for i in range(5000)])
-    assert marks.recovered_facts(many)["lost_count"] == 5000 and len(many) < marks.MAX_RECORD
+    assert len(marks.recovered_facts(many)["lost"]) == marks.MOST and len(many) < marks.MAX_RECORD
     for odd in ("", "[", "[]", "3", '{"lost": 1, "filled": [2], "lost_count": -1}', "[" * 100_000):
         assert marks.recovered_facts(odd)["lost"] == [] and len(marks.recovered_notes({marks.RECOVERED: odd})) == 1
     assert marks.recovered_notes({}) == ()

@@ -3,6 +3,7 @@ follows the keys: `_metadata`, the names that optimizers keep."""
 
 import collections
 import json
+import random
 import re
 from functools import partial
 from pathlib import Path
@@ -237,6 +238,47 @@ def test_what_is_not_stripped(value: Any, options: dict[str, Any], kind: type[Ck
         ckptool.strip_module(value, **options)
     assert caught.value.exit_code == (2 if kind is UsageError or kind is Conflict else 1)
     assert ("--partial" in caught.value.fix) == ("keys of the file begin" in caught.value.what)
+
+
+class Around(torch.nn.Module):
+    """A module around another, as a wrapper has it."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, module)
+
+
+def random_model(pick: random.Random, wrappers: list[str], depth: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model with modules that have no keys, and the same with wrappers around some of its modules."""
+    nn = torch.nn
+    if depth == 3 or (depth and pick.random() < 0.3):
+        leaves = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.MultiheadAttention(4, 2), nn.Identity()
+        made = wrapped = pick.choice(leaves)
+    else:
+        pairs = {f"{pick.choice('ab')}{n}": random_model(pick, wrappers, depth + 1) for n in range(pick.randint(1, 3))}
+        made, wrapped = (nn.ModuleDict({name: pair[side] for name, pair in pairs.items()}) for side in (0, 1))
+    return made, Around(pick.choice(wrappers), wrapped) if pick.random() < 0.3 else wrapped
+
+
+@looped("seed", range(60))
+def test_versions_are_those_of_the_module_that_has_the_names(seed: int) -> None:
+    """Judged by torch: a model and the same in other modules have just these `_metadata`, in this order."""
+    pick = random.Random(seed)
+    model, wrapped = random_model(pick, ["_orig_mod", "_checkpoint_wrapped_module"])
+    bare = model.state_dict()
+    if not bare:
+        return
+
+    def is_of(found: Any, module: torch.nn.Module) -> bool:
+        wanted: Any = module.state_dict()
+        return list(found) == list(wanted) and list(found._metadata.items()) == list(wanted._metadata.items())
+
+    assert is_of(ckptool.strip_module(Around("module", wrapped).state_dict()), model)
+    assert is_of(ckptool.add_module(bare), Around("module", model))
+    deeper = Around("x", Around("y", model))
+    assert is_of(ckptool.rename(bare, "* => x.y.*"), deeper)
+    assert is_of(ckptool.rename(deeper.state_dict(), "x.y.* => *"), model)
+    assert is_of(ckptool.strip_module(deeper.state_dict(), prefix="x.y."), model)
 
 
 def test_the_outermost_version_moves_along() -> None:

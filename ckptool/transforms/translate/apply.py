@@ -22,7 +22,7 @@ from ckptool.facts import dataclass, field
 from ckptool.names.pattern import MAX_NUMBER
 from ckptool.names.rules import END, TAKEN_BEFORE, WHOLE_KEY, Operation, Translation, refuse_idle
 from ckptool.names.steps import Number, Overs, Scope, Step, steps_of
-from ckptool.transforms.views import UNFIT, joined, padded, woven, zeros
+from ckptool.transforms.views import UNFIT, joined, woven, zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
@@ -376,8 +376,9 @@ class _Use:
         axis, wanted = self._axis(tensor), self._number()
         if wanted < self._size_before(tensor, axis):
             raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
-        refuse_growth(tensor, (*tensor.shape[:axis], wanted, *tensor.shape[axis + 1 :]))
-        return padded(tensor, axis, wanted)
+        before, size, after = tensor.shape[:axis], tensor.shape[axis], tensor.shape[axis + 1 :]
+        refuse_growth(tensor, (*before, wanted, *after))
+        return joined([tensor, zeros(tensor, (*before, wanted - size, *after))], axis) if wanted > size else tensor
 
     def add(self, tensor: TensorEntry) -> TensorEntry:
         """A whole number added to every value, computed in f32: norms that store w - 1."""
