@@ -118,7 +118,7 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
             if isinstance(value, TensorEntry) and (found := spelled(value)) is not None:
                 arrays[name] = found
                 continue
-            why = f"{summary(value)}, not an array of numbers"
+            why = f"{summary(value)}, not a tensor"
             if isinstance(value, TensorEntry):
                 why = f"type {value.dtype}" if code_of(value.dtype) is None else f"shape {list(value.shape)}"
             why = f"{value.kind} tensor" if isinstance(value, Composite) else why
@@ -126,7 +126,9 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
     if wrong:
         why = "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values."
         left_out = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
-        fix = f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out: {left_out}"
+        cast = f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out"
+        helps = all(isinstance(tree[name], TensorEntry) and not _bad_name(name) for name in tree.keys() - arrays.keys())
+        fix = f"{cast if helps else 'Leave them out'}: {left_out}"
         raise Unsupported(f"an .npz file cannot hold {listed(wrong)}", why, fix)
     return arrays
 

@@ -184,11 +184,11 @@ def check_text(path: PathLike, *, overwrite: bool) -> None:
     from ckptool.output import check_target  # which no look needs
 
     name = os.fspath(path)
+    check_target(name, overwrite=overwrite)
     suffixes = {os.path.splitext(each)[1].lower() for each in (name, os.path.realpath(name))}
     if named := sorted(suffixes & SUFFIXES.keys()):
         what = f"{name} has the name of a checkpoint ({named[0]})"
         raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
-    check_target(name, overwrite=overwrite)
 
 
 MAX_TEXT = 1 << 20  # bytes

@@ -183,7 +183,7 @@ def test_the_same_tree_is_the_same_bytes_and_numpys_words(tmp_path: Path) -> Non
         ({"a\0b": torch.ones(2)}, r"a\x00b (a name that is not Unicode text)"),
         ({"a\ud800": torch.ones(2)}, r"a\ud800 (a name that is not Unicode text)"),
         ({"a" * 70_000: torch.ones(2)}, "a name that is too long"),
-        ({"a": 3}, "a (3, not an array"),
+        ({"a": 3}, "a (3, not a tensor"),
         ({"a": torch.ones(2).to_sparse()}, "a (sparse coo tensor)"),
         ([torch.ones(2)], "a dictionary of arrays"),
     ],
