@@ -104,8 +104,7 @@ def __getattr__(name: str) -> "Any":
         if not isinstance(cause, ModuleNotFoundError) or (cause.name or "").partition(".")[0] != "torch":
             raise
         return _without_torch(name)
-    if home.startswith("verbs."):
-        value = import_module("ckptool.commands").for_python(value)
+    value = import_module("ckptool.commands").for_python(value)
     globals()[name] = value
     return value
 

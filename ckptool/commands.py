@@ -291,36 +291,30 @@ _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"
 
 
 def for_python(function: Any) -> Any:
-    """A verb as `ckptool.NAME`: it takes a list of paths, too, where several files can be typed, and gives what it made
-    of a checkpoint in memory. `help()` shows plain types, and every option by its name with what its help says."""
-    if "verb" not in vars(function):
+    """A public function as `ckptool.NAME`: it looks at the types of what it is given. A verb takes a list of paths,
+    too, where several files can be typed, and gives what it made of a checkpoint in memory. `help()` shows plain types,
+    and every option by its name with what its help says."""
+    if not inspect.isfunction(function):
         return function
     whole, typed = signature_of(function), list(parameters_of(function))
     kinds = {each.name: getattr(each.annotation, "__origin__", each.annotation) for each in whole.parameters.values()}
-    accepted: dict[str, list[tuple[type, str]]] = {}
-    for name, kind in kinds.items():  # verbs that write look at `out` themselves
-        types = [get_origin(each) or each for each in (get_args(kind) if isinstance(kind, UnionType) else [kind])]
-        if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
-            accepted[name] = [_ACCEPTED[each] for each in types]
-    words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
+    check = _check_of_types(function, kinds, typed)
 
     @wraps(function)
     def called(*given: Any, **options: Any) -> Any:
-        paths = given[0] if given and typed[0].option.each and type(given[0]) in (list, tuple) else ()
+        paths = given[0] if given and typed and typed[0].option.each and type(given[0]) in (list, tuple) else ()
         paths = paths if all(isinstance(each, (str, os.PathLike)) for each in paths) else ()
-        for name, value in (*zip(whole.parameters, given, strict=False), *options.items()):
-            if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
-                what = f"{function.__name__} was given {value!r:.80} as {name}"
-                raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
-            if name in accepted and value is not paths and not isinstance(value, tuple(k for k, _ in accepted[name])):
-                what = f"{function.__name__} was given {type(value).__name__} as {name}"
-                raise UsageError(what, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
+        for number, (name, value) in enumerate((*zip(whole.parameters, given, strict=False), *options.items())):
+            for each in paths if paths and not number else [value]:
+                check(name, each)
         if paths:
             many = import_module("ckptool.verbs._many_files")
             return many.of_list(function, [*map(os.fspath, paths)], given[1:], options)
         report = function(*given, **options)
         return report.made[0] if getattr(report, "made", ()) else report
 
+    if not hasattr(function, "verb"):
+        return called
     names = {flag: each.name for each in typed for flag in each.option.flags}
     shown = [each.replace(annotation=_Shown(kinds[each.name])) for each in whole.parameters.values()]
     vars(called)["__signature__"] = whole.replace(parameters=shown)
@@ -330,6 +324,42 @@ def for_python(function: Any) -> Any:
     called.__module__ = "ckptool"  # where processes that it is sent to find it
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *about, ""])
     return called
+
+
+def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Parameter]) -> Callable[[str, Any], None]:
+    """What raises `UsageError` where a value that is given for a parameter is of no type that it has.
+    kinds: the types of the parameters."""
+    accepted: dict[str, list[tuple[type, str]]] = {}
+    named = set[str]()  # dictionaries of names
+    for name, kind in kinds.items():  # verbs that write look at `out` themselves
+        choices = get_args(kind) if isinstance(kind, UnionType) else [kind]
+        types = [get_origin(each) or each for each in choices]
+        if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
+            accepted[name] = [_ACCEPTED[each] for each in types]
+            named |= {name for each in choices if get_args(each)[:1] == (str,) and get_origin(each) is not Sequence}
+    words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
+
+    def check(name: str, value: Any) -> None:
+        given = f"{function.__name__} was given {type(value).__name__} as {name}"
+        if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
+            what = f"{function.__name__} was given {value!r:.80} as {name}"
+            raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
+        if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
+            raise UsageError(given, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
+        if name in named and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+            raise UsageError(given, "Its keys have to be strings.")
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, os.PathLike) and not isinstance(_place_of(each), str):
+                raise UsageError(f"{given}, which is no path in text", "Give a string, or a path that is one.")
+
+    return check
+
+
+def _place_of(path: os.PathLike[Any]) -> Any:
+    try:
+        return os.fspath(path)
+    except TypeError:  # it gives neither text nor bytes
+        return None
 
 
 def several(texts: str | Iterable[str], pair: str = "") -> list[str]:

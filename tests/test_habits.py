@@ -98,7 +98,7 @@ report = ckptool.strip_module("ddp.pt", "clean.pt")
 ckptool.remap("a.pt", "there.pt", to=torch.device("cuda", 0))
 ckptool.open("there.pt")["state_dict/fc.weight"].device == "cuda:0"
 ---
-ckptool.edit("a.pt", "c.pt", tensor={"state_dict/fc.bias": torch.zeros(3)}, set={"epoch": np.int64(5)})
+ckptool.edit("a.pt", "c.pt", set={"state_dict/fc.bias": torch.zeros(3), "epoch": np.int64(5)})
 ckptool.open("c.pt")["state_dict/fc.bias"].tolist() == [0, 0, 0]
 ---
 ckptool.save({"w": ckpt["state_dict/fc.weight"].to("f16")}, "f16.pt")

@@ -16,7 +16,7 @@ import torch
 
 import ckptool
 from ckptool.cli.output import in_words
-from ckptool.errors import FileProblem
+from ckptool.errors import DiskFull, FileProblem
 from ckptool.output import sink
 from tests.support.files import load, saved
 from tests.support.hostile_system import FULL, PROGRAM, ROOT, clean, ran, temporaries, wrapped_state
@@ -96,6 +96,20 @@ def test_a_full_disk_leaves_everything_as_it_was(words: list[str], model: Path) 
         assert code == 2 and told.startswith("error[disk-full]: cannot write") and "is as it was" in told, told
         assert "the disk is full" in told or "limit on file sizes" in told
         assert same_input and same_output and set(names) <= {"in.pt", "out.pt", "ballast"}
+
+
+@pytest.mark.parametrize("name", ["check_space", "reserve", "settle"])
+def test_what_was_not_there_is_not_as_it_was(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"ckptool.output.durable.{name}", full)
+    out = model.parent / "out.pt"
+    for there in (False, True):
+        with pytest.raises(DiskFull) as caught:
+            ckptool.strip_module(model, out, overwrite=there)
+        assert ("is as it was" in caught.value.why) == there == out.exists(), caught.value
+        out.write_bytes(b"old")
 
 
 @pytest.mark.parametrize("words", FULL[::2], ids=" ".join)

@@ -36,7 +36,7 @@ LINES = PLAIN | {
     "scan": "m.pt",
     "strip-module": "m.pt -o out.pt --verify",
     "rename": "m.pt --rules rules.yaml -o out.pt",
-    "edit": "m.pt --tensor sd/module.a.weight=v.npy -o out.pt",
+    "edit": "m.pt --set epoch=3 -o out.pt",
     "translate": "m.pt --rules rules.yaml -o out.pt",
     "convert": "m.pt --all -o out.safetensors",
     "warm-start": "m.pt --against model.py:build",

@@ -151,7 +151,7 @@ assert open('again.tar', 'rb').read(1 << 16) == open('out.tar', 'rb').read(1 << 
 """
 RESIZE = """
 ways = ["pos=bicubic(cls=1)", "emb=rows(mean)", "conv=bicubic(antialias)"]
-report = ckptool.warm_start("old.pt", "new.pt", "out.pt", on_mismatch="resize", resize=ways)
+report = ckptool.warm_start("old.pt", "new.pt", "out.pt", resize=ways)
 assert report.applied and report.share == 1, report
 """
 # Of verbs that compute, or take several files: what they work on, and the program.

@@ -38,9 +38,9 @@ ALONE = command_lines("""
 inspect m.pt n.pt|inspect nothing.pt|inspect m.pt nothing.pt|inspect --nothing|verify m.pt --write-digest m.digests
 verify n.pt --against m.digests|verify odd.pt --finite|scan . --full|show m.pt#sd/module.a.weight|show odd.pt#c
 diff odd.pt m.pt|doctor --error 'size mismatch for fc.weight'|translate --list|translate --find m.pt w.pt
-average m.pt n.pt --weights 0.5,0.7 -o y2.pt|recover cut.pt --fill-from m.pt -o filled.pt
+average m.pt n.pt --weights 0.5,0.7 -o y2.pt|recover cut.pt -o filled.pt
 warm-start m.pt --against big.pt --on-mismatch skip
-warm-start training_sgd.pt --against training_sgd.pt --optimizer -n -o x.pt
+warm-start training_sgd.pt --against training_sgd.pt -n -o x.pt
 warm-start m.pt --against w.pt --suggest suggested.yaml|train dry.yaml -n|inspect run|plot run
 report m.pt n.pt g.pt -o q.html|report m.pt --against n.pt --run run -o p.html|scan run|explain
 git-check cut.pt odd.pt|schema|strip-module m.pt n.pt -d many

@@ -104,7 +104,7 @@ class Verification(Report):
     """Every problem of a file with its place; offsets and sizes in bytes.
 
     part: of what it is only a part; intact is not complete.  files: that the checkpoint is read from, all of which were
-    looked at.  tensors: each once, under however many names.
+    looked at.  tensors: one for each name, as everywhere.
     checksums: of `all` data, of `some`, or `none`.  checked: stretches of data that were compared with theirs.
     checked_bytes: their bytes.
     non_finite: null where nobody asked.  unsearched: tensors that could not be searched for NaN.  fixes: commands, as
@@ -287,14 +287,14 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
         part=part,
         bytes=source.size if source else sum(storage.nbytes for storage in storages(checkpoint.tree)),
         files=files,
-        tensors=len({id(tensor) for _, tensor in tensors(checkpoint.tree)}),
+        tensors=sum(1 for _ in tensors(checkpoint.tree)),
         storages=count,
         checksums=SOME if len(extents) > 1 else extents.pop() if extents else extent,
         checked=checked,
         checked_bytes=nbytes,
         problems=tuple(problems),
         notes=runnable(notes, path),
-        fixes=_fixes(source, problems),
+        fixes=_fixes(source, checkpoint.container, problems),
     )
 
 
@@ -350,8 +350,9 @@ def _member(folder: Folder, name: str) -> Verification:
         return _damaged(source, error)
 
 
-def _fixes(source: Input | None, problems: Sequence[Problem]) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(source, Source) or all(problem.code == "recovered-file" for problem in problems):
+def _fixes(source: Input | None, container: str, problems: Sequence[Problem]) -> tuple[tuple[str, ...], ...]:
+    is_alone = isinstance(source, Source) and formats.named(container).recoverable
+    if source is None or not is_alone or all(problem.code == "recovered-file" for problem in problems):
         return ()
     return (Chain(source.path).fill(command("recover", FILE, out=OUT)),)
 
@@ -377,12 +378,12 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
         source.path,
         saved.checkpoint.container,
         bytes=source.size,
-        tensors=0 if saved.raw else len({id(tensor) for _, tensor in tensors(tree)}),
+        tensors=sum(1 for _ in tensors(tree)),
         storages=sum(1 for _ in storages(tree)),
         checksums=ALL if saved.proven else NONE,
         checked=saved.whole if saved.proven else 0,
         problems=(problem, *lost),
-        fixes=_fixes(source, [problem]),
+        fixes=_fixes(source, saved.checkpoint.container, [problem]),
     )
 
 

@@ -15,7 +15,7 @@ from ckptool.errors import PlanRefused, UsageError, counted, escaped, form, list
 from ckptool.facts import Bytes, Report, Table, Told, bold, cyan, dataclass, dim, green, red, short, size
 
 Shape = tuple[int, ...] | None
-AS_IT_IS, SLICED, PADDED, RESIZED, SKIPPED, REFUSED = "as it is", "sliced", "padded", "resized", "skipped", "refused"
+AS_IT_IS, RESIZED, SKIPPED, REFUSED = "as it is", "resized", "skipped", "refused"
 SHOWN = 16  # lines of one kind on a terminal; elsewhere, all
 
 
@@ -36,13 +36,6 @@ class Tied(NamedTuple):
     through: str
 
 
-class LeftOut(NamedTuple):
-    """A slot of an optimizer that does not go along, and why."""
-
-    name: str
-    why: str
-
-
 class NewFile(NamedTuple):
     """The file that was written, or would be.  details: the files that were carried along, in lines."""
 
@@ -54,8 +47,7 @@ class NewFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tensor that is loaded. elements: of the target's that it fills.
-    how: `as it is`, `sliced`, `padded` or `resized`."""
+    """A tensor that is loaded. elements: of the target's that it fills.  how: `as it is` or `resized`."""
 
     source: str
     target: str
@@ -107,28 +99,14 @@ class DtypeChange:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerReport:
-    """Optimizer state that goes along. known_by: whether `names`, `order` or `shapes` match slots and parameters.
-    carried: names of the target with state.  fresh: those that start without.  left_out: slots that do not go along."""
-
-    address: str
-    known_by: str
-    carried: tuple[str, ...]
-    fresh: tuple[str, ...]
-    left_out: tuple[LeftOut, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Suggestion:
     """Rules that belong together, in the order in which they have to be given; `why`, the evidence for them.
     agree: how many keys get a name of the target with the same shape.  total: how many keys the rules take.
-    unambiguous: False where something else would fit as well: to be looked at before it is used.
     rules: empty where no renaming can help."""
 
     rules: tuple[str, ...]
     agree: int
     total: int
-    unambiguous: bool
     why: str
 
 
@@ -178,7 +156,6 @@ class LoadReport(Report):
     normalised: tuple[Note, ...]
     suggestions: tuple[Suggestion, ...]
     refused: tuple[Refusal, ...]
-    optimizer: OptimizerReport | None = None
     taken: tuple[str, ...] = ()
     output: NewFile | None = None
     rules_file: str = ""
@@ -220,15 +197,7 @@ class LoadReport(Report):
             agree = f"{each.agree:,} of {counted(each.total, 'shape')} {form(each.agree, 'agrees', 'agree')}"
             texts = [agree] if each.rules else []
             texts += [each.why] if each.why else []
-            texts += ["ambiguous: check it before you use it"] if each.rules and not each.unambiguous else []
             yield ("    " if each.rules else "  ") + "; ".join(texts)
-        if (state := self.optimizer) is not None:
-            place = state.address or "the optimizer"
-            yield f"{place}: state of {counted(len(state.carried), 'parameter')}, known by {state.known_by}"
-            yield from (f"  starts without state: {line}" for line in _groups(state.fresh)[1])
-            for why in dict.fromkeys(slot.why for slot in state.left_out):
-                slots = (slot.name for slot in state.left_out if slot.why == why)
-                yield from (f"  left out: {line}, {why}" for line in _groups(slots)[1])
         if self.rules_file:
             yield f"rules written to {self.rules_file}"
         for reason in self.refused:
@@ -332,7 +301,7 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
 
 def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
     """The refusal of what loads less than half of the `wanted` values, or less than its own suggestion would."""
-    better = any(each.unambiguous and each.agree and each.rules for each in report.suggestions)
+    better = any(each.agree and each.rules for each in report.suggestions)
     if not better and 2 * report.elements >= wanted:
         return []
     share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"

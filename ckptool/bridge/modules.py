@@ -27,11 +27,10 @@ from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.paths import matcher
 from ckptool.conventions.state_dicts import one_state_dict
-from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, Opened, open_file, refuse_part
-from ckptool.transforms.casting import first_part
 from ckptool.transforms.memory_names import as_named
-from ckptool.transforms.warm_start import Assignment, carried, match_options, plan_warm_start
+from ckptool.transforms.warm_start import Assignment, match_options, plan_warm_start
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
@@ -155,7 +154,6 @@ def load_into(
     missing: str | Sequence[str] | None = None,
     strict: bool = False,
     assign: bool | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
     dry_run: bool = False,
     part: bool = False,
 ) -> LoadReport:
@@ -164,14 +162,13 @@ def load_into(
     checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` gave; the tensors
     of a file are mapped, not read into memory.  at: the weights in it, where there are several.
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
-    on_mismatch: `error`, `skip`, `slice`, `pad` or `resize`, for other shapes.
-    resize: how, as `PATTERN=HOW` for names of the model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of
-    the model's values, 0 to 1, that must load; by default half (not counting what `only`, `exclude` and skipped shapes
-    leave out), and no less than the suggested rules would load.  missing: patterns for the only names that may be
-    missing.  strict: no missing and no unexpected names.  assign: put new tensors in place of the model's instead of
-    copying into them; by default where those are on the meta device.  optimizer: gets the state of the parameters that
-    are loaded.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share,
-    one shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
+    on_mismatch: `error` or `skip`, for other shapes.  resize: to compute the model's, as `PATTERN=HOW` for names of the
+    model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of the model's values, 0 to 1, that must load; by default
+    half (not counting what `only`, `exclude` and skipped shapes leave out), and no less than the suggested rules would
+    load.  missing: patterns for the only names that may be missing.  strict: no missing and no unexpected names.
+    assign: put new tensors in place of the model's instead of copying into them; by default where those are on the meta
+    device.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one
+    shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
     if not isinstance(model, nn.Module):
@@ -185,7 +182,7 @@ def load_into(
     opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
     refuse_part(opened.checkpoint, part=part)
     whole, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
-    root = root if optimizer is not None else as_named(root, whole, slots)
+    root = as_named(root, whole, slots)
     plan = plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark)
     refuse_codes(whole, root.node, plan.report)
     # Counters that an older file lacks, which torch lets be: zeros where the model's are on the meta device.
@@ -203,32 +200,11 @@ def load_into(
     notes = [Note("meta-buffers", what)] if left else []
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
-    state, names = None, list[str]()
-    if optimizer is not None:
-        called: dict[int, str] = {}
-        for name, slot in slots.items():
-            called.setdefault(id(slot.tensor), name)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) not in called for parameter in held):
-            what, why = (
-                "the optimizer has parameters that are not the model's",
-                "State is carried along by their names.",
-            )
-            raise UsageError(what, why, "Create it from this model: torch.optim.X(model.parameters())")
-        names = [called[id(parameter)] for parameter in held]
-        if any(assign or slots[name].on_meta for name in names):
-            what = "the optimizer would keep the tensors that the model loses"
-            why = "With assign (and on the meta device) parameters are replaced by new ones."
-            raise UsageError(what, why, "Load first, then create the optimizer and load again with it")
-        state = carried(whole, root, target, chosen, names)
-        report = replace(report, optimizer=state.report)
     if dry_run:
         return report
     if report.refused:
         raise refusal(report)
     changes = list(_staged(chosen, slots, target, assign))
-    if optimizer is not None and state is not None:
-        _load_optimizer(optimizer, state.state, names)
     with torch.no_grad():
         for change in changes:
             change()
@@ -248,9 +224,8 @@ def _refusals(
         what = f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory"
         yield Refusal("meta", what, "assign=True")
     allowed = [matcher(pattern) for pattern in missing or ()]
-    partly = [name for name, choice in chosen.items() if choice.part is not None]
     empty = [n for n in (*not_loaded(report), *report.supplied) if not any(matches(n) for matches in allowed)]
-    if report.loaded and (left := [printable(name) for name in (*partly, *empty) if name in on_meta]):
+    if report.loaded and (left := [printable(name) for name in empty if name in on_meta]):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
         yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix)
     tensors = {name: choice.tensor for name, choice in chosen.items()}
@@ -279,19 +254,17 @@ def _staged(
         firsts.setdefault(target.tensors[name].tied_to or name, name)
     entries: dict[str, TensorEntry] = {}
     for first, name in firsts.items():
-        tensor, part = chosen[name].tensor, chosen[name].part
-        assert isinstance(tensor, TensorEntry)  # others were refused
-        entry = tensor if part is None else first_part(tensor, part)
+        entry = chosen[name].tensor
+        assert isinstance(entry, TensorEntry)  # others were refused
         entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no parameter of the checkpoint
         verify(entries[first])
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = build(Checkpoint(in_files, ""))
     seen, tied = set[int](), tie_groups(target.tensors.values())
-    for first, name in firsts.items():
-        entry, slot = entries[first], slots[first]
+    for first, entry in entries.items():
+        slot = slots[first]
         read = partial(mapped.get, first) if first in mapped else partial(to_torch, entry)
-        is_whole = chosen[name].part in (None, tuple(slot.tensor.shape))
-        if is_whole and (slot.on_meta if assign is None else assign):
+        if slot.on_meta if assign is None else assign:
             every = [slots[each] for each in tied.get(first, (first,))]
             yield partial(_assign, every, read, id(entry.storage) in seen)
         else:
@@ -300,8 +273,7 @@ def _staged(
 
 
 def _copy(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
-    new = read()
-    tensor[tuple(slice(0, size) for size in new.shape)].copy_(new)
+    tensor.copy_(read())
 
 
 def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bool) -> None:
@@ -316,17 +288,3 @@ def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bo
     for module, attribute, _ in slots:
         held: Any = module._parameters if attribute in module._parameters else module._buffers
         held[attribute] = new
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, carried: Any, names: Sequence[str]) -> None:
-    """Gives an optimizer the state by name, all or none; settings and other state stay its own."""
-    state = build(Checkpoint(carried, ""), mmap=False)
-    mine = optimizer.state_dict()
-    numbers = [number for group in mine["param_groups"] for number in group["params"]]
-    new = {number: state[name] for number, name in zip(numbers, names, strict=True) if name in state}
-    try:
-        optimizer.load_state_dict({"state": mine["state"] | new, "param_groups": mine["param_groups"]})
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        what = f"the optimizer rejects the state: {str(error)[:200]}"
-        why = "It may not be the kind of optimizer that was saved. Nothing was changed."
-        raise Conflict(what, why, "Go without it: omit optimizer") from error

@@ -28,7 +28,7 @@ from ckptool.commands import OUT_SAFETENSORS, command, input_of
 from ckptool.errors import CkptoolError, Conflict, Corrupt, UnsafeObject, Unsupported, listed
 from ckptool.pickles.calls import uses
 from ckptool.pickles.known import value_word
-from ckptool.pickles.plain import expand, python_value, summary
+from ckptool.pickles.plain import expand, summary
 from ckptool.pickles.torch_objects import BUILDERS, dtype_of, storage_class
 
 
@@ -248,8 +248,6 @@ def known(builder: Builder, node: Object) -> Any:
             return _numpy_array(found) if word == "array" else _numpy_array(found)[()]
     if word == "uninitialized" and node.state is MISSING and all(type(arg) is bool for arg in args):
         return builder.guarded(node, lambda: getattr(torch.nn.parameter, node.fn.name)(*args))
-    if (value := python_value(node)) is not NotImplemented:
-        return value
     is_torch = type(node.fn) is Global and node.fn in BUILDERS and node.fn.module.startswith("torch")
     if is_torch and node.state is MISSING:
         return builder.refuse(node, f"a call of {node.name} with arguments that torch does not write")

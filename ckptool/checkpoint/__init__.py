@@ -184,11 +184,10 @@ class TensorEntry(ArrayLike):
         return TensorEntry(storage, self.dtype, self.shape, row_major_strides(self.shape), 0, self.flags)
 
     def reshape(self, shape: tuple[int, ...]) -> TensorEntry:
-        """The same elements, in row-major order, in another shape; a view where they lie in that order."""
-        if shape == self.shape:
-            return self
-        entry = self if self.is_contiguous else self.with_values(self.row_major())
-        return TensorEntry(entry.storage, self.dtype, shape, row_major_strides(shape), entry.offset, self.flags)
+        """The same elements, in row-major order, in another shape; a view where the strides allow it, as in torch."""
+        from ckptool.checkpoint.strided import reshaped
+
+        return reshaped(self, shape)
 
     def narrow(self, dim: int, start: int, length: int) -> TensorEntry:
         """The view of `length` elements along a dimension, from `start`, as torch's `narrow`."""

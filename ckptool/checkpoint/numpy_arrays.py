@@ -214,7 +214,7 @@ def _guarded(read: Callable[[Object], Any]) -> Callable[[Object], Any]:
     def guarded(node: Object) -> Any:
         try:
             return read(node)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+        except (CkptoolError, TypeError, ValueError, LookupError, AttributeError, OverflowError):
             return None
 
     return guarded

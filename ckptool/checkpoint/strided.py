@@ -13,7 +13,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry
+from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import check_files, fill, verify
 from ckptool.checkpoint.dtypes import aligned, packed, resolve, scratch
 from ckptool.checkpoint.paths import file_problem
@@ -177,6 +177,25 @@ def merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, 
             sizes.append(size)
             strides.append(step)
     return tuple(sizes), tuple(strides)
+
+
+def reshaped(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """The same elements in another shape of as many, over the same storage where strides can say it."""
+    if shape == entry.shape:
+        return entry
+    strides: list[int] = []
+    place, is_view = 0, True
+    for size, step in zip(*merged(entry.shape, entry.stride), strict=True) if entry.numel else ():
+        end = place
+        while prod(shape[place:end]) < size and end < len(shape):
+            end += 1
+        is_view = is_view and prod(shape[place:end]) == size
+        strides += [step * inner for inner in row_major_strides(shape[place:end])]
+        place = end
+    if not is_view:
+        entry = entry.with_values(row_major(entry))
+    strides = [*strides, *[1] * (len(shape) - place)] if is_view and entry.numel else [*row_major_strides(shape)]
+    return replace(entry, shape=shape, stride=tuple(strides))
 
 
 def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> None:

@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
 from ckptool.checkpoint.tree import Path, address, children, find, module_attributes, module_state_dict, tensors
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
-from ckptool.errors import Conflict, UsageError, counted, listed, printable, quoted
+from ckptool.errors import Conflict, UsageError, counted, is_text, listed, printable, quoted
 from ckptool.facts import dataclass, replace
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
@@ -193,17 +193,7 @@ def array_state_dicts(tree: Any) -> list[StateDict]:
 
     Those that look like weights, if any do.
     """
-    found: list[StateDict] = []
-    seen: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((), tree)]
-    while stack:
-        path, node = stack.pop()
-        if id(node) in seen or not isinstance(node, (dict, list, tuple)) or is_optimizer(node):
-            continue
-        seen.add(id(node))
-        root = _array_root(path, node) if isinstance(node, dict) else None
-        found += [] if root is None else [root]
-        stack += reversed([((*path, key), value) for key, value in _containers(node)])
+    found = [root for root in _special(tree, arrays=True) if root.arrays is not None]
     return [root for root in found if _looks_like_weights(root.path, root.node)] or found
 
 
@@ -242,8 +232,9 @@ def kinds_of(roots: Iterable[StateDict]) -> list[str]:
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
-def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
-    """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree."""
+def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
+    """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
+    and dictionaries of numpy arrays."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -263,6 +254,8 @@ def _special(tree: Any, base: Path = ()) -> Iterator[StateDict]:
             kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
             root = StateDict(path, node, kind, _adapter_detail(node))
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
+        if root is None and arrays and isinstance(node, dict):
+            root = _array_root(place, node)
         if root is not None:
             yield replace(root, path=path, base=base)
         elif not is_opaque:
@@ -451,3 +444,14 @@ def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | No
         if all(count > first and isqrt(count - first) ** 2 == count - first for count in (have[-2], want[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""
+
+
+def is_metadata(metadata: Any) -> bool:
+    """True for the `_metadata` of a state dict as torch writes it: names of modules, each with plain facts."""
+    return isinstance(metadata, dict) and all(
+        type(name) is str
+        and is_text(name)
+        and type(facts) is dict
+        and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
+        for name, facts in metadata.items()
+    )

@@ -26,7 +26,7 @@ from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, l
 from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
-    from torch.nn import Module
+    from torch.nn import Module as Module
 
     from ckptool.checkpoint.blocks import Plan
 else:
@@ -49,6 +49,7 @@ class Format:
     chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
+    recoverable: of a damaged one, what is whole can be told.
     leftovers: names in its folders of files that another run may have left, and that go with them.
     pickled: its files are pickles, or have some inside.  disguise: first bytes with which a file of this kind may be a
     pickle as well, whose first opcodes pass over the rest of the header; the empty pattern: it always may.
@@ -70,6 +71,7 @@ class Format:
     keeps_tree: bool = False
     own_metadata: bool = False
     is_program: bool = False
+    recoverable: bool = False
     leftovers: str = "(?!)"
     pickled: bool = False
     disguise: bytes = b"(?!)"
@@ -128,9 +130,9 @@ FORMATS: tuple[Format, ...] = (
     Format("archive", "archives", _ARCHIVE, pickled=True, disguise=b""),
     Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
     Format("torch-zip", "torch_zip", b"|".join(ZIP), suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
-           own_metadata=True, pickled=True),
+           own_metadata=True, recoverable=True, pickled=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
-           tensors_only=True, keeps_tree=True, disguise=rb".{0,3}[VUTXBC\x8a-\x8c]"),
+           tensors_only=True, keeps_tree=True, recoverable=True, disguise=rb".{0,3}[VUTXBC\x8a-\x8c]"),
     Format("torch-legacy", "torch_legacy", _LEGACY, pickled=True),
     Format("torch-tar", "torch_tar", rb".{257}ustar", pickled=True, disguise=b""),
     Format("npy", "npy", rb"\x93NUMPY", pickled=True),
@@ -161,7 +163,7 @@ def read_source(source: Input) -> Checkpoint:
     with while_open(), unchanged(source):
         found = read_alone(source)
         part = found.part or as_part(found)
-        if part is None and isinstance(source, Folder) and found.container != "folder":
+        if part is None and isinstance(source, Folder) and _may_have_members(found, source):
             from ckptool.formats.members import with_members
 
             found = with_members(found, Folder(source.path))
@@ -178,6 +180,13 @@ def read_source(source: Input) -> Checkpoint:
             found = replace(found, notes=(*found.notes, note))
         found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
     return found
+
+
+def _may_have_members(found: Checkpoint, folder: Folder) -> bool:
+    """True for the checkpoint of a folder in which is more than its own format opened."""
+    source = found.source
+    opened = source.files if isinstance(source, Folder) else [os.path.basename(source.path)] if source else []
+    return found.container != "folder" and not {*folder.names} <= {name.partition("/")[0] for name in opened}
 
 
 def read_alone(source: Input) -> Checkpoint:

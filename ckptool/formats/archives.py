@@ -84,16 +84,26 @@ def read(source: Source) -> Checkpoint:
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
         notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
-    tree: dict[Any, Any] = {}
-    for name, value in values.items():  # with a dictionary for each folder in their names
+    tree = in_folders(values, f"{source}: ")
+    return Checkpoint(tree, NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+
+
+def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Values by the parts of their names, as they lie in folders. Raises `Ambiguous` where a folder is a file, too,
+    `LimitExceeded` for folders in more than 100 others."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
         *folders, last = name.split("/")
+        if len(folders) > MAX_FOLDERS:
+            what = f"{where}{name[:200]!r} is in {counted(len(folders), 'folder')}"
+            raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
         node = tree
         for depth, folder in enumerate(folders):
             if "/".join(folders[: depth + 1]) in values:
-                raise Ambiguous(f"{source}: {folder} is a file and a folder", "Readers take one of them.")
+                raise Ambiguous(f"{where}{folder} is a file and a folder", "Readers take one of them.")
             node = node.setdefault(folder, {})
         node[last] = value
-    return Checkpoint(tree, NAME, {}, source, notes=tuple(notes), discarded=tuple(discarded))
+    return tree
 
 
 def _text(part: Readable) -> str | None:
@@ -106,15 +116,12 @@ def _text(part: Readable) -> str | None:
 
 
 def _check(source: Source, name: str, before: set[str]) -> None:
-    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere, `LimitExceeded`."""
+    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere."""
     if name in before:
         raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
     if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
         what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
         raise Corrupt(what, "No program writes such names; the archive is malicious.")
-    if (depth := name.count("/")) > MAX_FOLDERS:
-        what = f"{source}: {name[:200]!r} is in {counted(depth, 'folder')}"
-        raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
     if name.endswith(".distcp"):
         what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
         raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))

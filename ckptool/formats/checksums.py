@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate, groupby
 
 from ckptool.checkpoint import Computed, Data
 from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, blocks, name_of
@@ -28,36 +29,27 @@ Piece = tuple[int, int, int]  # which stretch, from where, how many bytes
 
 def checksums(stretches: Sequence[Data]) -> list[Sum]:
     """The CRC-32 of each stretch, or the error where it cannot be read. Raises `FileChanged`."""
-    batches: list[list[Piece]] = [[]]
-    size = 0
+    pieces = list[Piece]()
     for index, data in enumerate(stretches):
         # What is computed may keep its place in a stream: one thread reads all of it.
         step = max(data.length, 1) if isinstance(data, Computed) else PIECE
-        for at in range(0, max(data.length, 1), step):
-            length = min(step, data.length - at)
-            if batches[-1] and (size + length > BATCH or len(batches[-1]) == BATCHED):
-                batches.append([])
-                size = 0
-            batches[-1].append((index, at, length))
-            size += length
+        pieces += ((index, at, min(step, data.length - at)) for at in range(0, max(data.length, 1), step))
+    ends = accumulate(max(length, BATCH // BATCHED) for _, _, length in pieces)
+    placed = groupby(zip(pieces, ends, strict=True), lambda pair: pair[1] // BATCH)
 
-    def sums_of(batch: list[Piece]) -> list[Sum]:
-        return [_sum(stretches[index], at, length) for index, at, length in batch]
+    def sums_of(batch: list[Piece]) -> list[tuple[int, int, Sum]]:
+        return [(index, length, _sum(stretches[index], at, length)) for index, at, length in batch]
 
     sums: list[Sum] = [0] * len(stretches)
+    total = sum(data.length for data in stretches)
     # Most of the time goes into copying from the page cache.
-    pool = ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc")
-    try:
-        total = sum(data.length for data in stretches)
-        in_order = map if total < ALONE else pool.map
-        with reading(total):
-            for batch, found in zip(batches, in_order(sums_of, batches), strict=True):
-                for (index, _, length), after in zip(batch, found, strict=True):
-                    before = sums[index]
-                    if not isinstance(before, CkptoolError):
-                        sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with reading(total), ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc") as pool:
+        batches = ([piece for piece, _ in group] for _, group in placed)
+        for batch in (map if total < ALONE else pool.map)(sums_of, batches):
+            for index, length, after in batch:
+                before = sums[index]
+                if not isinstance(before, CkptoolError):
+                    sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
     return sums
 
 

@@ -6,8 +6,8 @@ header that is damaged. What torch writes has the size and the checksum of a rec
 comes first, says how large each storage is, so the walk jumps from header to header and reads no data. Nothing is
 believed but what is proven: the data by its checksum; the name, which no checksum covers, where directory and header
 agree, or by its place in the order in which torch writes records. A zip inside of a tensor is never mistaken for the
-file itself. Where the pickle is lost, nobody can tell which bytes are which tensor: the records that the directory
-lists are given as bytes, by name. Every byte is searched once and summed once.
+file itself. Where the pickle is lost, nobody can tell which bytes are which tensor, and nothing is given. Every byte is
+searched once and summed once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import Path, address, storages, stored_parts, walk
-from ckptool.commands import OUT, command
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, UsageError, counted, form
+from ckptool.commands import OUT, command, other_program
+from ckptool.errors import (
+    Ambiguous,
+    CkptoolError,
+    Corrupt,
+    FileProblem,
+    Truncated,
+    Unsupported,
+    UsageError,
+    counted,
+    form,
+)
 from ckptool.facts import Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
@@ -91,8 +99,8 @@ class Salvaged:
     """The contents of a damaged file.
 
     checkpoint: the tree, with lost storages in it.  records, whole: how many there were, and are.  proven: by
-    checksums.  raw: records by name, as the pickle is lost.  how: what was done.  prefix: so many bytes of the file are
-    a whole archive as they are (None: they are not).  unlisted: nothing says which records there were.
+    checksums.  how: what was done.  prefix: so many bytes of the file are a whole archive as they are (None: they are
+    not).
     """
 
     checkpoint: Checkpoint
@@ -100,8 +108,6 @@ class Salvaged:
     whole: int
     lost_records: tuple[LostRecord, ...]
     proven: bool
-    raw: bool = False
-    unlisted: bool = False
     how: str = ""
     prefix: int | None = None
 
@@ -145,11 +151,12 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
             return _salvaged_zip(source, error)
         if safetensors.detect(head, source):
             return _salvaged_safetensors(source)
-    raise error or UsageError(
-        f"ckptool cannot recover {source}",
-        "It recovers torch zips, .npz and safetensors files.",
-        "Copy or download it again.",
-    )
+    raise error or _not_recovered(source)
+
+
+def _not_recovered(source: Source) -> UsageError:
+    what, why = f"ckptool cannot recover {source}", "It recovers torch zips and safetensors files."
+    return UsageError(what, why, "Copy or download it again.")
 
 
 def with_whole_count(error: Truncated) -> Truncated:
@@ -194,25 +201,24 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         raise
     except CkptoolError as problem:
         error = error or problem
-    walk = None
-    if state is not None and (at := _root(state.records)) and _is_torn(state.records[f"{at}data.pkl"]):
-        before = _Walk(source, source.size).state  # of an edit of which not all was written: what it begins behind
-        headers = [each.header for each in state.records.values() if before is not None and each.header >= before.end]
-        state = before if before is not None and min(headers, default=-1) == before.end else state
-    if state is None or _root(state.records) is None:  # a name in the directory may be what is damaged
+    walk, root = None, _root(state.records) if state is not None else ""
+    if state is None or not root or _is_torn(state.records[f"{root}data.pkl"]):  # a name in it may be what is damaged
         walk = _Walk(source, source.size)
-        state = walk.state
-        is_known = state is not None or walk.root or _are_arrays(record.name for record in walk.records)
-        if walk.goes_on or not is_known:
-            raise error or Ambiguous(f"{source} is two zip archives, or none of torch's")
+        before, headers = walk.state, [each.header for each in state.records.values()] if state is not None else []
+        if not root:
+            state, root = before, _root(before.records) if before is not None else walk.root
+            if walk.goes_on or not root:
+                raise error or _not_recovered(source)
+        elif before is not None and min((at for at in headers if at >= before.end), default=-1) == before.end:
+            state, root = before, _root(before.records)  # that of an edit of which not all was written
     is_exact = state is not None and all(_agrees(record) for record in state.records.values())
     if state is not None:
-        archive, records, root = state, state.by_offset(), _root(state.records) or ""
+        archive, records = state, state.by_offset()
         how = UNDONE if state.end < source.size else ""
         pickle = state.records.get(f"{root}data.pkl")  # which proves its own name
         why = {each: NO_NAME for each in records if each is not pickle and not _agrees(each, name_alone=True)}
     elif walk is not None:
-        archive, records, root, how, why = walk.archive, walk.records, walk.root, BY_HEADERS, walk.why
+        archive, records, how, why = walk.archive, walk.records, BY_HEADERS, walk.why
     proven = archive.has_checksums = any(record.crc for record in records)
     for record in records:
         record.is_confirmed = True  # as far as it ever will be
@@ -233,29 +239,21 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         for record in records
         if record.name not in archive.records and (record in why or not record.name.startswith(root))
     ]
-    if not archive.records:
-        raise error or Corrupt(f"{source}: no record of it is whole", "Nothing can be recovered.")
     whole, found = len(archive.records), _opened(archive, root, lost)
     names = {record.name for record in records} | {record.name for record in found.lost_records}
     # Where its headers and checksums all say the same, its bytes are good as they are.
-    found.prefix = state.end if state is not None and is_exact and not found.lost_records else None
-    is_listed = walk is None or state is not None or walk.is_listed
-    found.unlisted = not is_listed and not found.raw and found.checkpoint.container == "npz"
-    return replace(found, records=len(names), whole=whole, proven=proven, how=how)
+    prefix = state.end if state is not None and is_exact and not found.lost_records else None
+    return replace(found, records=len(names), whole=whole, proven=proven, how=how, prefix=prefix)
 
 
 def _is_pickle(name: str) -> bool:
     return name.endswith("/data.pkl") and name.count("/") == 1
 
 
-def _are_arrays(names: Iterable[str]) -> bool:
-    return all(name.endswith(".npy") or name == marks.RECOVERED_RECORD for name in names)
-
-
-def _root(names: Iterable[str]) -> str | None:
-    """The folder of the records of a checkpoint; "" for those of an `.npz`, None for what is neither."""
+def _root(names: Iterable[str]) -> str:
+    """The folder of the records of a checkpoint; "" where they are none's."""
     root = next((name.removesuffix("data.pkl") for name in names if _is_pickle(name)), "")
-    return root if (root or _are_arrays(names)) and all(name.startswith(root) for name in names) else None
+    return root if all(name.startswith(root) for name in names) else ""
 
 
 def _is_torn(pickle: Record) -> bool:
@@ -282,9 +280,9 @@ class _Walk:
     """Goes through a file from header to header, as far as they lead.
 
     records, why: what it came by, in order, and what is wrong with some of it.  root, sizes: the folder of the pickle,
-    and the storages that it names.  listed: the names in a directory.  is_listed: they are those of the records.
-    state: the last complete archive that ends inside of the file.  goes_on: another archive follows, or an edit of a
-    state that cannot be read.  room: bytes that may be searched.  most: records.
+    and the storages that it names.  listed: the names in a directory.  state: the last complete archive that ends
+    inside of the file.  goes_on: another archive follows, or an edit of a state that cannot be read.  room: bytes that
+    may be searched.  most: records.
     """
 
     def __init__(self, source: Source, room: int, most: int = directory.MAX_ENTRIES) -> None:
@@ -414,8 +412,7 @@ class _Walk:
         record comes, neither it nor what follows is proven, nor is the storage before it: bytes that are missing from
         the middle put the data of one record behind the header of another.
         """
-        self.is_listed = self.listed == [record.name for record in self.records]
-        if self.is_listed:
+        if self.listed == [record.name for record in self.records]:
             return
         sizes = [*self.sizes]
         orders = [sizes, sorted(sizes, key=lambda name: (len(name), name)), sorted(sizes)]
@@ -451,59 +448,28 @@ class _Lossy:
 
 
 def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
-    """The tree, or the records by themselves where there is no pickle to say what they are.
+    """The tree of an archive that has its whole records alone.
 
-    Raises `Corrupt` where the record of the byte order is lost, and may have said: big.
+    Raises `Corrupt` where the pickle is lost, or the record of the byte order, which may have said: big; `Unsupported`
+    for a program of TorchScript.
     """
-    whole, checked, file = dict(archive.records), archive.has_checksums, archive.source.file
-    pickle = whole.get(f"{root}data.pkl") if root else None
-    if pickle is None and whole and _are_arrays(whole):
-        return _arrays(archive, lost)
-    if pickle is None or f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
-        tree = {}
-        for record in archive.by_offset():
-            storage = Storage(record.data, crc=record.crc if checked else None)
-            tree[record.name] = TensorEntry(storage, by_name("u8"), (record.size,), (1,))
-        return Salvaged(Checkpoint(tree, torch_zip.NAME, {}, file), 0, 0, tuple(lost), checked, raw=True)
-    metadata: dict[str, Any] = {}
-    for key, name, limit in (
-        ("byteorder", "byteorder", torch_zip.MAX_SMALL),
-        (marks.RECOVERED, marks.RECOVERED_RECORD, marks.MAX_RECORD),
-    ):
-        said = whole[root + name].contents(limit) if root + name in whole else b""
-        if said.strip():
-            metadata[key] = said.decode("utf-8", "replace").strip()
-    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
-        metadata[marks.RECOVERED] = marks.recovered_mark([], [])  # of what, is lost
+    source, whole = archive.source, dict(archive.records)
+    unzip = f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
+    if f"{root}data.pkl" not in whole:
+        what = f"{source}: its pickle is lost, which says what the bytes of the other records are"
+        raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
+    if f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
+        raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
     # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
     others = (f"{root}version", f"{root}data.pkl")
     short = any(size == len("big") for name, size in sizes.items() if name not in others and f"{root}data/" not in name)
-    order = metadata.get("byteorder", "" if short else "little")
-    if order not in ("little", "big"):
+    if short and f"{root}byteorder" not in whole:
         why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
-        raise Corrupt(f"{archive.source}: its byteorder record is damaged", why)
+        raise Corrupt(f"{source}: its byteorder record is damaged", why)
     lossy = _Lossy(archive, lost)
-    found = torch_zip.RecordStorages(archive, root + "data/", order == "big", lossy.find)
-    decoded = torch_zip.decoded_record(pickle, found)
-    tree, notes = decoded.root, list[Note]()
-    if (shared := whole.get(root + marks.DEDUPLICATED_RECORD)) is not None:
-        tree, notes = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
-    archive.records = whole
-    checkpoint = Checkpoint(tree, torch_zip.NAME, metadata, file, None, tuple(notes), decoded.discarded)
+    checkpoint = torch_zip.of_archive(archive, lossy.find)
+    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
+        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
     every = {each.name: each for each in lost} | lossy.lost
     return Salvaged(checkpoint, 0, 0, tuple(every.values()), True)
-
-
-def _arrays(archive: Archive, lost: list[LostRecord]) -> Salvaged:
-    """The arrays of an `.npz`; in place of a lost one stands its record, of which neither type nor shape is proven."""
-    from ckptool.formats.npz import ENDING, of_archive
-
-    checkpoint = of_archive(archive)
-    for each in lost:
-        name = each.name.removesuffix(ENDING)
-        name = each.name if name in checkpoint.tree else name
-        if each.name != marks.RECOVERED_RECORD and name not in checkpoint.tree:  # its ending may be what is damaged
-            storage = Storage(Computed(each.nbytes, NotThere(each)))
-            checkpoint.tree[name] = TensorEntry(storage, by_name("u8"), (each.nbytes,), (1,))
-    return Salvaged(checkpoint, 0, 0, tuple(lost), archive.has_checksums)

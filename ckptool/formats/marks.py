@@ -4,18 +4,19 @@
 which storage: `[[["a", "b"], ["c"]], …]`, for each piece of data the storages on it, each as the addresses of its
 tensors. They are separate when they are read, and so when they are written.
 
-The mark says what was lost, and what was filled in from elsewhere, so that no file passes for intact that is not. It
+The mark says what was lost, and what 0.1.0 filled in from elsewhere, so that no file passes for intact that is not. It
 goes along into every file made of this one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from ckptool.checkpoint import Note, Storage, TensorEntry
+from ckptool.checkpoint.nodes import items
 from ckptool.checkpoint.tree import Path, address, rebuild, walk
 from ckptool.errors import Corrupt, counted, listed
 
@@ -60,24 +61,19 @@ RECOVERED_RECORD = ".ckptool/recovered"  # below the root of a zip
 RECOVERED_NOTE = "recovered-file"  # its code
 SCHEMA = "ckptool.recovered/1"
 MAX_RECORD = 1 << 20
-_NAMED = 1_000  # tensors; the rest is counted
-_LONGEST = 200
+MOST, _LONGEST = 1_000, 200  # addresses of one kind that are kept, and characters of each
+_KINDS = {"filled": "filled in from another file", "lost": "lost"}
 
 
-def recovered_mark(lost: list[str], filled: list[str], before: str = "") -> str:
-    """The mark of a file whose tensors at these addresses were lost, or filled in. before: the mark that it had."""
-    facts = {"lost": lost, "filled": filled, "lost_count": len(lost), "filled_count": len(filled)}
-    return _mark(facts, before)
-
-
-def _mark(facts: dict[str, Any], before: str) -> str:
+def recovered_mark(lost: list[str], before: str = "", filled: Sequence[str] = ()) -> str:
+    """The mark of a file whose tensors at these addresses were lost. before: the mark that it had.  filled: those that
+    an older version filled in from elsewhere."""
     known = recovered_facts(before)
-    record: dict[str, Any] = {"schema": SCHEMA, "lost_count": 0, "filled_count": 0}
-    for key in ("lost", "filled"):
-        every = [*known[key], *facts[key]]
-        names = list(dict.fromkeys(every))
-        record[f"{key}_count"] = known[f"{key}_count"] + facts[f"{key}_count"] - (len(every) - len(names))
-        record[key] = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names[:_NAMED]]
+    names = {"lost": [*known["lost"], *lost], "filled": [*known["filled"], *filled]}
+    record: dict[str, Any] = {"schema": SCHEMA}
+    for kind, places in names.items():
+        short = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in dict.fromkeys(places)]
+        record[kind] = short[:MOST]
     return json.dumps(record, separators=(",", ":"))
 
 
@@ -88,42 +84,35 @@ def recovered(
 
     With the mark that is there before; empty where nothing of it was lost.
     """
-    text, old = metadata.get(RECOVERED), before.get(RECOVERED, "")
-    if not isinstance(text, str) or not (at or to or old):
-        return {RECOVERED: text} if isinstance(text, str) else {}
+    if not isinstance(text := metadata.get(RECOVERED), str):
+        return {}
     facts, above, below = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
-    for key in ("lost", "filled"):
-        names = [below + place.removeprefix(above) for place in facts[key] if place.startswith(above)]
-        # Of those that are counted and not named nobody knows where they were.
-        facts |= {key: names, f"{key}_count": len(names) if at else max(len(names), facts[f"{key}_count"])}
-    return {RECOVERED: _mark(facts, old)} if not at or facts["lost"] or facts["filled"] else {}
+    for kind, places in facts.items():
+        facts[kind] = [below + place.removeprefix(above) for place in places if place.startswith(above)]
+    if at and not any(facts.values()):
+        return {}
+    return {RECOVERED: recovered_mark(**facts, before=before.get(RECOVERED, ""))}
 
 
-def recovered_facts(text: str) -> dict[str, Any]:
-    """The names and counts of lost and filled tensors in a mark; none of them for a mark that cannot be read."""
-    found: dict[str, Any] = {"lost": [], "filled": [], "lost_count": 0, "filled_count": 0}
+def recovered_facts(text: str) -> dict[str, list[str]]:
+    """The addresses of lost and filled tensors in a mark; none of them for a mark that cannot be read."""
     try:
         record = json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        return found
-    if isinstance(record, dict):
-        for key in ("lost", "filled"):
-            names, count = record.get(key), record.get(f"{key}_count")
-            found[key] = [name for name in names if type(name) is str] if isinstance(names, list) else []
-            found[f"{key}_count"] = count if type(count) is int and count >= 0 else len(found[key])
-    return found
+        record = {}
+    found = {kind: record.get(kind) if isinstance(record, dict) else None for kind in _KINDS}
+    return {kind: [each for each in items(places) if type(each) is str] for kind, places in found.items()}
 
 
 def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     """The note on a file with this metadata, if it was recovered."""
-    text = metadata.get(RECOVERED)
-    if not isinstance(text, str):
+    if not isinstance(text := metadata.get(RECOVERED), str):
         return ()
     facts = recovered_facts(text)
     parts = []
-    for key, words in (("filled", "filled in from another file"), ("lost", "lost")):
-        if count := facts[f"{key}_count"]:
-            names = listed(facts[key][:count], 3)
-            parts.append(f"{counted(count, 'tensor was', 'tensors were')} {words}: {names}")
+    for kind, words in _KINDS.items():
+        if places := facts[kind]:
+            were = "tensors or more were" if len(places) >= MOST else "tensors were"
+            parts.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
     lost = "; ".join(parts) or "what was lost is not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

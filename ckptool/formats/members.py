@@ -94,8 +94,7 @@ def detect(head: bytes, source: Input) -> bool:
 
 def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
-    alone = _model_parallel, _consolidated, _pipeline, _collection
-    return next((found for kind in alone if (found := kind(folder)).names), None) or _training(folder)
+    return next((found for found in _alone(folder) if found.names), None) or _training(folder)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
@@ -286,41 +285,30 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
 # The kinds of folders ------------------------------------------------------------------------------------------------
 
 
-# Each gives the members that are there, and those that are missing; no members for a folder of another kind. Of the
-# first four no other format reads the folder.
-
-
-def _model_parallel(folder: Folder) -> MemberFiles:
-    """Megatron's legacy layout: a folder for each rank."""
+def _alone(folder: Folder) -> Iterator[MemberFiles]:
+    """What a folder is that no other format reads: of each kind the members that are there, and those that are missing;
+    no members where it is another."""
+    # Megatron's legacy layout: a folder for each rank.
     ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
     ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
     lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
     files = tuple(f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt"))
-    return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{rank}/" for rank in lost), by_rules=True)
-
-
-def _consolidated(folder: Folder) -> MemberFiles:
-    """Llama's files, one for each rank of tensor parallelism; one alone is the model."""
+    yield MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{rank}/" for rank in lost), by_rules=True)
+    # Llama's files, one for each rank of tensor parallelism; one alone is the model.
     names = tuple(name for name in folder.names if CONSOLIDATED.fullmatch(name))
-    missing = tuple(missing_names(names, CONSOLIDATED))
-    return MemberFiles("a Llama checkpoint", "", names if len(names) > 1 else (), missing, by_rules=True)
-
-
-def _pipeline(folder: Folder) -> MemberFiles:
-    """A diffusers pipeline: `model_index.json` names its components, each in a folder of its own."""
+    lost = missing_names(names, CONSOLIDATED)
+    yield MemberFiles("a Llama checkpoint", "", names if len(names) > 1 else (), tuple(lost), by_rules=True)
+    # A diffusers pipeline: `model_index.json` names its components, each in a folder of its own. What has weights has a
+    # config.json; schedulers and tokenizers have others.
     there = dict(_components(folder, "model_index.json"))
     names = tuple(name for name, what in there.items() if what == "weights")
-    # What has weights has a config.json; schedulers and tokenizers have others.
-    missing = tuple(name for name, what in there.items() if what in ("", CONFIG))
-    return MemberFiles("a diffusers pipeline", "diffusers", names, missing)
-
-
-def _collection(folder: Folder) -> MemberFiles:
-    """ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest."""
+    lost = [name for name, what in there.items() if what in ("", CONFIG)]
+    yield MemberFiles("a diffusers pipeline", "diffusers", names, tuple(lost))
+    # ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest.
     sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state") if name in folder}
     names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
     is_one = "model" in names and len(names) > 1
-    return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())
+    yield MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())
 
 
 def _is_weights(name: str) -> bool:

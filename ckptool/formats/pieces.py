@@ -4,7 +4,7 @@ Every engine's folder is read as this. A piece is a strided range of bytes of a 
 tensor. Pieces may be empty, come in any order, and repeat: replicas, which have to agree. Those of a flat vector (ZeRO)
 are pieces of the tensor in one dimension.
 
-Vector-major bytes are assembled on demand: a read touches the pieces in its range alone, and memory holds no more.
+Row-major bytes are assembled on demand: a read touches the pieces in its range alone, and memory holds no more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.facts import dataclass, field, replace
+from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
-from ckptool.formats.placements import Box, Piece, overlap
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
@@ -363,12 +363,6 @@ def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
         cast = numpy.frombuffer(values, dtype.to_numpy()).astype(copy.to_numpy())
     theirs = numpy.frombuffer(copied, copy.to_numpy())
     return bool(numpy.all((cast == theirs) | (numpy.isnan(cast) & numpy.isnan(theirs))))
-
-
-def begin_alike(values: TensorEntry, copy: TensorEntry) -> bool:
-    """True if the first 64 values of one are those of its copy in another type."""
-    one, other = (row_major(each.reshape((each.numel,)).narrow(0, 0, min(64, each.numel))) for each in (values, copy))
-    return _same(one.read(0, one.length), values.dtype, other.read(0, other.length), copy.dtype)
 
 
 def boxes_between(shape: tuple[int, ...], strides: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

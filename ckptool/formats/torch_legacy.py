@@ -14,7 +14,6 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -37,7 +36,6 @@ from ckptool.errors import (
     UnsafeObject,
     Unsupported,
     counted,
-    listed,
 )
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
@@ -110,11 +108,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         raise error.within(name) from None
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     notes = [*decoded.notes, *protocol_notes(decoded.protocol)]
-    add_sources(tables.sources, metadata, notes)
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
-    if not little_endian:
-        how = "its elements are little-endian as torch writes them everywhere, and read so"
-        notes.append(Note("big-endian", f"written on a big-endian machine; {how}", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
     calls = (*head.discarded, *decoded.discarded, *keys.aside())
@@ -173,36 +167,29 @@ _NO_TENSOR = "The file is damaged or malicious."
 _MENDED = "The file was damaged, or put together from two."
 _DAMAGED = "The pickle was damaged."
 
-Sources = dict[str, dict[str, str | None]]  # the file and the text of classes, by name
-
 
 class LegacyStorages:
     """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
 
-    roots: those with data of their own, and how many elements each has.  views: of them, by keys of their own.
+    roots: those with data of their own.  views: of them, by keys of their own.
     """
 
     def __init__(self) -> None:
-        self.given: dict[tuple[Any, ...], StorageRef] = {}  # by the id: most are of a storage that was seen before
-        self.roots: dict[str, tuple[StorageRef, int]] = {}
+        self.roots: dict[str, StorageRef] = {}
         self.views: dict[str, StorageView] = {}
-        self.sources: Sources = {}
 
     def load(self, pid: Any) -> Any:
         """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
         parts = tuple(map(as_text, pid)) if type(pid) is tuple else (None,)
         if len(parts) == 4 and parts[0] == "module":
-            return class_of(parts[1:], self.sources)
+            return class_of(parts[1:])
         if len(parts) != 6 or parts[0] != "storage":
             raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
-        if view is not None:
-            return self._view(self._root(cls, key, location, numel), numel, view)
-        if (found := self.given.get(parts)) is None:
-            found = self.given[parts] = self._root(cls, key, location, numel)
-        return found
+        root = self._root(cls, key, location, numel)
+        return root if view is None else self._view(root, numel, view)
 
     def _root(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
@@ -215,9 +202,8 @@ class LegacyStorages:
         def unplaced(offset: int, length: int) -> bytes:
             raise AssertionError(f"{length} bytes at {offset} of the storage {key}, which is not placed yet")
 
-        if key not in self.roots:
-            self.roots[key] = StorageRef(Storage(Computed(size, unplaced), location), dtype), numel
-        first = self.roots[key][0]
+        if (first := self.roots.get(key)) is None:
+            first = self.roots[key] = StorageRef(Storage(Computed(size, unplaced), location), dtype)
         storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
         alike = dtype is first.dtype or is_bytes or not size
         if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
@@ -241,16 +227,15 @@ class LegacyStorages:
         keys = [as_text(key) for key in keys] if type(keys) is list else [None]
         if not all(type(key) is str for key in keys):
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
-        wrong = [key[:80] for key, count in Counter(keys).items() if count > 1 or key not in self.roots]
-        if wrong := wrong or sorted(key[:80] for key in self.roots.keys() - set(keys)):
-            raise Corrupt(f"the list of storages does not have each that is used, once: {listed(wrong, 3)}")
+        if sorted(keys) != sorted(self.roots):
+            raise Corrupt("the list of storages does not have each that is used, once", _MENDED)
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
-                sizes = (8 + self.roots[key][0].storage.nbytes for key in keys[number : number + _AHEAD])
+                sizes = (8 + self.roots[key].storage.nbytes for key in keys[number : number + _AHEAD])
                 starts = accumulate(sizes, initial=data.offset + at)
                 data.file.expect((start, start + 8) for start in starts)
-            storage, numel = self.roots[key][0].storage, self.roots[key][1]
-            size = storage.nbytes
+            storage, dtype = self.roots[key].storage, self.roots[key].dtype
+            size, numel = storage.nbytes, storage.nbytes // (dtype.itemsize if dtype else 1)
             if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
                 raise Corrupt(f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}")
             if at + 8 + size > data.length:
@@ -266,29 +251,11 @@ def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
     return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
 
 
-def class_of(parts: tuple[Any, ...], sources: Sources) -> Global:
-    """The class that `(class, file, source text)` in a persistent id names; its file and text go to `sources`."""
-    texts = [whole(part) for part in parts[1:]]
-    if (
-        len(parts) != 3
-        or type(parts[0]) is not Global
-        or not all(text is None or isinstance(text, (str, bytes)) for text in texts)
-    ):
+def class_of(parts: tuple[Any, ...]) -> Global:
+    """The class that `(class, file, source text)` in a persistent id names; nobody looks at the text."""
+    if len(parts) != 3 or type(parts[0]) is not Global:
         raise Corrupt("a persistent id of a module that is not as torch writes it", _DAMAGED)
-    file, source = (text.decode("latin-1") if isinstance(text, bytes) else text for text in texts)
-    if file is not None or source is not None:
-        sources[str(parts[0])] = {"file": file, "source": source}
     return parts[0]
-
-
-def add_sources(sources: Sources, metadata: dict[str, Any], notes: list[Note]) -> None:
-    """Adds the source text of classes to the metadata, and a note on it, where there is any in the file."""
-    if sources:
-        metadata["sources"] = dict(sources)
-        count = counted(len(sources), "class", "classes") if len(sources) > 1 else "a class"
-        what = f"the source text of {count} is in the file"
-        what += ": shown by inspect --json, never run, and not kept in what is written"
-        notes.append(Note("class-source", what))
 
 
 def as_text(value: Any) -> Any:

@@ -27,7 +27,7 @@ from ckptool.checkpoint.nodes import Global, brief
 from ckptool.checkpoint.strided import subrange
 from ckptool.errors import BadTensor, CkptoolError, Corrupt, Truncated, Unsupported, counted
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.torch_legacy import COMPACT, Sources, add_sources, as_text, class_of, machine_order, small_pickle
+from ckptool.formats.torch_legacy import COMPACT, as_text, class_of, machine_order, small_pickle
 from ckptool.pickles.decode import decode_lazily, skeleton
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
@@ -82,7 +82,6 @@ def read(source: Source) -> Checkpoint:
     decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
     notes = [*decoded.notes]
-    add_sources(tables.sources, metadata, notes)
     what = "the format has checksums of its headers only: damage to its data cannot be noticed"
     notes.append(Note("no-checksums", what, COMPACT))
     if left := source.size - archive.end:
@@ -136,14 +135,13 @@ class _Tables:
 
     def __init__(self) -> None:
         self.values: dict[int | str, StorageRef | StorageView | TensorEntry] = {}
-        self.sources: Sources = {}
         self.discarded: list[Any] = []
         self.trailing = 0
 
     def load(self, pid: Any) -> Any:
         """The tensor, storage or module's class that a persistent id stands for."""
         if type(pid) is tuple:
-            return class_of(pid, self.sources)
+            return class_of(pid)
         key = as_text(pid)
         if isinstance(key, str) and re.fullmatch(r"-?\d{1,20}", key, re.ASCII):
             key = int(key)

@@ -8,6 +8,7 @@ they move by a multiple of the alignment, so that a rename is one new pickle and
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 NAME = "torch-zip"
 ALIGNMENT = 64
 MAX_SMALL = 1 << 16
-MAX_VERSION = 99  # torch 2.13 reads up to 10
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
@@ -59,7 +59,14 @@ def read(source: Readable) -> Checkpoint:
         from ckptool.formats import torchscript
 
         return torchscript.read(archive)
-    root, small, storages, decoded = read_pickled(archive)
+    return of_archive(archive)
+
+
+def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
+    """The checkpoint that the records of an archive are, as `read` gives it. find: see `RecordStorages`; then other
+    records may be missing, too."""
+    source = archive.source
+    root, small, storages, decoded = read_pickled(archive, find=find)
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
@@ -78,6 +85,9 @@ def read(source: Readable) -> Checkpoint:
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
 
 
+Find = Callable[[str, int], "Record | None"]
+
+
 class Pickled(NamedTuple):
     """A zip of torch's and the pickle in it. small: the texts of the short records that are there, by name."""
 
@@ -87,8 +97,10 @@ class Pickled(NamedTuple):
     decoded: Decoded
 
 
-def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False) -> Pickled:
-    """The short records and the pickle of an archive; script: which may hold a program.
+def read_pickled(
+    archive: Archive, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False, find: Find | None = None
+) -> Pickled:
+    """The short records and the pickle of an archive. script: which may hold a program.  find: see `of_archive`.
 
     Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
     what `decode` raises.
@@ -120,16 +132,16 @@ def read_pickled(archive: Archive, builders: Mapping[Global, Builder] = BUILDERS
         if version not in (None, other):
             raise Ambiguous(f"{source} has two version records that disagree")
         version = version or other
-    if version is None:
+    if version is None and find is None:
         raise Corrupt(f"{source}: it has no record {root}version", "torch refuses such a file.")
-    if not version.isascii() or not version.isdigit() or not 1 <= int(version[:9]) <= MAX_VERSION:
+    if version is not None and not re.fullmatch(r"0*[1-9][0-9]?", version[:9]):
         raise Corrupt(f"{source}: its version record says {version[:40]!r}")
     if said.get("byteorder", b"little") not in (b"little", b"big"):  # torch compares the bytes
         raise Corrupt(
             f"{source}: its byteorder record says {said['byteorder'].decode('utf-8', 'replace')!r}",
             "torch refuses such a file.",
         )
-    storages = RecordStorages(archive, root + "data/", big_endian=said.get("byteorder") == b"big")
+    storages = RecordStorages(archive, root + "data/", said.get("byteorder") == b"big", find)
     decoded = decoded_record(pickles[0], storages, builders)
     for record in records.values():
         if not (record.is_used or source.file.far):  # another reader may be asked for it; elsewhere each is a request
@@ -162,7 +174,7 @@ class RecordStorages:
     archive: Archive
     prefix: str
     big_endian: bool
-    find: Callable[[str, int], Record | None] | None = None
+    find: Find | None = None
     refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
     others: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 

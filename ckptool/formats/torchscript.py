@@ -28,7 +28,6 @@ from ckptool.formats.zip.directory import Archive, Record
 from ckptool.pickles.arguments import CLASSES, PACKED
 
 NAME = "torchscript"
-MAX_FOLDERS = 32
 
 
 def read(archive: Archive) -> Checkpoint:
@@ -165,10 +164,16 @@ class _Program:
 
     def beside(self) -> dict[str, Callable[[], Any]]:
         """The program and its constants, to be shown, by name."""
-        found: dict[str, Callable[[], Any]] = {"code": lambda: _folders(self.texts(self.files))}
+        found: dict[str, Callable[[], Any]] = {"code": self.code}
         if self.extra:
             found["extra"] = lambda: self.texts(self.extra)
         return found | {name: partial(self.unpickled, name) for name in self.pickles}
+
+    def code(self) -> dict[str, Any]:
+        """The program's text, as its files lie in folders."""
+        from ckptool.formats.archives import in_folders  # which few who open a program ask for
+
+        return in_folders(self.texts(self.files), f"{self.archive.source}: ")
 
     def texts(self, records: dict[str, Record]) -> dict[str, str]:
         """The contents of records, as text."""
@@ -219,20 +224,6 @@ class _Program:
                 kept = None if buffers is None else frozenset(re.findall(_QUOTED, buffers))
                 found[Global(module, own)] = _ScriptClass(base == "Module", named, kept)
         return found
-
-
-def _folders(texts: dict[str, str]) -> dict[str, Any]:
-    """Texts by the parts of their names, as they lie in folders. Raises `Corrupt` where a folder is a file, too."""
-    tree: dict[str, Any] = {}
-    for name, text in texts.items():
-        *folders, last = name.split("/")
-        here: Any = tree
-        for folder in folders[:MAX_FOLDERS]:
-            here = here.setdefault(folder, {}) if isinstance(here, dict) else None
-        if not isinstance(here, dict) or last in here or len(folders) > MAX_FOLDERS:
-            raise Corrupt(f"the code {name[:200]} cannot lie in a folder", "No program of torch has such files.")
-        here[last] = text
-    return tree
 
 
 # What runs when an object is loaded --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.strided import in_storage_order, row_major, storage_axes
 from ckptool.commands import ADDRESS, FILE, OUT, arg, command
+from ckptool.conventions.state_dicts import is_metadata
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
@@ -174,7 +175,7 @@ def unpack(
         raise Corrupt(f"{name} is damaged ({type(error).__name__})", _CHANGED) from None
     tree = found.root
     if stored and type(tree) is OrderedDict and not tree:
-        if not holds(tree.metadata):
+        if not is_metadata(tree.metadata):
             raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
         return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.aside(), False
     # The names of tensors that are of another type or shape in the container than in the tree, or in one of them alone.
@@ -200,17 +201,6 @@ def unpack(
 
 def set_on(tree: Any) -> dict[str, str]:
     """The entry of metadata that keeps the `_metadata` of a state dict; none where it has none that torch writes."""
-    if not isinstance(tree, OrderedDict) or not holds(tree.metadata):
+    if not isinstance(tree, OrderedDict) or not is_metadata(tree.metadata):
         return {}
     return {KEY: base64.b64encode(pickle_of(OrderedDict((), {METADATA: tree.metadata}), {})).decode()}
-
-
-def holds(metadata: Any) -> bool:
-    """True for the `_metadata` of a state dict as torch writes it: names of modules, each with plain facts."""
-    return isinstance(metadata, dict) and all(
-        type(name) is str
-        and is_text(name)
-        and type(facts) is dict
-        and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
-        for name, facts in metadata.items()
-    )

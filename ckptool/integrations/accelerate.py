@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ckptool.errors import UsageError
-from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
+from ckptool.integrations.shared import Fetches, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
-from ckptool.training.store import commit_file, newest_whole
+from ckptool.training.store import check, commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
 _OURS = "ckptool.pt"
@@ -60,7 +60,7 @@ class AcceleratorCheckpoints:
             self._lock = Lock(self.folder, "another folder")
         accelerator.wait_for_everyone()
         say = say if accelerator.is_main_process else lambda text: None
-        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check_folder, say)
+        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check, say)
         self.resumed = newest is not None
         if newest is not None:
             self._load(newest.path)

@@ -19,7 +19,7 @@ from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
+from ckptool.training.store import SavedState, check, commit_file, newest_whole, read_json, remove_file
 
 _KEY = "ckptool_ranks"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
@@ -36,15 +36,12 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
     there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
     there = sorted(there, key=lambda saved: saved.step)
-    newest = newest_whole(folder, there, lambda saved: check(saved, "full"), say)
+    newest = newest_whole(folder, there, check, say)
     return newest.path if newest else None
 
 
 def _saved(path: str) -> SavedState:
     sidecar = read_json(_sidecar(path))
-    old = (sidecar or {}).get("replaces")
-    if isinstance(old, dict) and file_digest(path) == old.get("sha256"):
-        sidecar = old  # killed before the new file had the name
     step = (sidecar or {}).get("step")
     return SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar)
 

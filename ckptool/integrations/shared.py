@@ -13,18 +13,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from ckptool.errors import Conflict, Corrupt, counted
+from ckptool.errors import Conflict, counted
 from ckptool.output import make_folder
 from ckptool.output.folders import move_folder
 from ckptool.training import rng
 from ckptool.training.batches import generators_of, make_ready
 from ckptool.training.saving import to_cpu
-from ckptool.training.store import SavedState, described, read_json, write_json
+from ckptool.training.store import SavedState, described, files_of, read_json, write_json
 
 SIDECAR = "ckptool.json"
 STAGING = ".ckptool-staging"
@@ -56,7 +55,7 @@ def committed(target: str, step: int, main: bool, wait: Callable[[], Any]) -> It
         yield temporary
         wait()
         if main:
-            write_json(os.path.join(temporary, SIDECAR), {"step": step, "files": _described(temporary)})
+            write_json(os.path.join(temporary, SIDECAR), {"step": step, "files": described(files_of(temporary))})
             move_folder(temporary, target)
     wait()
 
@@ -71,34 +70,12 @@ def rotate(folder: str, name: re.Pattern[str], step: int, keep: int, stay: Colle
             os.rename(path, os.path.join(hidden, os.path.basename(path)))
 
 
-def _described(folder: str) -> dict[str, Any]:
-    """The size and the digest of each file below a folder, by its name there."""
-    paths = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name != SIDECAR)
-    files = (path for path in sorted(paths) if stat.S_ISREG(os.lstat(path).st_mode))
-    return described({os.path.relpath(path, folder): path for path in files})
-
-
 def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:
     """The checkpoints in a folder, oldest first, whole or not. name: matches theirs, with the step as its group."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     paths = {os.path.join(folder, found[0]): int(found[1]) for found in map(name.fullmatch, names) if found}
     there = [SavedState(step, path, read_json(os.path.join(path, SIDECAR))) for path, step in paths.items()]
     return sorted(there, key=lambda saved: saved.step)
-
-
-def check_folder(saved: SavedState) -> SavedState:
-    """The same checkpoint. Raises `Corrupt` unless every file of it is what its sidecar says."""
-    sidecar = saved.sidecar or {}
-    if not isinstance(files := sidecar.get("files"), dict):
-        raise Corrupt(f"{saved.path} has no {SIDECAR}", "It is incomplete, or was not committed by ckptool.")
-    if sidecar.get("step") != saved.step:
-        raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Folders were renamed.")
-    there = _described(saved.path)
-    for name in files:
-        if there.get(name) != files[name]:
-            problem = "does not match its sha256" if name in there else "is missing"
-            raise Corrupt(f"{os.path.join(saved.path, name)} {problem}", "It was changed after it was saved.")
-    return saved
 
 
 # Batches --------------------------------------------------------------------------------------------------------------

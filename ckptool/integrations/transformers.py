@@ -13,12 +13,12 @@ from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ckptool.errors import Conflict, UsageError
-from ckptool.integrations.shared import Fetches, check_folder, committed, rotate, saved_folders
+from ckptool.integrations.shared import Fetches, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded
-from ckptool.training.store import newest_whole
+from ckptool.training.store import check, newest_whole
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _STATE = "trainer_state.json"
@@ -67,12 +67,12 @@ class DurableCheckpoints:
         named = os.path.abspath(resume) if isinstance(resume, str) else ""
         there = saved_folders(os.path.dirname(named) or folder, _NAME)
         if resume is True:
-            newest = newest_whole(folder, there, check_folder, say)
+            newest = newest_whole(folder, there, check, say)
             resume = newest.path if newest else None
         elif named:
             for saved in there:
                 if saved.path == named and saved.sidecar:
-                    check_folder(saved)
+                    check(saved)
         elif self.args.should_save and there:
             # Of a stock Trainer's, which have no sidecars, none is the newest whole one: it is named by its path.
             way = True if any(saved.sidecar for saved in there) else there[-1].path

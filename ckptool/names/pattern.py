@@ -50,7 +50,7 @@ def unbound(name: str, text: str, inner: str = "") -> Unbound:
         "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
         f"Give it: {arg(set=f'{name}=NUMBER')}{either}",
     )
-    found.name = name
+    found.name, found.of_rules = name, bool(inner)
     return found
 
 

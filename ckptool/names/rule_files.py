@@ -19,7 +19,6 @@ join:                                  # patterns of whole keys; the first that 
   '*.linear_proj.weight': row
   '*': replicated
 layers: [decoder.layers]               # a pipeline stage counts its own layers from 0
-unstack: [decoder.layers]              # one tensor for all layers becomes one for each
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
         matched = Name(pattern, matches=matcher(pattern))
     except UsageError as error:
         raise error.within(place) from None
-    return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, words=texts.get("like", "")),))
+    return Rule(f"{pattern}: {way}", place, (matched,), (), (Operation(way, numbers, like=texts.get("like", "")),))
 
 
 _COUNT = re.compile("[1-9][0-9]{0,11}|.*[^0-9].*", re.DOTALL).fullmatch  # a number above zero, or an expression
@@ -283,7 +282,6 @@ def _prefixes(node: Any, path: str) -> tuple[str, ...]:
 _JOIN: dict[str, Callable[[Any, str], Any]] = {
     "join": lambda node, path: tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items()),
     "layers": _prefixes,
-    "unstack": _prefixes,
 }
 _SECTIONS: dict[str, Callable[[Any, str], Any]] = {
     "rules": _rules,

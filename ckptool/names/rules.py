@@ -33,17 +33,18 @@ _CHAIN = re.compile(r"(?<!\\)\s:\s+")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of a rule: `split 0 [h, kv]`, with its numbers, its lists of numbers and its other words.
+    """One operation of a rule: `split 0 [h, kv]`, with its numbers and its lists of numbers.
 
-    over: the variable whose numbers it stacks or unstacks.  parts: of how many names, where that counts.
-    of: the size that the dimension has before it, with which it can be undone.
+    over: the variable whose numbers it stacks or unstacks.  like: a name, for the `width` of a join.
+    parts: of how many names, where that counts.  of: the size that the dimension has before it, with which it can be
+    undone.
     """
 
     name: str
     numbers: tuple[Arithmetic, ...] = ()
     lists: tuple[tuple[Arithmetic, ...], ...] = ()
     over: str = ""
-    words: str = ""
+    like: str = ""
     parts: int = 0
     of: Arithmetic | None = None
 
@@ -67,9 +68,7 @@ class Operation:
         if self.name == "slice":
             lists = [":".join(value.text for value in self.lists[0])]
         over = [f"over {self.over}"] if self.over else [f"of {self.of.text}"] if self.of else []
-        return " ".join(
-            [self.name, *(value.text for value in self.numbers), *lists, *over, *filter(None, [self.words])]
-        )
+        return " ".join([self.name, *(value.text for value in self.numbers), *lists, *over])
 
 
 class OperationKind(NamedTuple):
@@ -77,7 +76,6 @@ class OperationKind(NamedTuple):
     list, an n for each number, an r for a range.  inverse: its name, or a function.
 
     each: it acts on each tensor by itself.  over: it may be `over` a variable.  of: it may be `of` a size.
-    free: other words follow, which are read by who carries it out.
     """
 
     usage: str
@@ -85,7 +83,6 @@ class OperationKind(NamedTuple):
     inverse: str | Callable[[Operation], Operation | None] | None = None
     each: bool = True
     over: bool = False
-    free: bool = False
     of: bool = False
 
 
@@ -95,20 +92,18 @@ def parse_operation(text: str) -> Operation:
     if name not in KINDS:
         what = f"unknown operation {name!r}" if name else "no operation after the colon"
         raise UsageError(what, f"Available: {', '.join(KINDS)}.", "For example: 'a => b : transpose'")
-    kind, over, of, rest = KINDS[name], "", None, list[str]()
+    kind, over, of = KINDS[name], "", None
     if kind.over and words[-2:-1] == ["over"] and re.fullmatch(r"\w+", words[-1]):
         over, words = words[-1], words[:-2]
     if kind.of and words[-2:-1] == ["of"]:
         of, words = parse_arithmetic(words[-1]), words[:-2]
-    if kind.free:
-        words, rest = words[: len(kind.words)], words[len(kind.words) :]
     kinds = [_kind(word) for word in words]
-    if not re.fullmatch(kind.words, "".join(sorted(kinds))) or kind.free != bool(rest):
+    if not re.fullmatch(kind.words, "".join(sorted(kinds))):
         raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
     lists, numbers = (
         [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in some] for some in ("lr", "n")
     )
-    return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, " ".join(rest), of=of)
+    return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, of=of)
 
 
 def _kind(word: str) -> str:
@@ -188,13 +183,9 @@ KINDS: dict[str, OperationKind] = {
     "unstack": OperationKind("unstack AXIS [over VARIABLE]", inverse="stack", each=False, over=True),
     "slice": OperationKind("slice AXIS BEGIN:END [of SIZE]", "nr|ln", inverse=_unslice, of=True),
     "pad": OperationKind("pad AXIS SIZE [of SIZE]", "nn", inverse=_unpad, of=True),
-    "repeat": OperationKind("repeat AXIS TIMES", "nn", inverse="unrepeat"),
-    "unrepeat": OperationKind("unrepeat AXIS TIMES", "nn", inverse="repeat"),
     "add": OperationKind(
         "add NUMBER", inverse=lambda op: replace(op, numbers=(parse_arithmetic(f"-({op.numbers[0].text})"),))
     ),
-    "resize": OperationKind("resize [SIZE, …] bicubic(cls=1) | rows(mean) | …", "l", free=True),
-    "cast": OperationKind("cast DTYPE", "", free=True),
 }
 
 
@@ -318,8 +309,8 @@ class Translation:
     tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
     tied_new: such names of the new side, whose files may lack them: left out on the way back.
     complete: what the rules have names for has to be there, for each block alike.
-    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers, unstack: prefixes of names, after
-    which the number of a layer stands or is to stand.  of_layout: these need not match, as they are for any model of a
+    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers: prefixes of names, after which the
+    number of a layer stands.  of_layout: these need not match, as they are for any model of a
     kind.  path: where they were read.
     """
 
@@ -336,13 +327,12 @@ class Translation:
     complete: bool = False
     join: tuple[Rule, ...] = ()
     layers: tuple[str, ...] = ()
-    unstack: tuple[str, ...] = ()
     of_layout: bool = False
     path: str = field(default="", compare=False)
 
     @property
     def joins(self) -> bool:
-        return bool(self.join or self.layers or self.unstack)
+        return bool(self.join or self.layers)
 
     @property
     def only_renames(self) -> bool:
@@ -352,7 +342,7 @@ class Translation:
         """The translation back. Raises `UsageError` for a rule that cannot be undone."""
         back = tuple(rule.reversed() for rule in self.rules)
         turned = replace(self, rules=back, drop=self.drop_new, drop_new=self.drop, fill=(), unfill=self.fill)
-        return replace(turned, tied=self.tied_new, ties=self.tied, join=(), layers=(), unstack=())
+        return replace(turned, tied=self.tied_new, ties=self.tied, join=(), layers=())
 
 
 def parse_rules(text: str, place: str = "") -> list[Rule]:

@@ -19,13 +19,12 @@ from ckptool.names.rules import WHOLE_KEY, Rule, refuse_idle
 Number = Callable[[Arithmetic], int]
 """The value of an expression, with the variables of one match and of the rules."""
 
-MAX_DEPTH = 64  # of variables that are computed of each other
-
 
 @dataclass(slots=True)
 class Scope:
-    """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, which are computed
-    of the configuration, of the shapes (`size('NAME', AXIS)`) and of how many keys there are (`count('NAME.{n}.*')`).
+    """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, each of which is
+    computed of the configuration, of the shapes (`size('NAME', AXIS)`), of how many keys there are
+    (`count('NAME.{n}.*')`), and of the variables before it.
     """
 
     given: Mapping[str, int]
@@ -33,31 +32,24 @@ class Scope:
     config: Mapping[str, Any]
     node: Mapping[Any, Any]
     used: set[str] = field(default_factory=set)
-    _pending: list[str] = field(default_factory=list)
-    _found: dict[str, int | Unbound] = field(default_factory=dict)
+    _found: dict[str, int | UsageError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, expression in self.variables.items():
+            try:
+                self._found[name] = expression.value(self.lookup, self.functions)
+            except Unbound as error:  # of what the variable is computed of: the variable itself can be set
+                self._found[name] = error if error.of_rules else unbound(name, expression.text, error.name)
+            except UsageError as error:
+                self._found[name] = error
 
     def lookup(self, name: str) -> int | None:
-        """The number of a name; None where it has none. Raises `UsageError` for variables that are each other."""
+        """The number of a name; None where it has none. Raises what computing a variable raised."""
         if name in self.given:
             self.used.add(name)
             return self.given[name]
-        if name in self.variables and name not in self._pending[-1:]:
-            if len(self._pending) > MAX_DEPTH:
-                raise UsageError(f"{name} is computed of more than {MAX_DEPTH} variables in turn")
-            if name in self._pending:
-                cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
-                raise UsageError(f"the variables are computed of each other: {cycle}", "None has a value.")
-            if name not in self._found:
-                self._pending.append(name)
-                try:
-                    self._found[name] = self.variables[name].value(self.lookup, self.functions)
-                except Unbound as error:  # of what the variable is computed of: the variable itself can be set
-                    error = error if error.of_rules else unbound(name, self.variables[name].text, error.name)
-                    error.of_rules = True
-                    self._found[name] = error
-                finally:
-                    self._pending.pop()
-            if isinstance(found := self._found[name], Unbound):
+        if (found := self._found.get(name)) is not None:
+            if isinstance(found, UsageError):
                 raise found
             return found
         value: Any = self.config

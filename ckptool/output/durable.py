@@ -29,7 +29,6 @@ from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Te
 from ckptool.output.sink import Feed, Progress, Sink, reserve
 
 ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
-UNTOUCHED = "Nothing else was changed: {} is as it was."
 
 
 def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool = False) -> str:
@@ -153,6 +152,11 @@ def make_folder(path: str) -> None:
         sync_folder_of(made)
 
 
+def _untouched(target: str) -> str:
+    """What became of the target of a write that failed."""
+    return f"Nothing else was changed: {target} is as it was." if os.path.lexists(target) else "Nothing was written."
+
+
 def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
     """The error for a failed write, with what was not touched."""
     if isinstance(error, CkptoolError):
@@ -160,9 +164,9 @@ def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolErro
     name = os.fspath(target)
     words = _FULL.get(error.errno or 0)
     if words:
-        return DiskFull(f"cannot write {name}: {words}", UNTOUCHED.format(name), _ROOM).about(error.errno, name)
+        return DiskFull(f"cannot write {name}: {words}", _untouched(name), _ROOM).about(error.errno, name)
     problem = file_problem(error, target, "write")
-    problem.why = " ".join(part for part in (problem.why, printable(UNTOUCHED.format(name))) if part)
+    problem.why = " ".join(part for part in (problem.why, printable(_untouched(name))) if part)
     return problem
 
 
@@ -189,7 +193,7 @@ def check_space(needed: int, target: str) -> None:
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # special file systems count no blocks at all
         what = f"cannot write {target}: it needs {needed:,} bytes, {free:,} are free"
-        raise DiskFull(what, f"Nothing was written, and {target} is as it was.", _ROOM).about(errno.ENOSPC, target)
+        raise DiskFull(what, _untouched(target), _ROOM).about(errno.ENOSPC, target)
 
 
 # Temporary files -----------------------------------------------------------------------------------------------------

@@ -24,9 +24,8 @@ _SEQUENCES = (list, tuple, Set)
 # How many arguments, and each of what kind ---------------------------------------------------------------------------
 
 Word = Literal[
-    "anything", "scalar", "integer", "limit", "shape", "sequence", "pairs", "content", "factory", "number", "path",
-    "codec", "on error", "in date", "constant", "expression", "device", "attributes", "class of arrays",
-    "class of tensordict", "of random",
+    "anything", "scalar", "sequence", "pairs", "content", "number", "path", "codec", "in date", "constant",
+    "expression", "device", "attributes", "class of arrays", "class of tensordict", "of random",
 ]  # fmt: skip
 
 
@@ -55,20 +54,12 @@ def _is_kind(word: Word, arg: Any) -> bool:
             return True
         case "scalar":  # a number, a text, None
             return type(arg) in _SCALARS
-        case "integer":
-            return type(arg) is int
-        case "limit":  # how many items a `deque` may have
-            return arg is None or type(arg) is int
-        case "shape":  # in `_reconstruct(ndarray, (0,), b"b")`
-            return type(arg) is tuple
         case "sequence":  # anything else would be asked for its items
             return isinstance(arg, _SEQUENCES)
         case "pairs":  # a dictionary, too; one with attributes of its own may have a `keys` that is called
             return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
         case "content":  # of bytes: a number would be a size to allocate
             return isinstance(arg, (str, bytes, LongValue, *_SEQUENCES))
-        case "factory":  # of a `defaultdict`: a function or class, judged where it stands
-            return isinstance(arg, (type(None), Global, Object))
         case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
             text = re.fullmatch(_NUMBER, _as_text(arg), re.IGNORECASE | re.ASCII) if len(arg) <= 400 else None
             return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
@@ -76,10 +67,8 @@ def _is_kind(word: Word, arg: Any) -> bool:
             return type(arg) in (bool, int, float, complex)
         case "path":  # or the name of a logger
             return isinstance(arg, (str, bytes)) and len(arg) <= 4_096
-        case "codec":  # a usual one: none that runs its own code
-            return type(arg) is str and arg.lower() in "latin1 latin-1 iso-8859-1 ascii us-ascii utf8 utf-8".split()
-        case "on error":  # what a codec does with what it cannot read
-            return type(arg) is str and arg in ("strict", "ignore", "replace", "surrogateescape", "surrogatepass")
+        case "codec":  # a usual one, none that runs its own code; or what it does with what it cannot read
+            return type(arg) is str and arg.lower() in _CODECS
         case "in date":  # a number, bytes, a time zone, a difference of times
             return type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime")
         case "constant":  # what has a class that can be spelled in no other way: `type(None)`, `type(...)`
@@ -102,6 +91,10 @@ def _is_kind(word: Word, arg: Any) -> bool:
             return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
 
 
+_CODECS = (
+    *("latin1", "latin-1", "iso-8859-1", "ascii", "us-ascii", "utf8", "utf-8"),
+    *("strict", "ignore", "replace", "surrogateescape", "surrogatepass"),
+)
 _NUMBER = r"[-+\d./j()]*(?:[eE]([-+]?\d{1,9}))?|[-+]?s?(?:nan|inf|infinity)\d*"
 
 
@@ -210,22 +203,11 @@ def getattr_of_known(args: Arguments) -> bool:
     return False
 
 
-# torch's functions of tensors that models and configurations hold; `torch.from_file`, which makes files, is in the
+# torch's functions of tensors that models hold as their activation; `torch.from_file`, which makes files, is in the
 # same class.
 _FUNCTIONS = frozenset(
-    "abs absolute acos acosh add addmm alpha_dropout amax amin any all arange argmax argmin asin asinh atan atan2"
-    " atanh baddbmm bmm bitwise_and bitwise_not bitwise_or bitwise_xor cat ceil celu clamp clamp_max clamp_min clip"
-    " clone concat conv1d conv2d conv3d cos cosh cosine_similarity cumprod cumsum deg2rad det diag div divide dot"
-    " dropout einsum elu embedding empty empty_like eq erf erfc erfinv exp exp2 expm1 eye feature_dropout flatten flip"
-    " floor floor_divide fmod frac full full_like gather ge gelu group_norm gt hardshrink heaviside hypot index_select"
-    " instance_norm isfinite isinf isnan kron layer_norm le leaky_relu lerp linspace log log10 log1p log2 log_softmax"
-    " logaddexp logical_and logical_not logical_or logical_xor logit logspace logsumexp lt masked_fill masked_select"
-    " matmul max maximum mean median min minimum mm mode mul multiply mv nan_to_num ne neg negative nonzero norm"
-    " normal ones ones_like outer permute pow prelu prod rad2deg rand rand_like randint randn randn_like randperm real"
-    " reciprocal relu relu6 remainder reshape rms_norm roll round rrelu rsqrt scatter select selu sgn sigmoid sign sin"
-    " sinc sinh softmax sort split sqrt square squeeze stack std sub subtract sum svd swapaxes t take tan tanh tensor"
-    " tensordot threshold tile topk trace transpose tril triu true_divide trunc unbind unsqueeze var where xlogy zeros"
-    " zeros_like".split()
+    "abs add cat celu clamp cos dropout elu exp gelu hardshrink log logit log_softmax matmul max mean min mul prelu"
+    " relu relu6 rrelu selu sigmoid sign sin softmax sqrt square sub sum tan tanh threshold".split()
 )
 
 
@@ -255,13 +237,12 @@ def _is_tensor_call(part: Any) -> bool:
     )
 
 
-def without_hooks(at: int) -> Callable[[Arguments], bool]:
-    """Arguments of tensors, and no backward hooks at this place: torch calls hooks when it computes gradients."""
-
-    def rule(args: Arguments) -> bool:
-        return (len(args) <= at or no_hooks(args[at])) and of_tensors(args[:at])
-
-    return rule
+def without_hooks(at: int) -> Rule:
+    """Arguments of tensors, no backward hooks at this place, which torch calls when it computes gradients, and behind
+    it a state that sets no attribute that a tensor has."""
+    return lambda args: (
+        of_tensors(args[:at]) and all(map(no_hooks, args[at : at + 1])) and new_attributes(args[at + 1 :])
+    )
 
 
 def no_hooks(hooks: Any) -> bool:
@@ -279,11 +260,6 @@ def rebuild_and_class(args: Arguments) -> bool:
             rebuilds = module in _REBUILDERS and name.startswith("_rebuild_")
             return rebuilds and of_tensors(inner) and new_attributes(args[3:])
     return False
-
-
-def parameter_with_state(args: Arguments) -> bool:
-    """`_rebuild_parameter_with_state(tensor, requires_grad, hooks, state)`: sets what is in the state."""
-    return without_hooks(2)(args) and new_attributes(args[3:])
 
 
 def new_attributes(states: Arguments) -> bool:

@@ -11,7 +11,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from ckptool.checkpoint import Composite, Data, Note
@@ -37,7 +37,7 @@ from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader
 from ckptool.pickles.runs import Runs
 from ckptool.pickles.strings import MAX_STRING, check_size, whole
-from ckptool.pickles.torch_objects import BUILDERS, COMPOSED, ORDERED_DICT, REBUILD_TENSOR_V2, Builder, PerPickle, purse
+from ckptool.pickles.torch_objects import BUILDERS, COMPOSED, ORDERED_DICT, REBUILD_TENSOR_V2, Builder, PerPickle
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
@@ -87,13 +87,11 @@ def decode(
     left_out = sum(map(len, stubs or ()))
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     has_tensors = all(builders.get(fn) is BUILDERS[fn] for fn in (REBUILD_TENSOR_V2, ORDERED_DICT))
-    builders = {
-        fn: partial(made.build, purse(budget)) if type(made) is PerPickle else made for fn, made in builders.items()
-    }
+    builders = {fn: made.within(budget) if type(made) is PerPickle else made for fn, made in builders.items()}
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
     objects = ObjectMaker(reader, builders, limit, bool(stubs))
-    runs = Runs(reader, objects, persistent, builders[REBUILD_TENSOR_V2]) if has_tensors else None
+    runs = Runs(reader, persistent) if has_tensors else None
     machine = Machine(reader, objects, persistent, limit, stubs, runs)
     try:
         root = machine.run()

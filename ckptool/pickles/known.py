@@ -90,59 +90,16 @@ def named(text: str) -> Iterator[tuple[str, str]]:
         last = word
 
 
-# torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets,
-# distributions. Each was read for what making it and setting its state do (`__new__`, `__setstate__`): they fill the
-# object and do nothing else. Left out on purpose: `torch.fx` graph modules (their pickle runs source text),
-# `torch.package`, `torch.jit`, data pipes and loaders. Source: torch 2.13, and what older versions had.
+# torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets, what
+# quantization in eager mode makes of a model. Each was read for what making it and setting its state do (`__new__`,
+# `__setstate__`): they fill the object and do nothing else. Left out on purpose: `torch.fx` graph modules (their pickle
+# runs source text), `torch.package`, `torch.jit`, data pipes and loaders. Source: torch 2.13, and what older versions
+# had.
 TORCH_CLASSES = """
-    torch.ao.nn.intrinsic.: modules.fused: BNReLU2d BNReLU3d ConvAdd2d ConvAddReLU2d ConvBn1d ConvBn2d ConvBn3d
-    ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d ConvReLU3d LinearBn1d LinearLeakyReLU LinearReLU
-    LinearTanh _FusedModule qat.modules.conv_fused: ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d
-    ConvReLU1d ConvReLU2d ConvReLU3d _ConvBnNd qat.modules.linear_fused: LinearBn1d qat.modules.linear_relu: LinearReLU
-    quantized.dynamic.modules.linear_relu: LinearReLU quantized.modules.bn_relu: BNReLU2d BNReLU3d
-    quantized.modules.conv_add: ConvAdd2d ConvAddReLU2d quantized.modules.conv_relu: ConvReLU1d ConvReLU2d ConvReLU3d
-    quantized.modules.linear_relu: LinearLeakyReLU LinearReLU LinearTanh
-    torch.ao.nn.quantized.: dynamic.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d
-    dynamic.modules.linear: Linear dynamic.modules.rnn: GRU GRUCell LSTM LSTMCell PackedParameter RNNBase RNNCell
-    RNNCellBase modules: DeQuantize Quantize modules.activation: ELU Hardswish LeakyReLU MultiheadAttention PReLU ReLU6
-    Sigmoid Softmax modules.batchnorm: BatchNorm2d BatchNorm3d _BatchNorm modules.conv: Conv1d Conv2d Conv3d
-    ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd _ConvTransposeNd modules.dropout: Dropout
-    modules.embedding_ops: Embedding EmbeddingBag EmbeddingPackedParams modules.functional_modules: FXFloatFunctional
-    FloatFunctional QFunctional modules.linear: Linear LinearPackedParams modules.normalization: GroupNorm
-    InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm modules.rnn: LSTM modules.utils: WeightedQuantizedModule
-    reference.modules.conv: Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd
-    _ConvTransposeNd reference.modules.linear: Linear reference.modules.rnn: GRU GRUCell LSTM LSTMCell RNNBase RNNCell
-    RNNCellBase reference.modules.sparse: Embedding EmbeddingBag reference.modules.utils: ReferenceQuantizedModule
-    torch.ao.nn.: qat.dynamic.modules.linear: Linear qat.modules.conv: Conv1d Conv2d Conv3d _ConvNd
-    qat.modules.embedding_ops: Embedding EmbeddingBag qat.modules.linear: Linear quantizable.modules.activation:
-    MultiheadAttention quantizable.modules.rnn: LSTM LSTMCell _LSTMLayer _LSTMSingleLayer
-    sparse.quantized.dynamic.linear: Linear sparse.quantized.linear: Linear LinearPackedParams sparse.quantized.utils:
-    LinearBlockSparsePattern
-    torch.ao.quantization.: _learnable_fake_quantize: _LearnableFakeQuantize fake_quantize: FakeQuantize
-    FakeQuantizeBase FixedQParamsFakeQuantize FusedMovingAvgObsFakeQuantize observer: AffineQuantizedObserverBase
-    FixedQParamsObserver HistogramObserver MinMaxObserver MovingAverageMinMaxObserver
-    MovingAveragePerChannelMinMaxObserver NoopObserver ObserverBase PerChannelMinMaxObserver PlaceholderObserver
-    RecordingObserver ReuseInputObserver UniformQuantizationObserverBase _ObserverBase stubs: DeQuantStub QuantStub
-    QuantWrapper
-    torch.distributions.: bernoulli: Bernoulli beta: Beta binomial: Binomial categorical: Categorical cauchy: Cauchy
-    chi2: Chi2 constraints: Constraint MixtureSameFamilyConstraint _Boolean _Cat _CorrCholesky _Dependent
-    _DependentProperty _GreaterThan _GreaterThanEq _HalfOpenInterval _IndependentConstraint _IntegerGreaterThan
-    _IntegerInterval _IntegerLessThan _Interval _LessThan _LowerCholesky _LowerTriangular _Multinomial _OneHot
-    _PositiveDefinite _PositiveSemidefinite _Real _Simplex _Square _Stack _Symmetric continuous_bernoulli:
-    ContinuousBernoulli dirichlet: Dirichlet _Dirichlet distribution: Distribution exp_family: ExponentialFamily
-    exponential: Exponential fishersnedecor: FisherSnedecor gamma: Gamma generalized_pareto: GeneralizedPareto
-    geometric: Geometric gumbel: Gumbel half_cauchy: HalfCauchy half_normal: HalfNormal independent: Independent
-    inverse_gamma: InverseGamma kumaraswamy: Kumaraswamy laplace: Laplace lkj_cholesky: LKJCholesky log_normal:
-    LogNormal logistic_normal: LogisticNormal lowrank_multivariate_normal: LowRankMultivariateNormal
-    mixture_same_family: MixtureSameFamily multinomial: Multinomial multivariate_normal: MultivariateNormal
-    negative_binomial: NegativeBinomial normal: Normal one_hot_categorical: OneHotCategorical
-    OneHotCategoricalStraightThrough pareto: Pareto poisson: Poisson relaxed_bernoulli: LogitRelaxedBernoulli
-    RelaxedBernoulli relaxed_categorical: ExpRelaxedCategorical RelaxedOneHotCategorical studentT: StudentT
-    transformed_distribution: TransformedDistribution transforms: AbsTransform AffineTransform CatTransform
-    ComposeTransform CorrCholeskyTransform CumulativeDistributionTransform ExpTransform IndependentTransform
-    LowerCholeskyTransform PositiveDefiniteTransform PowerTransform ReshapeTransform SigmoidTransform SoftmaxTransform
-    SoftplusTransform StackTransform StickBreakingTransform TanhTransform Transform _InverseTransform uniform: Uniform
-    von_mises: VonMises weibull: Weibull wishart: Wishart
+    torch.ao.nn.quantized.: dynamic.modules.linear: modules.linear: Linear dynamic.modules.rnn: GRU LSTM RNNBase
+    PackedParameter modules: DeQuantize Quantize modules.conv: Conv1d Conv2d Conv3d modules.embedding_ops: Embedding
+    EmbeddingBag EmbeddingPackedParams modules.functional_modules: FloatFunctional QFunctional modules.linear:
+    LinearPackedParams modules.utils: WeightedQuantizedModule
     torch.nn.modules.: activation: CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid
     LogSoftmax Mish MultiheadAttention PReLU RReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus
     Softshrink Softsign Tanh Tanhshrink Threshold adaptive: AdaptiveLogSoftmaxWithLoss batchnorm: BatchNorm1d
@@ -185,20 +142,20 @@ TORCH_CLASSES = """
 """
 
 
-def _constants(module: str) -> Iterator[str]:
-    """torch's element types, storages, tensor classes, quantization schemes and memory formats, never called."""
-    yield from (name for storage in BY_STORAGE if storage for name in (storage, storage.replace("Storage", "Tensor")))
-    yield from ("UntypedStorage", "_UntypedStorage", "TypedStorage", "_TypedStorage")
-    if module == "torch":
-        yield from BY_TORCH
-        yield from "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric".split()
-        yield from "per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d".split()
-        yield "preserve_format"
-
-
-_CONSTANTS = {
-    module: frozenset(_constants(module)) for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+# torch's constants, never called but for storages with their numbers: element types, storages, classes of tensors.
+_STORAGES = [name for name in BY_STORAGE if name]
+_CONSTANTS = {("torch", name) for name in BY_TORCH} | {
+    (module, name)
+    for module in ("torch", "torch.cuda", "torch.sparse", "torch.storage")
+    for name in (*_STORAGES, *(name.replace("Storage", "Tensor") for name in _STORAGES))
 }
+_CONSTANTS |= set(
+    named("""
+        torch: torch.cuda: torch.sparse: torch.storage: UntypedStorage _UntypedStorage TypedStorage _TypedStorage
+        torch: per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric
+        per_channel_affine_float_qparams contiguous_format channels_last channels_last_3d preserve_format
+    """)
+)
 
 # What may be done with names, and which names those are; of a name that stands in two rows the later counts.
 _KINDS: dict[tuple[str, str], Kind] = {
@@ -216,8 +173,9 @@ _KINDS: dict[tuple[str, str], Kind] = {
         "torch.nn.parameter: UninitializedParameter UninitializedBuffer"
     ),
     **Kind(given.without_hooks(5), weights_only=True).of("torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
-    **Kind(given.without_hooks(2), weights_only=True).of("torch._utils: _rebuild_parameter"),
-    **Kind(given.parameter_with_state, state_at=3, weights_only=True).of("torch._utils: _rebuild_parameter_with_state"),
+    **Kind(given.without_hooks(2), state_at=3, weights_only=True).of(
+        "torch._utils: _rebuild_parameter _rebuild_parameter_with_state"
+    ),
     **Kind(given.without_hooks(6), weights_only=True).of("torch._utils: _rebuild_qtensor"),
     **Kind(given.rebuild_and_class, state_at=3, stands=False).of(
         "torch._tensor: torch.tensor: _rebuild_from_type _rebuild_from_type_v2"
@@ -290,16 +248,16 @@ _KINDS: dict[tuple[str, str], Kind] = {
     # Python
     **_CONTAINER._replace(elements=False, value="namespace").of("argparse: Namespace types: SimpleNamespace"),
     **_MAPPING.of("collections: OrderedDict"),
-    **_MAPPING._replace(called=up_to("factory"), value="defaultdict").of("collections: defaultdict"),
-    **Kind(up_to("sequence", "limit"), empty=True, state=True, elements=True, value="deque").of("collections: deque"),
+    **_MAPPING._replace(called=up_to("anything"), value="defaultdict").of("collections: defaultdict"),
+    **Kind(up_to("sequence", "scalar"), empty=True, state=True, elements=True, value="deque").of("collections: deque"),
     **_MAPPING._replace(value="counter", weights_only=True).of("collections: Counter"),
     **_MAPPING._replace(state=False, value="dict").of("builtins: dict"),
     **_SEQUENCE._replace(elements=True, value="list").of("builtins: list"),
     **_SEQUENCE._replace(elements=True).of("builtins: set"),
     **_SEQUENCE._replace(value="tuple").of("builtins: tuple"),
     **_SEQUENCE.of("builtins: frozenset"),
-    **Kind(up_to("content", "codec", "on error"), empty=True).of("builtins: bytes bytearray"),
-    **Kind(up_to("scalar", "codec", "on error"), empty=True, value="str").of("builtins: str unicode"),
+    **Kind(up_to("content", "codec", "codec"), empty=True).of("builtins: bytes bytearray"),
+    **Kind(up_to("scalar", "codec", "codec"), empty=True, value="str").of("builtins: str unicode"),
     **_NUMBER._replace(value="int").of("builtins: int long"),
     **_NUMBER._replace(value="float").of("builtins: float"),
     **_SCALARS._replace(value="bool").of("builtins: bool"),
@@ -324,7 +282,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **_PATH.of("pathlib: Path PurePath"),
     **Kind(given.none, empty=True, state=True, filled=given.generated).of("random: Random"),
     **_PATH._replace(empty=False, stands=False).of("logging: getLogger"),
-    **Kind(exactly("expression", "integer"), stands=False).of("re: _compile"),
+    **Kind(exactly("expression", "scalar"), stands=False).of("re: _compile"),
     **Kind(given.application, state=True, stands=False, filled=given.same_application).of("functools: partial"),
     **Kind(given.type_expression).of("operator: _operator: getitem or_ types: GenericAlias"),
     **Kind(given.union, stands=False).of("functools: _functools: reduce"),
@@ -338,7 +296,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
     """),
     # numpy
     **Kind(every("scalar"), state=True, filled=is_type, value="array type").of("numpy: dtype"),
-    **Kind(exactly("class of arrays", "shape", "anything"), state=True, filled=is_array, value="array").of(
+    **Kind(exactly("class of arrays", "anything", "anything"), state=True, filled=is_array, value="array").of(
         "numpy.core.multiarray: _reconstruct"
     ),
     **Kind(_ANY, filled=is_array, value="array").of("numpy.core.numeric: _frombuffer"),
@@ -350,12 +308,6 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **_OBJECT.of("""
         numpy.random._pcg64: PCG64 PCG64DXSM numpy.random._mt19937: MT19937 numpy.random._philox: Philox
         numpy.random._sfc64: SFC64 numpy.random.bit_generator: SeedSequence
-    """),
-    **Kind(given.none).of("""
-        numpy.dtypes: BoolDType ByteDType UByteDType ShortDType UShortDType IntDType UIntDType LongDType ULongDType
-        LongLongDType ULongLongDType Int8DType UInt8DType Int16DType UInt16DType Int32DType UInt32DType Int64DType
-        UInt64DType Float16DType Float32DType Float64DType LongDoubleDType Complex64DType Complex128DType
-        CLongDoubleDType ObjectDType BytesDType StrDType StringDType VoidDType DateTime64DType TimeDelta64DType
     """),
     **_NAME.of("""
         numpy: ndarray matrix recarray chararray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64
@@ -437,25 +389,21 @@ _KINDS: dict[tuple[str, str], Kind] = {
         throughput_monitor: ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder:
         LearningRateFinder callback: Callback
     """),
-    **{
-        (module, name): _STORAGE if "Storage" in name else _NAME
-        for module, constants in _CONSTANTS.items()
-        for name in constants
-    },
+    **{each: _STORAGE if "Storage" in each[1] else _NAME for each in _CONSTANTS},
 }
 
 # Where modules were before, and where they are now.
-MOVED = {
-    "torch.nn._intrinsic": "torch.ao.nn.intrinsic",
-    "torch.nn.intrinsic": "torch.ao.nn.intrinsic",
-    "torch.nn.qat": "torch.ao.nn.qat",
-    "torch.nn.quantizable": "torch.ao.nn.quantizable",
-    "torch.nn.quantized": "torch.ao.nn.quantized",
-    "torch.optim._multi_tensor": "torch.optim",
-    "torch.quantization": "torch.ao.quantization",
-}
-# Here torch's layers and optimizers were in all of its versions: names that are not listed are classes that it removed.
-TORCH_LAYERS = ("torch.nn.modules.", "torch.optim.", "torch.legacy.nn.", "torch.legacy.optim.")
+MOVED = {"torch.nn.quantized": "torch.ao.nn.quantized", "torch.optim._multi_tensor": "torch.optim"}
+# Here torch's layers, optimizers and distributions were in all of its versions: names that are not listed are classes
+# that it removed, or that hardly anybody saves as they are. They are taken for somebody's own.
+TORCH_LAYERS = tuple(
+    """
+    torch.nn.modules. torch.optim. torch.legacy.nn. torch.legacy.optim. torch.distributions. torch.ao.nn.
+    torch.nn.intrinsic. torch.nn.qat. torch.nn.quantizable. torch.nn.quantized. torch.quantization.observer
+    torch.quantization.fake_quantize torch.quantization.stubs torch.ao.quantization.observer
+    torch.ao.quantization.fake_quantize torch.ao.quantization.stubs
+    """.split()
+)
 
 # Modules that every installation may have: a name in one of them that is in no row of the table is nobody's own class.
 # Here those that some version of Python from 3.6 to 3.14 has and some does not; beside them what this version has.
@@ -546,4 +494,4 @@ def _is_own(name: Global) -> bool:
 
 def is_torch_name(name: Global) -> bool:
     """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
-    return name.name in _CONSTANTS.get(name.module, ())
+    return (name.module, name.name) in _CONSTANTS

@@ -12,15 +12,13 @@ import struct
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
 from operator import length_hint
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
 from ckptool.pickles.objects import FRAME_END, ObjectMaker, PickleReader
+from ckptool.pickles.runs import Memo, Runs
 from ckptool.pickles.strings import python2_text
-
-if TYPE_CHECKING:
-    from ckptool.pickles.runs import Runs
 
 STUB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
 
@@ -61,7 +59,7 @@ class Machine:
         data, persistent, builders = reader.data, self.persistent, objects.builders
         stack: list[Any] = []
         marks: list[list[Any]] = []
-        memo: dict[int, Any] = {}
+        memo = Memo()
         pos = 0
         steps = repeat(None, self.limit)
         for _ in steps:

@@ -21,7 +21,7 @@ from ckptool.checkpoint import Composite, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import COPY, GraphMapper, copy_dict
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array, array, array_type
-from ckptool.errors import CkptoolError, Corrupt, counted, printable
+from ckptool.errors import CkptoolError, counted, printable
 from ckptool.pickles.known import is_torch_name, value_word
 
 Make = Callable[[Object], Any]
@@ -69,59 +69,22 @@ def expand(node: Object) -> Any:
     return node if value is NotImplemented else value
 
 
-def is_known(node: Object) -> bool:
-    """True if objects of its class have a value here."""
-    return value_word(node.fn) in _VALUES
+# Of their arguments alone ---------------------------------------------------------------------------------------------
 
 
-def python_value(node: Any) -> Any:
-    """The date, number, path, UUID, range or slice that an object stands for; `NotImplemented` for anything else.
+def _made(node: Object, levels: int = 3) -> Any:
+    """What a function of the table makes of the arguments of an object, each of one of its kinds.
 
-    Raises `Corrupt` where the class is known and its arguments are not what it writes.
+    Raises `TypeError` for an object with more than arguments, or with more of them, in one another, than a date has.
     """
-    make = _PYTHON.get(value_word(node.fn)) if isinstance(node, Object) else None
-    if make is None or node.kwargs or node.items or node.elements is not None:
-        return NotImplemented
-    try:
-        _check_arguments(node)
-        return make(node)
-    except _NOT_WRITTEN_SO:
-        what = f"{node.name} with arguments that it never writes"
-        raise Corrupt(what, "The pickle is damaged or malicious.") from None
-
-
-def _check_arguments(node: Object, levels: int = 3) -> None:
-    """Raises `TypeError` for more arguments than these classes have, or nested deeper than a time zone in a date."""
-    if not levels or type(node.args) is not tuple or len(node.args) > 10:
-        raise TypeError("more arguments than it has")
-    for part in node.args:
-        if isinstance(part, Object):
-            _check_arguments(part, levels - 1)
-
-
-def _stateless(node: Object) -> tuple[Any, ...]:
-    """The arguments of an object that has no state; raises `TypeError` for one that has."""
-    if node.state is not MISSING and node.state is not None and node.state != {}:
-        raise TypeError("a state")
-    args = tuple(python_value(part) if isinstance(part, Object) else part for part in node.args)
-    if any(arg is NotImplemented for arg in args):
+    make, *kinds = _MADE[value_word(node.fn)]
+    only = node.state is MISSING or node.state is None or node.state == {}
+    if not only or node.kwargs or node.items or node.elements is not None or len(node.args) > 10 or not levels:
+        raise TypeError("more than its arguments, or too many")
+    args = [_made(part, levels - 1) if isinstance(part, Object) else part for part in node.args]
+    if not all(isinstance(arg, tuple(kinds) or object) for arg in args):
         raise TypeError("an argument of another kind")
-    return args
-
-
-# Python's own classes -------------------------------------------------------------------------------------------------
-
-
-def _of(make: Callable[..., Any], *kinds: type) -> Make:
-    """What a function makes of the arguments of an object that has no state, each of one of these kinds."""
-
-    def value(node: Object) -> Any:
-        args = _stateless(node)
-        if not all(isinstance(arg, kinds or object) for arg in args):
-            raise TypeError("an argument of another kind")
-        return make(*args)
-
-    return value
+    return make(*args)
 
 
 def _dated(cls: Callable[..., Any], first: Any, *rest: Any) -> Any:
@@ -143,35 +106,32 @@ def _timezone(*args: Any) -> Any:
     return datetime.timezone.utc if zone == datetime.timezone.utc and len(args) == 1 else zone
 
 
-def _uuid(node: Object) -> Any:
-    number = node.attributes["int"]
-    if type(number) is not int or node.args:
-        raise TypeError("no number")
-    from uuid import UUID
-
-    return UUID(int=number)
+def _device(kind: Any, index: Any = None, *_: Any) -> Any:
+    return str(kind) if index is None else f"{kind}:{index}"
 
 
-_PYTHON: dict[str, Make] = {
-    "datetime": _of(partial(_dated, datetime.datetime)),
-    "date": _of(partial(_dated, datetime.date)),
-    "time": _of(partial(_dated, datetime.time)),
-    "timedelta": _of(datetime.timedelta, int),
-    "timezone": _of(_timezone),
-    "decimal": _of(lambda *args: import_module("decimal").Decimal(*args), str),
-    "fraction": _of(_fraction, str, int),
-    "uuid": _uuid,
+_MADE: dict[str, tuple[Any, ...]] = {
+    "datetime": (partial(_dated, datetime.datetime),),
+    "date": (partial(_dated, datetime.date),),
+    "time": (partial(_dated, datetime.time),),
+    "timedelta": (datetime.timedelta, int),
+    "timezone": (_timezone,),
+    "decimal": (lambda *args: import_module("decimal").Decimal(*args), str),
+    "fraction": (_fraction, str, int),
     # a path of the other system's kind cannot be made here, and is a pure one
-    "posix path": _of(pathlib.Path if os.name == "posix" else pathlib.PurePosixPath, str),
-    "windows path": _of(pathlib.Path if os.name != "posix" else pathlib.PureWindowsPath, str),
-    "pure posix path": _of(pathlib.PurePosixPath, str),
-    "pure windows path": _of(pathlib.PureWindowsPath, str),
-    "range": _of(range, int),
-    "slice": _of(slice, int, float, str, type(None)),
-    "int": _of(int, int),
-    "float": _of(float, float, int),
-    "bool": _of(bool, int),
-    "str": _of(str, str),
+    "posix path": (pathlib.Path if os.name == "posix" else pathlib.PurePosixPath, str),
+    "windows path": (pathlib.Path if os.name != "posix" else pathlib.PureWindowsPath, str),
+    "pure posix path": (pathlib.PurePosixPath, str),
+    "pure windows path": (pathlib.PureWindowsPath, str),
+    "range": (range, int),
+    "slice": (slice, int, float, str, type(None)),
+    "int": (int, int),
+    "float": (float, float, int),
+    "bool": (bool, int),
+    "str": (str, str),
+    "size": (tuple, tuple, list),
+    "device": (_device, str, int, type(None)),
+    "layout": (str, str),
 }
 
 # Containers, configuration, torch and numpy ---------------------------------------------------------------------------
@@ -193,8 +153,13 @@ def _attribute(name: str, *kinds: type) -> Make:
     return value
 
 
-def _device(kind: Any, index: Any = None, *_: Any) -> Any:
-    return str(kind) if index is None else f"{kind}:{index}"
+def _uuid(node: Object) -> Any:
+    number = node.attributes["int"]
+    if type(number) is not int or node.args:
+        raise TypeError("no number")
+    from uuid import UUID
+
+    return UUID(int=number)
 
 
 def _scalar(node: Object) -> Any:
@@ -204,7 +169,8 @@ def _scalar(node: Object) -> Any:
 
 
 _VALUES: dict[str, Make] = {
-    **_PYTHON,
+    **dict.fromkeys(_MADE, _made),
+    "uuid": _uuid,
     "array": array,
     "array scalar": _scalar,
     "array type": lambda node: str(array_type(node)),
@@ -219,9 +185,6 @@ _VALUES: dict[str, Make] = {
     "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
     **dict.fromkeys(("deque", "list"), _list),
     "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
-    "size": _of(lambda sizes: tuple(sizes), tuple, list),
-    "device": _of(_device, str, int, type(None)),
-    "layout": _of(lambda name: name, str),
     # None and missing values (`???`) stay those
     "omegaconf": _attribute("_content", dict, list, str, type(None)),
     "omegaconf node": _attribute("_val", object),
@@ -262,7 +225,7 @@ def _summary(value: Any, width: int) -> str:
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
             kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
-            name = printable(value.name) if is_known(value) else kind + printable(value.name)
+            name = ("" if value_word(value.fn) in _VALUES else kind) + printable(value.name)
             return f"<{name} with {having}>" if having else f"<{name}>"
         case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
             return printable(f"numpy {value.type} {numbers[0]}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import struct
+from bisect import bisect_right
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -19,8 +20,8 @@ from ckptool.checkpoint import MAX_RANK, NO_FLAGS, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.facts import dataclass
-from ckptool.pickles.objects import ObjectMaker, PickleReader
-from ckptool.pickles.torch_objects import MOST, ORDERED_DICT, REBUILD_TENSOR_V2, Builder, storage_class
+from ckptool.pickles.objects import PickleReader
+from ckptool.pickles.torch_objects import MOST, ORDERED_DICT, REBUILD_TENSOR_V2, storage_class
 
 _GET, _NUMBER = b"(h.|j....)", b"(?:K.|M..|J....)"
 _NUMBERS = b"(\\)|(?:#\x85|##\x86|###\x87|\\((?:#){4,64}t)r(....))"  # sizes, or strides
@@ -38,16 +39,15 @@ class Mould:
     """What the bytes of a tensor say that are the same for all from one mould.
 
     size: how many they are.  mask, bits: which of them may not differ, and those, as integers.  opcodes: their number.
-    gets: the numbers that are looked up in the memo, which `look` does, for `values`.  puts: reads those for what is
-    made.  key: where the name of its storage is.  of, where: what stands before and behind that, in the persistent id
-    that ends at `named`.  needs: bytes of the storage.  after: what came behind the last tensor from this mould.
+    look: what is looked up in the memo, where it must give `values`.  puts: reads the numbers for what is made.
+    key: where the name of its storage is.  of, where: what stands before and behind that, in the persistent id that
+    ends at `named`.  needs: bytes of the storage.  after: what came behind the last tensor from this mould.
     """
 
     size: int
     mask: int
     bits: int
     opcodes: int
-    gets: frozenset[int]
     look: Callable[[Any], tuple[Any, ...]]
     values: tuple[Any, ...]
     puts: Callable[[bytes, int], tuple[int, ...]]
@@ -63,20 +63,59 @@ class Mould:
     after: Mould | None = None
 
 
-class Runs:
-    """Reads runs of plain tensors for a machine, whose parts it shares. builder: that of `_rebuild_tensor_v2`."""
+class Memo(dict[int, Any]):
+    """What a pickle numbered. What runs did is made when one of its numbers is looked up, which hardly ever happens.
 
-    def __init__(
-        self, reader: PickleReader, objects: ObjectMaker, persistent: Callable[[Any], Any], builder: Builder
-    ) -> None:
-        self.reader, self.objects, self.persistent, self.builder = reader, objects, persistent, builder
+    runs: of each tensor its first number, its mould, its name, the name of its storage, the storage, and the tensor.
+    highest: the highest number of those, and of the others, of which so many were looked at.
+    """
+
+    __slots__ = ("highest", "looked_at", "runs")
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, Mould, str, str, Any, Any]] = []
+        self.highest, self.looked_at = -1, 0
+
+    def top(self) -> int:
+        """The highest number, -1 if there is none."""
+        count = super().__len__()
+        self.highest = max([self.highest, *islice(reversed(self), count - self.looked_at)])
+        self.looked_at = count
+        return self.highest
+
+    def __missing__(self, number: int) -> Any:
+        at = bisect_right(self.runs, number, key=itemgetter(0))
+        if at:
+            self._make(*self.runs[at - 1])
+        if number not in self:
+            raise KeyError(number)
+        return self[number]
+
+    def __len__(self) -> int:
+        while self.runs:
+            self._make(*self.runs.pop())
+        return super().__len__()
+
+    def _make(self, first: int, mould: Mould, name: str, key: str, ref: Any, value: Any) -> None:
+        shape, stride, hooks = (*mould.shape,), (*mould.stride,), OrderedDict()  # each its own
+        args = ref, mould.offset, shape, stride, False, hooks
+        made = name, key, (*mould.of, key, *mould.where), *((shape, stride) if shape else ()), hooks, args, value
+        for number, each in enumerate(made, first):
+            self.setdefault(number, each)  # it may have been given again since
+
+
+class Runs:
+    """Reads runs of plain tensors for a machine, whose reader it shares."""
+
+    def __init__(self, reader: PickleReader, persistent: Callable[[Any], Any]) -> None:
+        self.reader, self.persistent = reader, persistent
         self.moulds: dict[tuple[int, int], Mould] = {}
         self.last: Mould | None = None
 
-    def read(self, data: bytes, pos: int, stack: list[Any], memo: dict[int, Any], left: int) -> tuple[int, int]:
+    def read(self, data: bytes, pos: int, stack: list[Any], memo: Memo, left: int) -> tuple[int, int]:
         """Puts the tensors behind a name, which is on the stack, there, and the names between them. left: opcodes that
         may be read. Gives the place behind them, and how many opcodes these were."""
-        reader, before, total = self.reader, self.last, 0
+        reader, before, total, highest = self.reader, self.last, 0, memo.top()
         while True:
             mould = before.after if before is not None else None
             raw = data[pos : pos + mould.size] if mould is not None else b""
@@ -87,27 +126,23 @@ class Runs:
                 if before is not None:
                     before.after = mould
             puts = mould.puts(data, pos)
-            if mould.look(memo) != mould.values or total + mould.opcodes > left or not mould.gets.isdisjoint(puts):
+            first = puts[0]
+            if first <= highest or puts != (*range(first, first + len(puts)),):  # as every pickler numbers
+                break
+            if mould.look(memo) != mould.values or total + mould.opcodes > left:
                 break
             begin, end = mould.key
             key = str(data[pos + begin : pos + end], "utf-8", "surrogatepass")
-            pid = *mould.of, key, *mould.where
             reader.at = pos + mould.named
-            ref = self.persistent(pid)
-            pos += mould.size
-            reader.at = pos - 5  # behind the call: then it is stored
-            hooks = OrderedDict()
-            shape, stride = (*mould.shape,), (*mould.stride,)  # each its own, as the memo may give them out again
-            args = ref, mould.offset, shape, stride, False, hooks
-            if type(ref) is StorageRef and ref.dtype is mould.dtype and ref.storage.data.length >= mould.needs:
-                value: Any = TensorEntry(ref.storage, mould.dtype, mould.shape, mould.stride, mould.offset, NO_FLAGS)
-            elif (value := self.builder(args)) is NotImplemented:
-                value = self.objects.call(REBUILD_TENSOR_V2, args, "call")
-            memo[puts[0]], memo[puts[1]], memo[puts[2]] = stack[-1], key, pid
-            if mould.shape:
-                memo[puts[3]], memo[puts[4]] = shape, stride
-            memo[puts[-3]], memo[puts[-2]], memo[puts[-1]] = hooks, args, value
+            ref = self.persistent((*mould.of, key, *mould.where))
+            if type(ref) is not StorageRef or ref.dtype is not mould.dtype or ref.storage.data.length < mould.needs:
+                break
+            value = TensorEntry(ref.storage, mould.dtype, mould.shape, mould.stride, mould.offset, NO_FLAGS)
+            memo.runs.append((first, mould, stack[-1], key, ref, value))
+            highest = puts[-1]
             stack.append(value)
+            pos += mould.size
+            reader.at = pos - 5  # behind the call: then the tensor is stored
             total += mould.opcodes
             before = mould
             size = int.from_bytes(data[pos + 1 : pos + 5], "little")
@@ -116,10 +151,10 @@ class Runs:
             stack.append(str(data[pos + 5 : pos + 5 + size], "utf-8", "surrogatepass"))
             pos += 5 + size
             total += 1
-        self.last = before
+        self.last, memo.highest = before, highest
         return pos, total
 
-    def _mould(self, data: bytes, pos: int, memo: dict[int, Any]) -> Mould | None:
+    def _mould(self, data: bytes, pos: int, memo: Memo) -> Mould | None:
         """The mould of the tensor whose bytes begin here; None for one that is left to the machine."""
         match = re.compile(_TENSOR, re.DOTALL).match(data, pos)
         if match is None:
@@ -159,7 +194,7 @@ class Runs:
         needs = 0 if 0 in shape else (last + 1) * dtype.itemsize
         opcodes = _OPCODES + 2 * (len(shape) + 2 + (len(shape) > 3) if shape else 1)
         puts = struct.Struct("<" + "".join(f"{at - end - 4}xI" for end, at in pairwise([-4, *stores]))).unpack_from
-        memo_uses = opcodes, frozenset(gets), itemgetter(*gets), values, puts
+        memo_uses = opcodes, itemgetter(*gets), values, puts
         pid = key, match.end(10) + 1 - pos, (word, of), (location, numel)
         mould = Mould(size, fixed, bits, *memo_uses, *pid, offset, shape, stride, dtype, needs)
         return self.moulds.setdefault((size, bits), mould)

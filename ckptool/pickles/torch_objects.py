@@ -55,30 +55,29 @@ class TakesState:
 
 
 Spend = Callable[[int], None]
-"""Says that a call copies what takes at least so many bytes in a file; see `purse`."""
+"""Says that a call copies what takes at least so many bytes in a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerPickle:
-    """A builder whose calls copy what they are given: `build(spend, args)`, with a purse of its own for each pickle."""
+    """A builder whose calls copy what they are given: `build(spend, args)`."""
 
     build: Callable[[Spend, tuple[Any, ...]], Any]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         return self.build(lambda _: None, args)
 
+    def within(self, left: int) -> Builder:
+        """The builder for one pickle, in which it may copy so many bytes; it raises `LimitExceeded` for more."""
 
-def purse(left: int) -> Spend:
-    """The `spend` of a builder that may copy so many bytes; it raises `LimitExceeded` for more than a file can have."""
+        def spend(amount: int) -> None:
+            nonlocal left
+            left -= amount
+            if left < 0:
+                why = "The copies would fill the memory; the file is probably malicious."
+                raise LimitExceeded("one value copied over and over", why)
 
-    def spend(amount: int) -> None:
-        nonlocal left
-        left -= amount
-        if left < 0:
-            why = "The copies would fill the memory; the file is probably malicious."
-            raise LimitExceeded("one value copied over and over", why)
-
-    return spend
+        return partial(self.build, spend)
 
 
 # Python's own types ---------------------------------------------------------------------------------------------------

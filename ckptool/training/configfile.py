@@ -246,7 +246,7 @@ def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunF
     number, text = run_folder.recorded(folder)
     found = run_folder.values_of(text)
     if LOOP in found:  # whose rules are written there as those of a configuration
-        _, values = run_folder.last_config(folder, number, found)
+        values = run_folder.last_config(folder, number, found)
         kept = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
     else:
         kept = recorded_config(folder)[1].dumped()
@@ -260,8 +260,8 @@ def retention_of(config: Config) -> Retention:
     return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
 
 
-def recorded_config(folder: str) -> tuple[str, Config, int]:
-    """The id of a run, its configuration as last changed, and how often that was.
+def recorded_config(folder: str) -> tuple[str, Config]:
+    """The id of a run, and its configuration as last changed.
 
     Raises `UsageError` for a folder that is no run of the harness.
     """
@@ -271,8 +271,8 @@ def recorded_config(folder: str) -> tuple[str, Config, int]:
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
         raise UsageError(what, "", "Run the script again: it resumes by itself.")
     config = parsed(text, path)
-    revision, values = run_folder.last_config(folder, number, {})
-    return number, checked({**values, "run": config.run}, path) if values else config, revision
+    values = run_folder.last_config(folder, number, {})
+    return number, checked({**values, "run": config.run}, path) if values else config
 
 
 # What --init and --schema give ----------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ Position = dict[str, Any]
 Shard = Callable[[list[Any]], list[Any]]
 Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
 Parts = list[tuple[Any, int, int]]  # the same of a step, collated
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Samples:
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.collate: Collate = COLLATES.find(settings.collate)
         self.is_stream = is_stream(dataset)
-        self.positions: dict[int, Position | None] = {}  # in a stream, after the last step and the one in progress
+        self.position: Position | None = None  # in a stream, after the last step that was given
         self.train: list[int] = []
         self.val: Any = dataset
         self.held: list[int] = []
@@ -107,14 +108,6 @@ class Samples:
         batch = self.settings.batch
         return self.epoch_count // batch if self.settings.drop_last else -(-self.epoch_count // batch)
 
-    def state(self, step: int) -> dict[str, Any]:
-        """The state of the data after a step, beside the seed: the place in a stream."""
-        return {"stream": position} if (position := self.positions.get(step)) else {}
-
-    def load_state(self, step: int, state: dict[str, Any]) -> None:
-        """Takes back what `state` gave."""
-        self.positions = {step: state.get("stream")}
-
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
         world, parts = trainer.world, trainer.config.train.accumulate
@@ -122,13 +115,11 @@ class Samples:
         source: Any = Picked(self.dataset, self.collate, self.seed)
         asked: Iterable[Any] | None = self._shares(steps, parts, world.shard)
         if self.is_stream:
-            reader = partial(Reader, self.dataset, self.seed, self.positions.get(trainer.step))
+            reader = partial(Reader, self.dataset, self.seed, self.position)
             saved = trainer.config.save.every
             source, asked = Steps(reader, world.shard, self.collate, steps, self.settings, parts, saved), None
         with closing(self._loaded(source, asked, world.device)) as loader:
-            for step, (each, position) in enumerate(loader, trainer.step):
-                # Until the step is done, the state is that of the step before.
-                self.positions = {step: self.positions.get(step), step + 1: position}
+            for each, self.position in loader:
                 yield [Batch(to_device(data, world.device), size, total) for data, size, total in each]
 
     def _shares(self, steps: range, parts: int, shard: Shard) -> Iterator[list[Share]]:
@@ -183,9 +174,8 @@ class Samples:
             )
             with signals_blocked():
                 batches = iter(loader)
-        end = object()
         try:
-            while (batch := call_user_code(next, "data", self.settings.name, batches, end)) is not end:
+            while (batch := call_user_code(next, "data", self.settings.name, batches, _END)) is not _END:
                 yield batch
         finally:
             if workers:
@@ -194,17 +184,7 @@ class Samples:
     def validation(self, device: torch.device, epoch: int = 0, on: str = "val") -> Generator[Batch]:
         """The samples to evaluate on, in order, as they are in an epoch. Closing it ends its workers."""
         dataset, held = _held_out(self.settings.test) if on == "test" else (self.val, self.held)
-        batch, name = self.settings.batch, self.settings.name
-        if is_stream(dataset):
-            reader = Reader(dataset, derived(self.seed, on), {"epoch": epoch, "samples": 0})
-            try:
-                while samples := call_user_code(reader.rest, "data", name, batch):
-                    data = call_user_code(self.collate, "data", name, samples)
-                    yield Batch(to_device(data, device), len(samples), len(samples))
-            finally:
-                if reader.state is not None:  # the next evaluation begins as this one did
-                    dataset.load_state_dict(reader.state["of"])
-            return
+        batch = self.settings.batch
         places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
         asked = [[(part, len(part), len(part))] for part in places]
         source = Picked(dataset, self.collate, self.seed, evaluated=True)
@@ -263,8 +243,8 @@ class Reader:
         self.keeps = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         position = position or {"epoch": 0, "samples": 0}
         self._begin(position["epoch"], position.get("state") if self.keeps else None)
-        for _ in range(position["samples"] - self.taken):
-            if not self._next():
+        while self.taken < position["samples"]:
+            if not self.rest(1):
                 ends = f"epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}"
                 raise UsageError(f"data: {ends}", "The stream has changed, so the run cannot resume at its place.")
 
@@ -289,19 +269,15 @@ class Reader:
         """The place of the next sample, as it is saved."""
         return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.keeps else {})
 
-    def _next(self) -> list[Any]:
-        """The next sample of the epoch, in a list; none at its end."""
-        seed_all(CPU, self.seed, self.epoch, self.taken)
-        for sample in self.samples:
-            self.taken += 1
-            return [sample]
-        return []
-
     def rest(self, count: int) -> list[Any]:
         """The next samples of this epoch, at most `count`."""
         found: list[Any] = []
-        while len(found) < count and (sample := self._next()):
-            found += sample
+        while len(found) < count:
+            seed_all(CPU, self.seed, self.epoch, self.taken)
+            if (sample := next(self.samples, _END)) is _END:
+                break
+            self.taken += 1
+            found.append(sample)
         return found
 
     def take(self, batch: int, drop_last: bool) -> list[Any]:
@@ -440,8 +416,11 @@ def load_data(settings: Data, seed: int) -> Samples:
 
 
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
-    """A data set to evaluate on, and the places in it: none in a stream."""
+    """A data set to evaluate on, and the places in it. Raises `UsageError` for a stream."""
     if settings is None:
         raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
     made = DATA.make(settings.name, settings.args)
-    return made, [] if is_stream(made) else list(range(len(made)))
+    if is_stream(made):
+        what = f"data: {settings.name} is a stream, and a set to evaluate on has a length and items"
+        raise UsageError(what, "", "Give a Dataset, or of a short stream a list: list(stream)")
+    return made, list(range(len(made)))

@@ -27,7 +27,7 @@ from torch import nn
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint.paths import matcher
-from ckptool.errors import CkptoolError, RunFailed, TextLines, UsageError, UserCodeFailed, listed
+from ckptool.errors import CkptoolError, Conflict, RunFailed, TextLines, UsageError, UserCodeFailed, listed
 
 
 def classes_of(module: Any, base: type) -> dict[str, Any]:
@@ -133,9 +133,13 @@ def name_culprits() -> Iterator[None]:
     """Raises errors that are not ckptool's as `UserCodeFailed` where the user's code took part, else as `RunFailed`."""
     try:
         yield
-    except (CkptoolError, MemoryError, RecursionError):
-        raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as raised:
+        error: BaseException = raised
+        if isinstance(raised, Conflict) and raised.__cause__ is not None:  # a state that does not fit, in whose words
+            cause = traceback.extract_tb(raised.__cause__.__traceback__)
+            error = raised.__cause__ if any(is_theirs(frame.filename) for frame in cause) else raised
+        if isinstance(error, (CkptoolError, MemoryError, RecursionError)):
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         last, theirs = frames[-1], [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
@@ -153,11 +157,6 @@ def name_culprits() -> Iterator[None]:
             f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
             "Check that the data, the model, the optimizer and their args fit each other.",
         ) from error
-
-
-def took_part(error: BaseException) -> bool:
-    """True where a file of the user's is in the traceback."""
-    return any(is_theirs(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def is_theirs(file: str) -> bool:

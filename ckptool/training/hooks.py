@@ -55,13 +55,17 @@ class Hooks:
                 what = f"hooks: {name} returned {type(hook).__name__}, none of whose methods would be called"
                 raise UsageError(what, "", HOOKS.typed)
 
-    def _call(self, method: str, *args: Any) -> list[tuple[str, Any]]:
-        """Calls a method of every hook that has it; the hooks' names, with what it returned."""
-        return [
-            (name, call_user_code(getattr(hook, method), "hooks", name, *args))
-            for name, hook in self.each
-            if hasattr(hook, method)
-        ]
+    def call(self, method: str, *args: Any) -> None:
+        """Calls a method of every hook that has it, and keeps the numbers that it gives for the next line.
+
+        They are kept as they are: one on a device is waited for only when it is written.
+        """
+        for name, hook in self.each:
+            found = call_user_code(getattr(hook, method), "hooks", name, *args) if hasattr(hook, method) else None
+            if found is not None and method in ("after_backward", "facts"):
+                if not isinstance(found, Mapping):
+                    numbers(found, "hooks", name)  # which raises
+                self.numbers.setdefault(name, {}).update(found)
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
@@ -74,7 +78,7 @@ class Hooks:
             self.each.append(("tensorboard", Board(folder, trainer.step)))
         errors: list[CkptoolError] = []
         try:
-            self._call("attach", trainer)
+            self.call("attach", trainer)
             yield
         finally:  # each is told of the end, whatever the others do
             for name, hook in self.each:
@@ -91,30 +95,15 @@ class Hooks:
         """The path of the profiler's table, where it was written."""
         return next((hook.written for _, hook in self.each if isinstance(hook, Profiler)), "")
 
-    def after_backward(self, trainer: Trainer, model: str) -> None:
-        """Called when a model's gradients are complete, before they are clipped."""
-        self._keep(self._call("after_backward", trainer, model))
-
-    def after_step(self, trainer: Trainer) -> None:
-        """Called after each step."""
-        self._call("after_step", trainer)
-
     def facts(self) -> dict[str, float]:
         """The numbers of the hooks since the last line."""
-        self._keep(self._call("facts"))
+        self.call("facts")
         kept, self.numbers = self.numbers, {}
         return {key: value for name, each in kept.items() for key, value in numbers(each, "hooks", name).items()}
 
-    def _keep(self, found: list[tuple[str, Any]]) -> None:
-        """Keeps numbers as they are: one on a device is waited for only when it is written."""
-        for name, each in found:
-            if each is not None and not isinstance(each, Mapping):
-                numbers(each, "hooks", name)  # which raises
-            self.numbers.setdefault(name, {}).update(each or {})
-
     def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
         """Called with every line of the metrics."""
-        self._call("logged", trainer, fact)
+        self.call("logged", trainer, fact)
         if self.progress is not None:
             self.progress({**fact, "steps": trainer.total_steps}, rate)
 

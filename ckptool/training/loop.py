@@ -2,18 +2,14 @@
 
 A step is atomic: signals, saves and evaluation come only between steps; an evaluation that a signal ends is done again
 on resume. `step` is the number of completed optimizer steps, and the file `step-N` is the state after N of them.
-
-Below it is evaluation: between two steps, and of a checkpoint beside its run, to which nothing is written.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +17,18 @@ import torch
 
 from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg, command
-from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError, listed
-from ckptool.training import CONFIG, configfile
+from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError
 from ckptool.training.config import Config
-from ckptool.training.configfile import recorded_config, retention_of
 from ckptool.training.data import Batch
-from ckptool.training.extensions import name_culprits, numbers
+from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients
-from ckptool.training.parallel import unsynchronised, world_of
-from ckptool.training.reports import Evaluated
+from ckptool.training.parallel import unsynchronised
 from ckptool.training.rng import seed_all
-from ckptool.training.saving import loaded
-from ckptool.training.store import RunFolder, SavedState, check
 from ckptool.training.tasks import Phase
-from ckptool.training.trainer import Trainer, build, deterministic, load
 
 if TYPE_CHECKING:
-    from ckptool.training.start import TrainerRun
+    from ckptool.training.trainer import Trainer, TrainerRun
 
 
 def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
@@ -172,7 +162,7 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     trainer.task.stepped.clear()
     trainer.step += 1
     trainer.pending = is_due(trainer, trainer.eval_every)
-    hooks.after_step(trainer)
+    hooks.call("after_step", trainer)
 
 
 def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch], count: int, hooks: Hooks) -> float:
@@ -209,7 +199,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
-    hooks.after_backward(trainer, phase.model)
+    hooks.call("after_backward", trainer, phase.model)
     mean = parts[0][0]
     if len(parts) > 1 or world.distributed:
         mean = world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
@@ -261,8 +251,6 @@ def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[flo
 
 
 # Evaluation ----------------------------------------------------------------------------------------------------------
-
-BEST, NEWEST = "best", "newest"
 
 
 class _Stopped(BaseException):
@@ -322,43 +310,3 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any
     if config.train.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if config.train.precision == "bf16" else torch.float16)
-
-
-def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
-    """The metrics of a checkpoint of a run on its validation or test data, in one process."""
-    number, config, _ = recorded_config(folder)
-    strategy = config.strategy if config.split is not None else "single"
-    values = {**config.dumped(), "run": folder, "strategy": strategy}
-    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
-    chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
-    check(saved, config.save.verify)
-    with name_culprits(), deterministic(config.deterministic), world_of(config) as world:
-        trainer = build(config, world, fresh=False)
-        objects = trainer.objects(trains=False)
-        load(objects, loaded(saved.path, objects.in_parts), saved.path)
-        trainer.step = saved.step
-        metrics = measured(trainer, on=on)
-    if not metrics:
-        raise UsageError(
-            "there is nothing to evaluate on",
-            "No sample is held out, and there is no validation set.",
-            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
-        )
-    return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
-
-
-def _chosen(
-    there: Sequence[SavedState], config: Config, checkpoint: str | int | None, folder: str
-) -> tuple[str, SavedState]:
-    """The checkpoint that is asked for, and in words which it is: the best where there is one, without being asked."""
-    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
-    found = {str(saved.step): saved for saved in there}
-    for saved in there:
-        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
-    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
-    if wanted not in found:
-        raise UsageError(
-            f"{folder} has no checkpoint {wanted}",
-            f"Available: {listed(list(found), 12)}." if found else "It has none.",
-        )
-    return f"the best {config.eval.metric}" if wanted == BEST else wanted if wanted == NEWEST else "", found[wanted]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ckptool.analysis.targets import names_code
 from ckptool.analysis.warm_start import percent
@@ -108,23 +108,17 @@ def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
     """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
     kind: Any = type(module)
 
-    def recomputed(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The older way learns nothing where no positional tensor asks for a gradient, and takes none by keyword.
-        asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
-        older, rng = settings.use_reentrant and asks and not kwargs, settings.preserve_rng_state
-        return checkpoint(run, *args, use_reentrant=older, preserve_rng_state=rng, **kwargs)
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
+        # The older way learns nothing where no positional tensor asks for a gradient, and takes none by keyword.
+        asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        older = settings.use_reentrant and asks and not kwargs
+        how: Any = {"use_reentrant": older, "preserve_rng_state": settings.preserve_rng_state}
         if settings.sequential is None:
-            return recomputed(partial(kind.forward, self), *args, **kwargs)
-        parts, (value,) = list(self), args
-        size = len(parts) // min(settings.segments, len(parts))
-        last = size * (min(settings.segments, len(parts)) - 1)  # which is kept, as torch's checkpoint_sequential does
-        for begin in range(0, last, size):
-            value = recomputed(nn.Sequential(*parts[begin : begin + size]), value)
-        return nn.Sequential(*parts[last:])(value)
+            return checkpoint(partial(kind.forward, self), *args, **how, **kwargs)
+        in_segments: Any = checkpoint_sequential  # to which torch gives no types
+        return in_segments(list(self), min(settings.segments, len(self)), *args, **how)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -106,16 +107,10 @@ def opened(
     elsewhere: str | Command = OTHER_RUN,
 ) -> RunFolder:
     """A new run, or with `goes_on` an existing one. Only the first process makes it, and has the right to write."""
-    found: list[RunFolder] = []
-
-    def open_first() -> None:
-        if goes_on:
-            found.append(reopen(folder, retention, elsewhere=elsewhere))
-        else:
-            found.append(create(folder, settings, retention, elsewhere))
-
-    world.first(open_first)
-    return found[0] if found else reopen(folder, retention, write=False, elsewhere=elsewhere)
+    begin = partial(reopen, folder) if goes_on else partial(create, folder, settings)
+    made: list[RunFolder] = []
+    world.first(lambda: made.append(begin(retention, elsewhere=elsewhere)))
+    return made[0] if made else reopen(folder, retention, write=False, elsewhere=elsewhere)
 
 
 def is_run(folder: str) -> bool:
@@ -137,22 +132,16 @@ def recorded(folder: str) -> tuple[str, str]:
     return found[1], text
 
 
-def last_config(folder: str, number: str, config: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of the last change of a run's configuration, and the configuration since; 0 and `config` without one.
+def last_config(folder: str, number: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run as it was last changed, given that of its run.yaml, which is written once.
 
-    `run.yaml` is written once. Each change is in the history, and in the sidecar of every checkpoint that was saved
-    since; the highest number decides, so a history that was deleted takes nothing with it.
+    Each change is in the history, before a checkpoint is saved with it, whose sidecar has it too; so a history that was
+    deleted takes nothing with it.
     """
-    run, changes = RunFolder(folder, number), 0
+    run = RunFolder(folder, number)
     facts = [saved.sidecar or {} for saved in run.all()]
-    for fact in run.history.read():
-        if fact.get("event") == CHANGED:
-            changes += 1
-            facts.append({"revision": changes, **fact})
-    known = [(each.get("revision"), each.get("config")) for each in facts]
-    found = [(revision, held) for revision, held in known if type(revision) is int and isinstance(held, dict)]
-    last = max((revision for revision, _ in found), default=0)
-    return last, next((held for revision, held in reversed(found) if revision == last and last), config)
+    facts += (fact for fact in run.history.read() if fact.get("event") == CHANGED)
+    return [config, *(held for fact in facts if isinstance(held := fact.get("config"), dict))][-1]
 
 
 # Whose files they are ------------------------------------------------------------------------------------------------
@@ -313,7 +302,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
     folder = RunFolder(name, number)
     history = list(folder.history.read())
-    _, config = last_config(name, number, config)
+    config = last_config(name, number, config)
     sections = {key: value for key, value in config.items() if isinstance(value, dict)}
     save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))

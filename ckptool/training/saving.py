@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Saver:
         self._writers = world  # of sharded tensors; a thread has a process group of its own
         self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "ckptool-save")
+        self._written: Future[None] | None = None
 
     def save(self, step: int, gather: Callable[[], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
@@ -59,8 +59,7 @@ class Saver:
         if self._staging is None:
             self.world.each(lambda: self._commit(step, tree, facts) if writes else None)
         elif writes:
-            self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
-            self._thread.start()
+            self._written = self._thread.submit(self._commit, step, tree, facts)
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
@@ -69,36 +68,19 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        failed = self._join()
-
-        def fail() -> None:
-            if failed is not None:
-                raise failed
-
+        written, self._written = self._written, None
         if self._staging is not None:
-            self.world.each(fail)
+            self.world.each(lambda: written and written.result())
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
-        failed = self._join()
+        written, self._written = self._written, None
+        failed = written and written.exception()
         self.run.close()
         if self._staging is not None:
             self._staging = Staging()  # its memory is given back
-        if failed is not None:
+        if failed:
             say(f"the last save failed: {failed}")
-
-    def _join(self) -> Exception | None:
-        """Waits for the thread; returns what went wrong in it."""
-        if self._thread is not None:
-            self._thread.join()
-        failed, self._thread, self._error = self._error, None, None
-        return failed
-
-    def _in_thread(self, *save: Any) -> None:
-        try:
-            self._commit(*save)
-        except Exception as error:  # noqa: BLE001  raised by who waits
-            self._error = error
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:

@@ -163,8 +163,10 @@ class Objects:
     def restore(self, tree: Mapping[str, Any], where: str) -> None:
         """Loads the objects' states: modules, then optimizers, then all others, as schedules change learning rates.
 
-        Raises `Conflict`, naming the object, if a state does not fit.
+        Raises `Conflict`, naming the object, if a state is missing or does not fit.
         """
+        if missing := [name + SUFFIX for name in self.named if name + SUFFIX not in tree]:
+            raise Conflict(f"{where} has no {missing[0]}", "Without it the run would resume as a different one.")
         order: Iterable[Any] = (nn.Module, Optimizer)
         first = [name for kind in order for name in self.of(kind)]
         for name in (*first, *(name for name in self.named if name not in first)):

@@ -1,7 +1,7 @@
 """The folder of a run: its checkpoints, each with a sidecar of facts about it, its history and its metrics.
 
-A checkpoint is a file, `step-N.pt`, or what several processes wrote, a folder `step-N.dcp` of files. The size of a
-folder is that of its files together, and its sha256 that of the list of theirs.
+A checkpoint is a file, `step-N.pt`, or what several processes wrote, a folder `step-N.dcp` of files, whose sidecar has
+the size and the sha256 of each.
 
 Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then
 the checkpoint gets its name, which is the commit; the folder is synced; only then old ones are pruned. Resume takes the
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.blocks import sha256_of
-from ckptool.checkpoint.files import Source, open_regular, read_small
+from ckptool.checkpoint.files import Source, json_or_none, open_regular
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, arg, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, NoneValid, counted, listed, printable
@@ -101,10 +102,11 @@ def _replaced(path: str, sidecar: str) -> dict[str, Any]:
     """What a sidecar says of the checkpoint that is there, of which it is, too, until the new one has its name."""
     places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
     old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
-    return {} if old is None else {"replaces": {key: old.get(key) for key in ("step", "bytes", "sha256", LOGGED)}}
+    kept = ("step", "bytes", "sha256", "files", LOGGED)
+    return {} if old is None else {"replaces": {key: old[key] for key in kept if key in old}}
 
 
-def check(saved: SavedState, verify: str) -> SavedState:
+def check(saved: SavedState, verify: str = "full") -> SavedState:
     """A checkpoint with what its sidecar says of it. Raises `Corrupt` unless it is that. verify: `full` compares its
     sha256, `size` not."""
     sidecar = saved.sidecar
@@ -112,21 +114,29 @@ def check(saved: SavedState, verify: str) -> SavedState:
         raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
     if sidecar is None:
         raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
-    size = size_of(saved.path)
     if sidecar.get("step") != saved.step:
         raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Files were renamed, or mixed up.")
     # Killed between two renames, it is still the one that was to be replaced.
     known = [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
-    if not (same := [each for each in known if size == each.get("bytes")]):
-        raise Corrupt(
-            f"{saved.path} has {size:,} bytes; its sidecar says {sidecar.get('bytes')!s}",
-            "It was truncated, or overwritten.",
-        )
-    digest = digest_of_files(saved.path) if verify == "full" else same[0].get("sha256")
-    for each in same:
-        if digest == each.get("sha256"):
+    problems = [_damage(saved.path, each, verify) for each in known]
+    for each, problem in zip(known, problems, strict=True):
+        if not problem:
             return replace(saved, sidecar={**sidecar, **each})
-    raise Corrupt(f"{saved.path} does not match its sha256", "Its bytes were damaged after it was written.")
+    raise Corrupt(problems[0], "It was cut, overwritten or damaged after it was saved.")
+
+
+def _damage(path: str, known: dict[str, Any], verify: str) -> str:
+    """What of a checkpoint is not as its sidecar says, in words; "" where it is whole. Raises `FileProblem`."""
+    there, files = files_of(path), known.get("files")
+    for name, facts in files.items() if isinstance(files, dict) else [("", known)]:
+        if (file := there.get(name)) is None:
+            return f"{os.path.join(path, name)} is missing"
+        size, wanted = Source(file).size, facts.get("bytes") if isinstance(facts, dict) else None
+        if size != wanted:
+            return f"{file} has {size:,} bytes; its sidecar says {wanted!s}"
+        if verify == "full" and file_digest(file) != facts.get("sha256"):
+            return f"{file} does not match its sha256"
+    return ""
 
 
 def newest_whole(
@@ -157,27 +167,16 @@ def newest_whole(
 
 
 def files_of(path: str) -> dict[str, str]:
-    """The files of a checkpoint by their names in its folder; itself, without a name, where it is one file."""
+    """The files of a checkpoint by their names below its folder; itself, without a name, where it is one file."""
     if not os.path.isdir(path):
         return {"": path}
-    return {name: os.path.join(path, name) for name in sorted(names_in(path)) if _PART.fullmatch(name)}
+    below = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
+    return {os.path.relpath(file, path): file for file in sorted(below) if stat.S_ISREG(os.lstat(file).st_mode)}
 
 
 def size_of(path: str) -> int:
     """The bytes of a checkpoint. Raises `FileProblem`."""
     return sum(Source(file).size for file in files_of(path).values())
-
-
-def digest_of_files(path: str) -> str:
-    """The sha256 of a checkpoint, in hexadecimal; of a folder that of the list of its files. Raises `FileProblem`."""
-    return _digest_of_list({name: file_digest(file) for name, file in files_of(path).items()})
-
-
-def _digest_of_list(digests: dict[str, str]) -> str:
-    if list(digests) == [""]:
-        return digests[""]
-    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))  # as `sha256sum` prints them
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def described(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -400,8 +399,7 @@ class RunFolder:
             )
         path, sidecar = made.target, sidecar_of(made.target)
         record = {"run": self.id, "step": step, "bytes": sum(known["bytes"] for known in files.values())}
-        digest = _digest_of_list({name: known["sha256"] for name, known in files.items()})
-        record |= {**_replaced(path, sidecar), "sha256": digest, "files": files, **facts}
+        record |= {**_replaced(path, sidecar), "files": files, **facts}
         write_json(sidecar, record, sync_folder=False)
         made.commit(_PART.fullmatch)
         _delete(os.path.join(self.checkpoints, name_of(step)))
@@ -409,13 +407,8 @@ class RunFolder:
 
     def all(self) -> list[SavedState]:
         """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
-        found = []
-        for name in checkpoints_in(self.folder):
-            path = os.path.join(self.checkpoints, name)
-            saved = SavedState(_step_in(name), path, read_json(sidecar_of(path)))
-            if (saved.sidecar or {}).get("run", self.id) == self.id:
-                found.append(saved)
-        return sorted(found, key=lambda saved: saved.step)
+        there = [SavedState(step, path, read_json(sidecar_of(path))) for step, path in checkpoints_in(self.folder)]
+        return [saved for saved in there if (saved.sidecar or {}).get("run", self.id) == self.id]
 
     def newest_valid(self, verify: str, say: Callable[[str], Any]) -> SavedState | None:
         """The newest whole checkpoint, None before the first; says which it skipped, and records it.
@@ -443,9 +436,8 @@ class RunFolder:
         for saved in gone:
             self.remove(saved)
         known = {sidecar_of(saved.path) for saved in there}
-        paths = [os.path.join(self.checkpoints, name) for name in names_in(self.checkpoints) if _FILE.fullmatch(name)]
-        for path in [path for path in paths if path.endswith(".json") and path not in known]:
-            if (read_json(path) or {}).get("run") == self.id:
+        for _, path in _files_in(self.folder):
+            if path.endswith(".json") and path not in known and (read_json(path) or {}).get("run") == self.id:
                 remove_file(path)
         return gone
 
@@ -458,26 +450,21 @@ class RunFolder:
 
     def refuse_others(self, after: int, last: int) -> None:
         """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
-        try:
-            names = [name for name in os.listdir(self.checkpoints) if _FILE.fullmatch(name)]
-        except OSError:
-            return  # the error is raised when the folder is written to
-        there = [name for name in names if after < _step_in(name) <= last]
-        if foreign := sorted(name for name in there if not self._wrote(os.path.join(self.checkpoints, name))):
+        there = [(step, path) for step, path in _files_in(self.folder) if after < step <= last]
+        if foreign := [os.path.basename(path) for step, path in there if not self._wrote(step, path)]:
             raise Conflict(
                 f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write",
                 "A checkpoint of this run would overwrite it. Nothing was changed.",
                 f"Move such files away, or start the run in another folder: {self.elsewhere}",
             )
 
-    def _wrote(self, path: str) -> bool:
+    def _wrote(self, step: int, path: str) -> bool:
         """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
         if os.path.isdir(path) and not path.endswith(".dcp"):
             return False
         sidecar = read_json(sidecar_of(path))
         if sidecar is not None and "run" in sidecar:
             return bool(sidecar["run"] == self.id)
-        step = _step_in(os.path.basename(path))
         return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
 
     def claim(self, name: str) -> None:
@@ -504,14 +491,17 @@ class RunFolder:
         self.history.add({"event": event, **facts, "time": now, "run": self.id}, sync=True)
 
 
-def checkpoints_in(folder: str) -> list[str]:
-    """The names of the checkpoints of any run in a folder, whole or not. Raises `FileProblem`."""
-    names = names_in(os.path.join(folder, CHECKPOINTS))
-    return [name for name in names if (found := _FILE.fullmatch(name)) and found[2] != "json"]
+def checkpoints_in(folder: str) -> list[tuple[int, str]]:
+    """The checkpoints of any run in a folder, whole or not, oldest first: step and path. Raises `FileProblem`."""
+    return [(step, path) for step, path in _files_in(folder) if not path.endswith(".json")]
 
 
-def _step_in(name: str) -> int:
-    return int(os.path.splitext(name)[0].removeprefix("step-"))
+def _files_in(folder: str) -> list[tuple[int, str]]:
+    """The same with sidecars."""
+    place, names = os.path.join(folder, CHECKPOINTS), list[str]()
+    with _problems(place, "read"), suppress(FileNotFoundError):
+        names = os.listdir(place)
+    return sorted((int(found[1]), os.path.join(place, found[0])) for found in map(_FILE.fullmatch, names) if found)
 
 
 def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:
@@ -525,13 +515,6 @@ def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Con
 
 
 # Small files ---------------------------------------------------------------------------------------------------------
-
-
-def names_in(folder: str) -> list[str]:
-    """The names in a folder; none where there is no folder. Raises `FileProblem`."""
-    with _problems(folder, "read"), suppress(FileNotFoundError):
-        return os.listdir(folder)
-    return []
 
 
 def _delete(path: str) -> None:
@@ -611,8 +594,5 @@ def write_json(path: str, value: dict[str, Any], *, sync_folder: bool = True) ->
 
 def read_json(path: str) -> dict[str, Any] | None:
     """A small JSON object; None where it is missing or damaged."""
-    try:
-        value = json.loads(read_small(path, "a sidecar", 1 << 24))
-    except (CkptoolError, ValueError, RecursionError):
-        return None
+    value = json_or_none(path, 1 << 24)
     return value if isinstance(value, dict) else None

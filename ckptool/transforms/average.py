@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,6 @@ from ckptool.checkpoint.arrays import each, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
-from ckptool.checkpoint.paths import selected
 from ckptool.commands import OUT, Command, arg, command
 from ckptool.conventions.state_dicts import bare
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
@@ -84,10 +83,10 @@ class _Merged:
     each of its tensors.
     """
 
-    __slots__ = ("count", "dtype", "entries", "formula", "how", "kind", "name", "weights")
+    __slots__ = ("count", "dtype", "entries", "formula", "how", "kind", "name")
 
-    def __init__(self, entries: Sequence[TensorEntry], how: Merge, weights: Sequence[float], name: str) -> None:
-        self.entries, self.how, self.weights, self.name = entries, how, weights, name
+    def __init__(self, entries: Sequence[TensorEntry], how: Merge, name: str) -> None:
+        self.entries, self.how, self.name = entries, how, name
         self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
         self.count = entries[0].nbytes // self.dtype.itemsize
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
@@ -124,7 +123,7 @@ def _mean(of: _Merged, shares: Sequence[float] = ()) -> Piece:
     """The weighted sum. shares: other weights than its own."""
     import numpy
 
-    weights = shares or of.weights
+    weights = shares or of.how.weights
 
     def piece(read: Read, start: int) -> Array:
         total = read(0, "merge total")
@@ -157,7 +156,7 @@ def _slerp(of: _Merged) -> Piece:
     of.fold(add, 0, 1)
     norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
     near = sums[2] / norms[0] / norms[1]
-    t = of.weights[1] / sum(of.weights)
+    t = of.how.weights[1] / sum(of.how.weights)
     shares = [1 - t, t]
     if abs(near) <= _PARALLEL:
         angle = math.acos(near)
@@ -185,7 +184,7 @@ def _added(
             numpy.subtract(values, base, out=values)
             return kept(values, number, start) if kept else values
 
-        total = mixed(delta, [base.dtype.type(weight) for weight in of.weights])
+        total = mixed(delta, [base.dtype.type(weight) for weight in of.how.weights])
         numpy.multiply(total, base.dtype.type(of.how.scale), out=total)
         return numpy.add(base, total, out=total)
 
@@ -224,7 +223,7 @@ def _ties(of: _Merged) -> Piece:
     import numpy
 
     # Of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
-    cuts = [_cut(of, number, max(1, int(of.how.density(number) * of.count))) for number in range(len(of.weights))]
+    cuts = [_cut(of, number, max(1, int(of.how.density(number) * of.count))) for number in range(len(of.how.weights))]
 
     def kept(delta: Array, number: int, start: int) -> Array:
         smallest, last = cuts[number]
@@ -331,10 +330,14 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     asked = {name: value for name, value in given.items() if value is not None}
     for what, why in _problems(method, files, asked):
         raise UsageError(what, why, "See ckptool average --help")
-    density, t = asked.get("density", 0.5), asked.get("t")
-    weights = weights_of(method, files, asked.get("weights") if t is None else [1 - t, t], asked.get("ema"))
+    density, t, decay = asked.get("density", 0.5), asked.get("t"), asked.get("ema")
+    weights = asked.get("weights") or [1.0 if "base" in METHODS[method].takes else 1 / files] * files
+    if t is not None:
+        weights = [1 - t, t]
+    if decay is not None:  # a moving average over the files in order
+        weights = [decay ** (files - 1), *((1 - decay) * decay ** (files - 1 - n) for n in range(1, files))]
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
-    return Merge(method, weights, densities, asked.get("scale", 1.0), asked.get("seed", 0))
+    return Merge(method, list(weights), densities, asked.get("scale", 1.0), asked.get("seed", 0))
 
 
 def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -364,60 +367,30 @@ def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tup
             yield f"{arg(one)} and {arg(other)} were both given", "They are mutually exclusive."
     if not 0 <= asked.get("ema", 0.5) < 1:
         yield f"a decay of {asked['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
-
-
-def weights_of(method: str, count: int, weights: Sequence[float] | None, ema: float | None = None) -> list[float]:
-    """The share of each file: equal ones, those given, or those of an exponential moving average in order.
-
-    Raises `UsageError` for weights that are not one finite number for each file.
-    """
-    if ema is not None:
-        return [ema ** (count - 1), *((1 - ema) * ema ** (count - 1 - i) for i in range(1, count))]
-    if weights is None:
-        return [1.0 if "base" in METHODS[method].takes else 1 / count] * count
-    if len(weights) != count:
-        what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(count, 'file')}"
-        raise UsageError(what, "Each file has one, in the same order.")
+    weights = asked.get("weights", [1.0] * files)
+    if len(weights) != files:
+        given = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
+        yield given, "Each file has one, in the same order."
     if not math.isfinite(sum(weights)):
-        raise UsageError(f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum.")
-    if method == "slerp" and not (min(weights) >= 0 and sum(weights) > 0):
-        what = "slerp was given weights that are negative, or 0 in all"
-        raise UsageError(what, "The second one's share is the position on the arc.")
-    return list(weights)
-
-
-def weights_by_key(keys: Iterable[str], texts: Sequence[str], how: Merge) -> dict[str, list[float]]:
-    """The weights of the keys that a text `PATTERN=W,W` gives others; the first that matches decides.
-
-    Raises `UsageError` for a text of another form, `NoMatch` for a pattern that matches no key.
-    """
-    found: dict[str, list[float]] = {}
-    every = list(keys) if texts else []
-    for text in reversed(texts):
-        pattern, _, numbers = text.rpartition("=")
-        try:
-            shares = [float(number) for number in numbers.split(",")]
-        except ValueError:
-            pattern = ""
-        if not pattern:
-            example = f"For example: {arg(weight='layers.0.*=0.3,0.7')}"
-            raise UsageError(f"{arg('weight')} {text!r} is not of the form PATTERN=W,W", "", example)
-        found |= dict.fromkeys(selected(every, [pattern]), weights_of(how.method, len(how.weights), shares))
-    return found
+        yield f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum."
+    if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
+        yield (
+            "slerp was given weights that are negative, or 0 in all",
+            "The second one's share is the place on the arc.",
+        )
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------
 
 
 def average(
-    nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge, by_key: Mapping[str, Sequence[float]]
+    nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
     """State dicts with the same keys, shapes and types, merged; how many tensors were; and what is the last one's, with
     why. Reads nothing yet.
 
-    nodes: where `how` has a base, that is the first.  by_key: the weights of keys that have others.
-    Raises `Conflict` naming what they do not agree in, and for tied names with other weights; `Unsupported` for tensors
-    that have no plain values.
+    nodes: where `how` has a base, that is the first.
+    Raises `Conflict` naming what they do not agree in, `Unsupported` for tensors that have no plain values.
     """
     last = nodes[-1]
     others = zip(nodes[:-1], names, strict=False)
@@ -438,10 +411,10 @@ def average(
         if all(entry.is_contiguous and not any(entry.flags.lazy) for entry in entries):
             over = whole.setdefault(tuple(id(entry.storage) for entry in entries), entries)
             over[:] = entries if entries[-1].numel > over[-1].numel else over
-    made: dict[tuple[Any, ...], tuple[str, Sequence[float], TensorEntry]] = {}
+    made: dict[tuple[Any, ...], TensorEntry] = {}
     again: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
-    kept: dict[str, str] = {}
+    kept, averaged = dict[str, str](), 0
     for key, value in last.items():
         kind = _without_mean(value)
         if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
@@ -455,26 +428,23 @@ def average(
         elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
             kept[str(key)] = f"of type {value.dtype.name}"
         else:  # names that are one tensor in every file stay one; what is the same part of one in every file, too
+            averaged += 1
             entries = [node[key] for node in nodes]
             of = whole.get(tuple(id(entry.storage) for entry in entries), [])
             places = {_place(*pair) for pair in zip(entries, of, strict=False)}
             is_part = len(places) == 1 and None not in places
             of = of if is_part else entries
-            view, weights = tuple(entry.view for entry in of), by_key.get(str(key), how.weights)
+            view = tuple(entry.view for entry in of)
             if view not in made:
-                merged = _Merged(of, how, weights, first[of[-1].view])
-                made[view] = str(key), weights, each(merged.piece, *of, dtype=value.dtype)
-            other, others_weights, entry = made[view]
-            if list(others_weights) != list(weights):
-                what = f"{other} and {key!s} are one tensor in all files"
-                why = "They were given different weights, and one of them would be ignored. Nothing was written."
-                raise Conflict(what, why, f"Give both the same: a {arg('weight')} whose pattern matches both")
+                merged = _Merged(of, how, first[of[-1].view])
+                made[view] = each(merged.piece, *of, dtype=value.dtype)
+            entry = made[view]
             if is_part:
                 entry = replace(entry, shape=value.shape, stride=value.stride, offset=value.offset - of[-1].offset)
             # What is one object stays one.
             flags = value.flags._replace(conj=False, neg=False)
             tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
-    return tree, len(made), kept
+    return tree, averaged, kept
 
 
 def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:

@@ -27,7 +27,6 @@ from ckptool.commands import NAME, arg
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
 from ckptool.facts import dataclass, replace, size
-from ckptool.transforms.views import joined
 
 
 @dataclass(slots=True)
@@ -159,15 +158,11 @@ def compact(entry: TensorEntry) -> TensorEntry:
     """
     if entry.is_contiguous and entry.span() == (0, entry.storage.nbytes):
         return entry
-    _refuse_expanded(entry)
-    return apart(entry)
-
-
-def _refuse_expanded(entry: TensorEntry) -> None:
     if entry.nbytes > entry.storage.nbytes:
         what = f"{entry!r} is an expanded view: {size(entry.nbytes)} of values, {size(entry.storage.nbytes)} stored"
         why = "Every repeated value would be written out. Nothing was written."
         raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}")
+    return apart(entry)
 
 
 def recast(
@@ -202,33 +197,6 @@ def losses(entry: TensorEntry, new: DType) -> CastTally:
     tally = CastTally()
     fold(lambda *_: None, converted(compact(entry), new, tally))
     return tally
-
-
-# Parts ----------------------------------------------------------------------------------------------------------------
-
-
-def first_part(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """The corner of a tensor where every index is below `shape`."""
-    return replace(entry, shape=tuple(shape))
-
-
-def laid_over(base: TensorEntry, part: TensorEntry) -> TensorEntry:
-    """`base` with its first corner replaced by `part`, of the same type and no larger; computed when it is read.
-
-    Raises `Conflict` for lazily conjugated or negated tensors, whose bytes do not say their values.
-    """
-    if base.flags.lazy != NO_FLAGS.lazy or part.flags.lazy != NO_FLAGS.lazy:
-        raise Conflict("a conjugated or negated view cannot be laid over another tensor", "Its values are not stored.")
-    _refuse_expanded(base)
-    return _laid(base, part).with_flags(base.flags) if part.numel else base
-
-
-def _laid(base: TensorEntry, part: TensorEntry) -> TensorEntry:
-    for axis, (longest, length) in enumerate(zip(base.shape, part.shape, strict=True)):
-        if longest != length:
-            corner = _laid(base.narrow(axis, 0, length), part)
-            return joined([corner, base.narrow(axis, length, longest - length)], axis)
-    return part
 
 
 # State dicts ---------------------------------------------------------------------------------------------------------

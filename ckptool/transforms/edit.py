@@ -1,4 +1,4 @@
-"""Entries dropped, plain values set, the values of tensors replaced."""
+"""Entries dropped and set: plain values, and in place of a tensor the values of another."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
+from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
 from ckptool.commands import FILE, arg, command
@@ -52,8 +54,9 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
 def with_value(tree: Any, place: str, value: Any) -> Any:
     """The tree with a value at an address, that of an entry or of a new one.
 
-    Raises `UsageError` for an address that leads nowhere, names no entry or has dots where one has slashes, and where
-    tensors would be lost.
+    In place of a tensor, the values of a tensor or an array of its shape and type. Raises `UsageError` for an address
+    that leads nowhere, names no entry or has dots where one has slashes, and where tensors would be lost, `Conflict`
+    for other values than the tensor can have.
     """
     key: Any  # an existing key as it is, else a text
     above, _, key = place.strip("/").rpartition("/")
@@ -81,55 +84,33 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
             what = f"there is no {place}, but there is {meant}"
             raise UsageError(what, "Addresses have slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")
+    new = value if isinstance(value, TensorEntry) else array_entry(value)
+    if isinstance(old, TensorEntry) and new is not None:
+        return _with_values(tree, place, old, new)
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"
-        fix = f"Leave it out: {arg(drop=place)}; or give a tensor new values: {arg(tensor={place: 'values.npy'})}"
+        fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."
         raise UsageError(what, "Values would be lost. Nothing was written.", fix)
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
     return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
 
 
-# Tensors -------------------------------------------------------------------------------------------------------------
+def _with_values(tree: Any, place: str, old: TensorEntry, new: TensorEntry) -> Any:
+    """The tree with the values of one tensor in another, and in those that are tied to it.
 
-
-def with_array(tree: Any, place: str, array: Any) -> Any:
-    """The tree with the values of an array in a tensor, and in those that are tied to it.
-
-    Raises `UsageError` for an address that leads to no plain tensor, `Conflict` for an array of another shape or type,
-    and where a part of another tensor's storage would change.
+    Raises `Conflict` for another shape or type, and where a part of another tensor's storage would change.
     """
-    _, entry = find(tree, place)
-    if not isinstance(entry, TensorEntry):
-        raise UsageError(f"{place} is not a tensor with plain values", f"It is {entry!r}.")
-    if tuple(array.shape) != entry.shape:
-        what = f"{place} has the shape {list(entry.shape)}, the array {list(array.shape)}"
-        raise Conflict(what, "Replacing values does not change shapes.")
-    dtype = entry.dtype
-    try:
-        same = array.dtype.newbyteorder("<") == dtype.to_numpy().newbyteorder("<")
-    except KeyError:
-        same = False
-    # numpy files have no name for bf16 and float8: they come back as void types, or as integers of the same size.
-    as_bits = array.dtype.kind in "Vu" and array.dtype.itemsize == dtype.itemsize and dtype.kind not in ("int", "uint")
-    if not same and not (as_bits and (dtype.ml or dtype.numpy is None)):
-        what, fix = f"{place} is of type {dtype}, the array {array.dtype}", dtype.numpy or dtype.name
-        raise Conflict(what, "Values are not converted on the way.", f"Convert it: array.astype({fix!r})")
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    data = InlineBytes(array.tobytes())
-    whole = entry.is_contiguous and entry.nbytes == entry.storage.nbytes
-    others = (
-        path
-        for path, other in tensors(tree)
-        if other is not entry and isinstance(other, TensorEntry) and other.storage is entry.storage
-    )
-    if not whole and (shared := next(others, None)) is not None:
-        what = f"{place} shares its storage with {address(shared)}, and covers only a part of it"
-        raise Conflict(what, "Writing it would change the other in parts.")
-    if entry.flags.conj or entry.flags.neg:
+    if (new.dtype, new.shape) != (old.dtype, old.shape):
+        raise Conflict(f"{place} is {old!r}, and would be {new!r}", "New values are of the same type and shape.")
+    if any(old.flags.lazy):
         raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
-    if whole:  # every name that is tied to it sees the new values, as it would in torch
-        fresh = Storage(data, entry.location)
-        return map_storages(tree, lambda storage: fresh if storage is entry.storage else storage)
-    return rebuild(tree, lambda node: entry.with_values(data) if node is entry else node)
+    data = resolved(new).row_major()
+    if old.is_contiguous and old.nbytes == old.storage.nbytes:  # every tied name sees them, as it would in torch
+        fresh = Storage(data, old.location)
+        return map_storages(tree, lambda storage: fresh if storage is old.storage else storage)
+    for path, other in tensors(tree):
+        if other is not old and isinstance(other, TensorEntry) and other.storage is old.storage:
+            what = f"{place} shares its storage with {address(path)}, and covers only a part of it"
+            raise Conflict(what, "Writing it would change the other in parts.")
+    return rebuild(tree, lambda node: old.with_values(data) if node is old else node)

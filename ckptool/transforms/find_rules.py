@@ -13,40 +13,39 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from hashlib import blake2b
 from itertools import combinations, islice, permutations
 from math import gcd, prod
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, fold, resolved
+from ckptool.checkpoint.arrays import fold, resolved
 from ckptool.checkpoint.compare import same_bytes
-from ckptool.checkpoint.dtypes import Array, has_numbers
+from ckptool.checkpoint.dtypes import Array
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, dataclass, green, yellow
 from ckptool.names.rule_files import dropping
 from ckptool.names.rules import Translation, parse_operation, parse_rules
-from ckptool.names.steps import Overs, Step
+from ckptool.names.steps import Overs, Step, steps_of
 from ckptool.transforms.suggest import (
-    HELD,
     HOLE,
-    PLAIN,
     STACK,
     STACKED,
     VARIABLES,
-    Goals,
     Link,
     Numbers,
+    Pairing,
     Search,
     Trait,
-    choice,
+    candidates,
     escaped,
     families,
-    fitted,
-    fused,
-    named,
+    filled,
+    goals_of,
+    is_plain,
+    link_of,
+    links_of,
     rule_text,
     written_rules,
     yaml_item,
@@ -57,77 +56,27 @@ TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of grou
 MOST_TRIES = 600  # of operations for tensors of some shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_TOKENS = 64  # of a name, dots among them, in which words may differ: no model's has as many
-MOST_WORDS, FEW_WORDS = 16, 6  # of a choice; of more than a few, only two, three or all are tried
+MOST_WORDS = 16  # of which two, three or all are tried
 SHOWN = 6
 
 Entries = Mapping[str, TensorEntry]
-Columns = tuple[tuple[str, ...], ...]
-"""Keys that are put together: for each word, or once, those of each number that is stacked."""
+Part = tuple[str, tuple[str, ...]]
+"""A name, and the keys that it stands for: itself, or with `STACK` for a number from zero, those that are stacked."""
 
 # Groups --------------------------------------------------------------------------------------------------------------
 
 _TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{STACK}]|[^0-9._{HOLE}{STACK}]+")
-_WORD = re.compile(r"[\w.-]+")
 
 
-class NameGroup(NamedTuple):
-    """Keys that differ in one of some words, or in a number from zero, or both, for each choice of other numbers.
-
-    texts: of each word, with `HOLE` and `STACK` in the places of numbers.
-    """
-
-    texts: tuple[str, ...]
-    members: Mapping[Numbers, Columns]
-
-    def at(self, numbers: Numbers) -> list[str]:
-        """The keys of a member."""
-        return [key for column in self.members[numbers] for key in column]
-
-    def ordered(self, order: Sequence[int]) -> NameGroup:
-        """The group with its words in another order."""
-        members = {at: tuple(columns[n] for n in order) for at, columns in self.members.items()}
-        return NameGroup(tuple(self.texts[n] for n in order), members)
-
-    def among(self, wholes: Mapping[Numbers, str]) -> tuple[NameGroup, dict[Numbers, str]]:
-        """The group of these members, and these; a number that is one and the same in all of them becomes text."""
-        columns = [{*column} for column in zip(*wholes, strict=True)]
-        left = [place for place, column in enumerate(columns) if len(column) > 1]
-        one = next(iter(wholes))
-        texts = []
-        for first, *rest in (text.split(HOLE) for text in self.texts):
-            numbers = [HOLE if place in left else number for place, number in enumerate(one)]
-            texts.append(first + "".join(number + text for number, text in zip(numbers, rest, strict=True)))
-        found = {tuple(at[place] for place in left): at for at in wholes}
-        members = {at: self.members[before] for at, before in found.items()}
-        return NameGroup(tuple(texts), members), {at: wholes[before] for at, before in found.items()}
-
-    def link(self, wholes: Mapping[Numbers, str], whole: str, chain: str, splits: bool) -> Link:
-        """That the keys are tensors that, after operations, are one each; or the other way round.
-
-        whole: the names of those in rules.
-        """
-        operations = [parse_operation(op) for op in chain.split(" | ") if op]
-        operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
-        chain, goals = " | ".join(map(str, operations)), Goals()
-        name = choice([named(escaped(text), PLAIN) for text in self.texts])
-        for at, key in wholes.items():
-            if splits:
-                goals[key] = (chain, *(named(text, at) for text in self.texts))
-            else:
-                goals |= dict.fromkeys(self.at(at), (chain, key))
-        sides = (whole, name) if splits else (name, whole)
-        return Link(*sides, goals, chain=chain)
-
-
-def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
-    """The groups of keys: alone, those that are numbered, and then those with words, whose order says nothing.
+def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
+    """Parts that may be put together, for each choice of the other numbers of their names: single ones, those that are
+    numbered, and then those whose names differ in a word, whose order says nothing.
 
     vary: how many of their numbers vary at most.
     """
-    found: dict[str, NameGroup] = {}
+    found: dict[str, dict[Numbers, Part]] = {}
     for family in families(dict.fromkeys(keys), vary):
-        alone: dict[Numbers, Columns] = {numbers: ((key,),) for numbers, key in family.keys.items()}
-        found[family.text] = NameGroup((family.text,), alone)
+        found[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
         pieces = family.text.split(HOLE)
         for place in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
@@ -135,33 +84,19 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[NameGroup]:
                 rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
                 text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
-                found[text] = NameGroup((text,), {at: (tuple(row.values()),) for at, row in rows.items()})
-    yield from found.values()
-    parts_of = {text: parts for text in found if len(parts := _TOKENS.findall(text)) <= MOST_TOKENS}
-    for place in range(max(map(len, parts_of.values()), default=0)):  # one after the other, for the sake of memory
-        alike: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # texts that differ here, by what is there
-        for text, parts in parts_of.items():
-            for length in range(1, min(3, len(parts) - place) + 1):
-                word = "".join(parts[place : place + length])
-                if _WORD.fullmatch(word):
-                    alike["".join(parts[:place]), "".join(parts[place + length :])][word] = text
-        for texts in (each for each in alike.values() if len(each) > 1):
-            by_shape: dict[object, list[str]] = defaultdict(list)
-            for word, text in texts.items():
-                by_shape[frozenset((at, len(each[0])) for at, each in found[text].members.items())].append(word)
-            for some in (some for words in by_shape.values() for some in _choices(words)):
-                first = found[texts[some[0]]].members
-                members = {at: tuple(found[texts[word]].members[at][0] for word in some) for at in first}
-                yield NameGroup(tuple(texts[word] for word in some), members)
-
-
-def _choices(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Some of the words, where they differ at both of their ends."""
-    count, tokens = len(words), {word: _TOKENS.findall(word) for word in words}
-    for size in (*range(2, count + 1),) if count <= FEW_WORDS else (2, 3, count) if count <= MOST_WORDS else ():
-        for some in combinations(words, size):
-            if all(len({tokens[word][at] for word in some}) > 1 for at in (0, -1)):
-                yield some
+                found[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
+    for parts in found.values():
+        yield [(part,) for part in parts.values()]
+    tokens_of = {text: tokens for text in found if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
+    for place in range(max(map(len, tokens_of.values()), default=0)):  # one after the other, for the sake of memory
+        alike: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # of names that differ here
+        for text, tokens in tokens_of.items():
+            if place < len(tokens) and tokens[place] not in (HOLE, STACK):
+                members = frozenset((at, len(keys)) for at, (_, keys) in found[text].items())
+                alike["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(found[text])
+        for some in (each for each in alike.values() if len(each) <= MOST_WORDS):
+            for first, *others in (chosen for size in sorted({2, 3, len(some)}) for chosen in combinations(some, size)):
+                yield [(part, *(other[at] for other in others)) for at, part in first.items()]
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -230,9 +165,8 @@ def _reorderings(shape: Sequence[int]) -> Iterator[str]:
         if axis == 0:
             yield from (f"{op} {heads}" for heads in divisors if size % (2 * heads) == 0 for op in ("rope", "unrope"))
         yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
-        for number, parts in (
-            (a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size
-        ):
+        pairs = ((a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size)
+        for number, parts in pairs:
             inner = size // number // parts
             apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
             yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
@@ -260,26 +194,17 @@ def _reshaping(have: Sequence[int], want: Sequence[int]) -> str | None:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-class Fingerprint(NamedTuple):
+def fingerprint(entry: TensorEntry) -> int:
     """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
 
-    A transposed tensor has that of the first one, and three together that of the one they were cut from.
-    digest: of type and bytes, in order.  total: of all values.
+    A transposed tensor has that of the first one, and three together that of the one they were cut from. Reads it once.
     """
-
-    digest: int
-    total: int
-
-
-def fingerprint(entry: TensorEntry) -> Fingerprint:
-    """The fingerprint of a tensor. Reads it once."""
-    digest, total = blake2b(entry.dtype.name.encode(), digest_size=8), 0
+    total = 0
 
     def add(_: int, raw: Array) -> None:
         import numpy
 
         nonlocal total
-        digest.update(raw.data)
         numbers = raw.view(f"u{min(8, entry.dtype.itemsize)}").astype(numpy.uint64)
         numbers += numpy.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of splitmix64
@@ -289,53 +214,13 @@ def fingerprint(entry: TensorEntry) -> Fingerprint:
         total += int(numbers.sum())
 
     fold(add, entry)
-    return Fingerprint(int.from_bytes(digest.digest(), "little"), total % 2**64)
+    return total % 2**64
 
 
 def is_same(one: TensorEntry, other: TensorEntry) -> bool:
     """True for the same type, shape and bytes."""
     alike = one.dtype is other.dtype and one.shape == other.shape
     return alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
-
-
-SAMPLED = 256  # values at each of 64 places
-FEW_VALUES = 32  # fewer may be unlike by chance
-LEAST_ALIKE = 0.2  # the correlation of a long-tuned tensor with its base; chance comes to 0.03 in a full sample
-NEAR = 0.9  # the cosine from where on a common mean may be all that is said
-
-
-def is_tuned(one: TensorEntry, other: TensorEntry) -> bool | None:
-    """True if values correlate as those of a tensor and of a fine-tuned copy do; None where they cannot tell.
-
-    Looks at 64 places of a tensor at most. A mean that both have (norms near 1), constants and few values tell nothing.
-    """
-    import numpy
-
-    if not has_numbers(one.dtype):
-        return None
-    x, y = (_sample(entry) for entry in (one, other))
-    known = numpy.isfinite(x) & numpy.isfinite(y)
-    x, y = x[known], y[known]
-    if not len(x) or x.min() == x.max() or y.min() == y.max():
-        return None
-    x, y = x / abs(x).max(), y / abs(y).max()  # sums and squares of very small and very large values would be lost
-    if _cosine(x - x.mean(), y - y.mean()) > max(LEAST_ALIKE, 3 / len(x) ** 0.5):  # chance: three standard deviations
-        return True
-    return None if len(x) < FEW_VALUES or _cosine(x, y) > NEAR else False
-
-
-def _sample(entry: TensorEntry) -> Array:
-    """Values at places that follow from the shape alone; the parts of complex ones."""
-    import numpy
-
-    flat, step = TensorValues(entry), max(SAMPLED, -(-entry.numel // 64))
-    parts = [flat.read(at, min(at + SAMPLED, entry.numel)) for at in range(0, entry.numel, step)]
-    values = numpy.concatenate(parts or [numpy.empty(0)])
-    return values.astype("c16").view("f8") if values.dtype.kind == "c" else values.astype("f8")
-
-
-def _cosine(x: Array, y: Array) -> float:
-    return float(x @ y / ((x @ x) * (y @ y)) ** 0.5)
 
 
 # The search ----------------------------------------------------------------------------------------------------------
@@ -349,40 +234,40 @@ class ValueSearch:
         self.sides = sides
         self.links: list[Link] = []
         self.alike: set[str] = set()
-        self._known: dict[object, Fingerprint] = {}  # by view: tied and renamed tensors are read once
-        self._ways: dict[object, Way] = {}  # the last that did for tensors of some shapes, tried first
-        self._hopeless = set[object]()  # shapes for which none was found, and that are not searched again
-        self.prints = [{key: self.print(value) for key, value in side.items()} for side in sides]
-        self.free = [{key: None for key in side if key and not HELD.search(key)} for side in sides]
-
-    def print(self, entry: TensorEntry) -> Fingerprint:
-        """The fingerprint of a tensor of a side, or of one that rules make."""
-        if entry.view not in self._known:
-            self._known[entry.view] = fingerprint(entry)
-        return self._known[entry.view]
+        self._ways: dict[object, tuple[list[Way], bool]] = {}  # by shapes: the last that did, and whether to try others
+        views = {entry.view: entry for side in sides for entry in side.values()}  # tied tensors are read once
+        prints = {view: fingerprint(entry) for view, entry in views.items()}
+        self.prints = [{key: prints[entry.view] for key, entry in side.items()} for side in sides]
+        self.free = [{key: None for key in side if key and is_plain(key)} for side in sides]
 
     def run(self) -> None:
         """Finds all of them."""
         for vary in range(len(VARIABLES), -1, -1):
             self._join(False, vary)
             self._join(True, vary)
-        # By names: of those that have equal values, which as one more size are what the search takes for a shape, and
-        # then of those that have equal shapes.
+        for link in self.links:
+            self._extend(link)
+        # By names: of those that have the same values, whose sum as one more size is what the search takes for a shape,
+        # and then of those that have equal shapes.
         for by_value in (True, False):
             traits: list[dict[str, Trait]] = [
-                {key: (*side[key].shape, prints[key].digest) if by_value else side[key].shape for key in free}
+                {key: (*side[key].shape, prints[key]) if by_value else side[key].shape for key in free}
                 for side, prints, free in zip(self.sides, self.prints, self.free, strict=True)
             ]
             search = Search((traits[0], traits[1]))
             search.run()
-            taken = set[str]()
-            for link in (*sorted(search.links, key=lambda link: not link.certain), *fused(*search.free)):
-                names = {f"{side}{name}" for side, some in enumerate(_ends(link)) for name in some}
-                if (link.certain or link.chain or by_value) and taken.isdisjoint(names):
-                    taken |= names
-                    if by_value:
-                        self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
-                    self._accept(link)
+            pairs = {key: key for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
+            if by_value:  # the others in the order of their families
+                goals: dict[Trait, list[str]] = defaultdict(list)
+                for trait, key in _in_order(search.free[1]):
+                    goals[trait] += [key] if key not in pairs else []
+                for trait, key in _in_order(search.free[0]):
+                    if key not in pairs and goals[trait]:
+                        pairs[key] = goals[trait].pop(0)
+            for link in (*search.links, *links_of(pairs)):
+                if by_value:
+                    self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
+                self._accept(link)
 
     def _accept(self, link: Link) -> None:
         self.links.append(link)
@@ -393,64 +278,84 @@ class ValueSearch:
     def _join(self, splits: bool, vary: int) -> None:
         """Finds tensors that one or several of the other side add up to."""
         prints, wholes = self.prints[splits], self.free[not splits]
-        counts = Counter(self.prints[not splits][key].total for key in wholes)
-        totals = {total: key for key in wholes if counts[total := self.prints[not splits][key].total] == 1}
+        counts = Counter(self.prints[not splits][key] for key in wholes)
+        totals = {total: key for key in wholes if counts[total := self.prints[not splits][key]] == 1}
         claims: dict[str, set[frozenset[str]]] = defaultdict(set)
-        hopeful: list[tuple[NameGroup, dict[Numbers, str]]] = []
+        hopeful: list[list[Pairing]] = []
         for group in islice(groups(self.free[splits], vary), TRIES):
-            sums = {at: sum(prints[key].total for key in group.at(at)) % 2**64 for at in group.members}
-            hits = {at: totals[total] for at, total in sums.items() if total in totals}
-            for at, one in hits.items():
-                claims[one].add(frozenset(group.at(at)))
-            if 2 * len(hits) > len(group.members) and len({*hits.values()}) == len(hits):
-                hopeful.append((group, hits))
-        for group, hits in hopeful:
-            parts = self.free[splits].keys()
+            uses = []
+            for parts in group:
+                names, keys = zip(*parts, strict=True)
+                use = Pairing(names, tuple(key for each in keys for key in each), "")
+                if (one := totals.get(sum(prints[key] for key in use.keys) % 2**64)) is not None:
+                    uses.append(use._replace(whole=one))
+                    claims[one].add(frozenset(use.keys))
+            if 2 * len(uses) > len(group) and len({use.whole for use in uses}) == len(uses):
+                hopeful.append(uses)
+        for uses in hopeful:
+            free = self.free[splits].keys()
             self._relate(
-                group,
-                {at: one for at, one in hits.items()
-                 if len(claims[one]) == 1 and one in wholes and parts >= {*group.at(at)}},
-                splits,
-            )  # fmt: skip
+                [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}], splits
+            )
 
-    def _relate(self, group: NameGroup, wholes: Mapping[Numbers, str], splits: bool) -> None:
-        """Accepts that groups of tensors are one tensor each, where operations are found that say so.
-
-        wholes: those, for some of the members.
-        """
+    def _relate(self, uses: Sequence[Pairing], splits: bool) -> None:
+        """Accepts that some tensors each are one of the other side, where operations are found that say so."""
         parts, whole = self.sides[splits], self.sides[not splits]
-        tensors = {at: [[parts[key] for key in column] for column in group.members[at]] for at in wholes}
-        way = next(filter(None, (self._way(tensors[at], whole[name]) for at, name in wholes.items())), None)
-        if way is None:
+        columns = []
+        for use in uses:
+            count = len(use.keys) // len(use.names)
+            columns.append([[parts[key] for key in use.keys[at : at + count]] for at in range(0, len(use.keys), count)])
+        tried = (self._way(each, whole[use.whole]) for each, use in zip(columns, uses, strict=True))
+        if (way := next(filter(None, tried), None)) is None:
             return
         chain, order = way
-        made = {at: applied(chain, [tensors[at][place] for place in order]) for at in wholes}
-        found = {at: wholes[at] for at, one in made.items() if one is not None and is_same(one, whole[wholes[at]])}
-        names = families(dict.fromkeys(found.values()), len(VARIABLES))
-        if len(names) != 1:
-            return
-        group, found = group.among(found)
-        numbers = {key: each for each, key in names[0].keys.items()}
-        fitting = fitted([*found], [numbers[name] for name in found.values()])
-        if fitting is not None:
-            self._accept(group.ordered(order).link(found, names[0].template(fitting), chain, splits))
-            for key in [key for at in found for key in group.at(at)]:
+        proved = []
+        for each, use in zip(columns, uses, strict=True):
+            made = applied(chain, [each[at] for at in order])
+            if made is not None and is_same(made, whole[use.whole]):
+                proved.append(use._replace(names=tuple(use.names[at] for at in order)))
+        link = link_of(proved, chain, splits)
+        if link is not None:
+            self._accept(link)
+            for key in (key for use in proved for key in use.keys):
                 self.free[splits].pop(key, None)
+
+    def _extend(self, link: Link) -> None:
+        """Adds to a link with operations what else its rules make right: tensors whose values others have, too."""
+        (old, new), (free, missing) = self.sides, self.free
+        for text in candidates(link) if link.chain else ():
+            try:
+                for step in steps_of(parse_rules(text), free)[0]:
+                    done = plan_steps(Translation((step.rule,)), {key: old[key] for key in step.keys})
+                    done.carry_out(DROP)
+                    if all(name in missing and is_same(one, new[name]) for name, one in done.items.items()):
+                        link.goals.update(goals_of([step]))
+                        for side, names in ((free, step.keys), (missing, done.items)):
+                            for name in names:
+                                side.pop(name, None)
+            except CkptoolError:  # some of what belongs together is not there
+                continue
 
     def _way(self, columns: Sequence[Sequence[TensorEntry]], whole: TensorEntry) -> Way | None:
         """The operations that make one tensor of others, by bytes, and the order of their words."""
         shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
-        known = [self._ways[shapes]] if shapes in self._ways else []
-        for chain, order in (*known, *islice(_ways(*shapes[:2]), 0 if shapes in self._hopeless else MOST_TRIES)):
+        known, has_more = self._ways.get(shapes, ([], True))
+        for chain, order in (*known, *islice(_ways(*shapes[:2]), MOST_TRIES * has_more)):
             parts = [columns[at] for at in order]
             made = applied(chain, parts)
             after = _reshaping(made.shape, whole.shape) if made is not None else None
             both = " | ".join(filter(None, [chain, after]))
             if after is not None and (done := applied(both, parts)) is not None and is_same(done, whole):
-                self._ways[shapes] = both, order
+                self._ways[shapes] = [(both, order)], has_more
                 return both, order
-        self._hopeless.add(shapes)
+        self._ways[shapes] = known, False
         return None
+
+
+def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
+    """The keys with what they have, family by family: of names that differ in one number."""
+    for family in families(keys, 1):
+        yield from zip(family.traits, family.keys.values(), strict=True)
 
 
 def _ends(link: Link) -> tuple[Iterable[str], set[str]]:
@@ -487,9 +392,8 @@ class FoundRules(Report):
     """Rules that make the tensors of `new` of those of `old`, as applying them has shown.
 
     total: tensors of the new one.  by_value: those that are made with the same bytes.  by_name: names of those that are
-    made with the same type and shape, and other values; reordered: of those, the same values in another order;
-    unrelated: values that no fine-tuning explains.  missing: those that are not made.  dropped: keys of the old one
-    that become nothing; drop: patterns for them.  output: the file of rules.
+    made with the same type and shape, and other values.  missing: those that are not made.  dropped: keys of the old
+    one that become nothing; drop: patterns for them.  output: the file of rules.
     """
 
     schema = "find-rules/2"
@@ -501,8 +405,6 @@ class FoundRules(Report):
     total: int
     by_value: int
     by_name: tuple[str, ...]
-    reordered: tuple[str, ...]
-    unrelated: tuple[str, ...]
     missing: tuple[str, ...]
     dropped: tuple[str, ...]
     drop: tuple[str, ...]
@@ -512,11 +414,11 @@ class FoundRules(Report):
 
     @property
     def complete(self) -> bool:
-        """True if every tensor of the new checkpoint is made, with its values or those that it was fine-tuned from."""
-        return not (self.missing or self.reordered or self.unrelated)
+        """True if every tensor of the new checkpoint is made with its values."""
+        return not (self.missing or self.by_name)
 
     def told(self) -> Told:
-        paint = green if self.by_value == self.total else yellow
+        paint = green if self.complete else yellow
         yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
         for rule in self.rules:
             yield "  ", cyan(rule.text)
@@ -543,17 +445,13 @@ class FoundRules(Report):
         texts += [f"{len(self.by_name):,} by name and shape"] if self.by_name else []
         return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
 
-    def _left_over(self) -> list[str]:
-        tuned = [name for name in self.by_name if name not in {*self.reordered, *self.unrelated}]
-        named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", tuned)]
-        named += [("wrong: the same values in another order, which no rule makes", self.reordered)]
-        named += [("wrong: unrelated values, as of another model", self.unrelated)]
-        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
-
     def _lacks(self) -> bool:
-        """True where a tensor is made wrong, or is not made and no second name of one."""
-        wrong = [*self.missing, *self.reordered, *self.unrelated]
-        return len(wrong) > sum(note.code == "second-name" for note in self.notes)
+        """True where a tensor is not made that is no second name of one."""
+        return len(self.missing) > len(self.notes)
+
+    def _left_over(self) -> list[str]:
+        named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", self.by_name)]
+        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
 
 
 def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
@@ -565,78 +463,54 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     entries, wanted = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
     search = ValueSearch(entries, wanted)
     search.run()
-    goals = {key: goal for link in search.links for key, goal in link.goals.items()}
-
-    def makes(step: Step) -> tuple[str, ...]:
-        """The names of the tensors that a step on keys without a link makes, if these are what they are to be."""
-        try:
-            made = plan_steps(Translation((step.rule,)), {key: entries[key] for key in step.keys})
-            made.carry_out(DROP)
-        except (CkptoolError, KeyError):
-            return ()
-        right = all(name in search.free[1] and is_same(one, wanted[name]) for name, one in made.items.items())
-        return tuple(made.items) if right else ()
-
-    written = written_rules(search.links, dict.fromkeys(ours), {}, {}, ours.keys() - goals.keys(), makes)
-    covered = {key for rule in written for key in rule.takes}
-    others = {key: goal[1] for key, goal in goals.items() if key not in covered and not goal[0]}
-    texts = [rule_text(escaped(key), escaped(name)) for key, name in others.items()]
-    texts += [rule.text for rule in written]
-    covered |= others.keys()
-    drop = _patterns([key for key in ours if key not in covered], covered)
-
+    written, covered = written_rules(search.links, dict.fromkeys(ours))
+    plain = {key: goal[1] for link in search.links for key, goal in link.goals.items() if not link.chain}
+    spelled_out = {key: name for key, name in plain.items() if key not in covered}
+    covered |= spelled_out.keys()
+    texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
     most = TRIES // max(1, len(ours))
-    steps, items = dict[str, list[Step]](), dict[Any, Any]()
+    texts = [*texts, *(rule for each in written for rule in each.rules)][:most]
+    drop = _patterns([key for key in ours if key not in covered], covered)[:most]
+
+    steps, items = list[Step](), dict[Any, Any]()
     try:
-        rules = tuple(rule for text in texts[:most] for rule in parse_rules(text))
-        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop if len(drop) <= most else ()))), old)
+        rules = tuple(rule for text in texts for rule in parse_rules(text))
+        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop))), old)
         done.carry_out(DROP)
     except CkptoolError:
         pass
     else:
-        items = done.items
-        for step in done.steps:
-            steps.setdefault(step.rule.text, []).append(step)
+        steps, items = done.steps, done.items
     made = {name: one for name, one in items.items() if isinstance(one, TensorEntry)}
     shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
     equal = {name for name in shaped if is_same(made[name], wanted[name])}
-    used = {key for found in steps.values() for step in found for key in step.keys}
-    other = [name for name in theirs if name in shaped - equal]
-    moved = [name for name in other if search.print(made[name]).total == search.prints[1][name].total]
-    tuned = {name: is_tuned(made[name], wanted[name]) for name in other if name not in moved}
-    proved = True in tuned.values() or any(is_tuned(wanted[name], wanted[name]) for name in equal)
+    by_rule: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_rule[step.rule.text].append(step)
     found = []
-    for text in texts[:most]:
-        if text in steps:
-            outputs = [name for step in steps[text] for name in step.outputs]
-            alike = sum(key in search.alike for step in steps[text] for key in step.keys)
-            found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
-
+    for text, each in ((text, by_rule[text]) for text in texts if text in by_rule):
+        outputs = [name for step in each for name in step.outputs]
+        alike = sum(key in search.alike for step in each for key in step.keys)
+        found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
     missing = tuple(name for name in theirs if name not in (shaped if name in wanted else items))
-    notes = list[Note]()
-    if len(texts) > most:
-        what = f"only {most:,} of {counted(len(texts), 'rule')} are here: each is for one key, and applied to all"
-        notes.append(Note("spelled-out", what))
-    prints = search.prints[1]
-    first = {prints[name].digest: name for name in prints if name not in {*missing, *other}}
-    for name in search.free[1]:
-        if (same := first.get(prints[name].digest)) is not None and name in missing:
-            tied = wanted[name].view == wanted[same].view
-            what = f"is {same} under a second name" if tied else f"has the values of {same}"
-            notes.append(Note("second-name" if tied else "same-values", f"{name} {what}; no rule makes it"))
+    first = {wanted[name].view: name for name in equal}
+    second = ((name, first.get(wanted[name].view)) for name in missing if name in wanted)
+    used = {key for step in steps for key in step.keys}
     return FoundRules(
         old="",
         new="",
         rules=tuple(found),
         total=len(wanted),
         by_value=len(equal),
-        by_name=tuple(other),
-        reordered=tuple(moved),
-        unrelated=tuple(name for name in tuned if not (proved if tuned[name] is None else tuned[name])),
+        by_name=tuple(name for name in theirs if name in shaped - equal),
         missing=missing,
         dropped=tuple(key for key in old if type(key) is str and key not in used),
-        drop=tuple(drop) if len(drop) <= most else (),
-        notes=tuple(notes),
+        drop=tuple(drop),
+        notes=tuple(
+            Note("second-name", f"{name} is {same} under a second name; no rule makes it")
+            for name, same in second
+            if same is not None
+        ),
     )
 
 

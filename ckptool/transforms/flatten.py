@@ -18,6 +18,7 @@ from ckptool.conventions.state_dicts import (
     StateDict,
     find_state_dicts,
     is_beside,
+    is_metadata,
     is_of_training,
     quantized_outside,
     unnamed_tensors,
@@ -25,7 +26,6 @@ from ckptool.conventions.state_dicts import (
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.facts import replace, size
 from ckptool.formats import marks
-from ckptool.formats.whole_tree import holds
 
 MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 
@@ -57,7 +57,7 @@ def export(
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = getattr(root.node, "metadata", None)
-    keep_metadata = keep_metadata and holds(metadata)
+    keep_metadata = keep_metadata and is_metadata(metadata)
     behind = [key for key in root.node if key not in tensors or key not in keys]
     behind += ["_metadata"] if metadata and not keep_metadata else []
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)

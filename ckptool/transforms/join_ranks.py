@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -21,13 +20,11 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, folder_at, open_input
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.tree import Path, address
 from ckptool.commands import command
 from ckptool.errors import (
     CkptoolError,
     Conflict,
     Corrupt,
-    NoMatch,
     OnlyAPart,
     Truncated,
     Unsupported,
@@ -36,12 +33,12 @@ from ckptool.errors import (
     listed,
     quoted,
 )
-from ckptool.formats import Opened, PathLike, changeable, open_file, open_whole, split
+from ckptool.formats import Opened, PathLike, changeable, open_file, split
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import Piece
 from ckptool.names.pattern import Lookup
 from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import JOIN_WAYS, TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
@@ -70,32 +67,30 @@ def open_joined(
     rules: Translation,
     at: str | None = None,
     *,
-    part: bool = False,
     given: Mapping[str, int] = {},
     like: PathLike | None = None,
 ) -> Opened:
-    """Opens a folder whose ranks' files are joined by rules; of anything else, the layers are unstacked.
+    """Opens a folder whose ranks' files are joined by rules; for those of a layout, anything else as it is.
 
     given: numbers in the rules, beside those of the configuration, which is that of the folder `like` where none is
     beside the files.
-    Raises what `joined` and `unstacked` raise, and `UsageError` for rules about ranks that are not there.
+    Raises what `joined` raises, and `UsageError` for rules about ranks that are not there.
     """
     name, place = split(file)
     whole = joined(name, rules, given, like)
     if whole is None and not rules.of_layout:
-        if rules.join or rules.layers or not rules.unstack:
-            what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
-            look = f"See what it is: {command('inspect', name)}"
-            raise UsageError(what, "`unstack` is the only rule for tensors that are whole.", look)
-        whole = open_whole(name, part=part).checkpoint
-    elif whole is None:
+        what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
+        raise UsageError(
+            what, "Tensors that are whole are changed by translate.", f"See what it is: {command('inspect', name)}"
+        )
+    if whole is None:
         whole = changeable(open_file(name)).checkpoint
         if whole.part is not None:
             what = f"{name} is only a part of a checkpoint: {whole.part.label}"
             above, last = os.path.split(os.path.dirname(name))
             folder = quoted((above if MODEL_PARALLEL.fullmatch(last) else os.path.join(above, last)) or ".")
             raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
-    return Opened(unstacked(whole, rules.unstack, optional=rules.of_layout), at if at is not None else place, name)
+    return Opened(whole, at if at is not None else place, name)
 
 
 def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLike | None = None) -> Checkpoint | None:
@@ -207,7 +202,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
         (name,), rule, (op,) = step.keys, step.rule, step.rule.chain
         if op.name == "skip":
             continue
-        like = shares[op.words][0][1].entry.shape if op.words in shares else ()
+        like = shares[op.like][0][1].entry.shape if op.like in shares else ()
         try:
             values = [each.value(lookup) for each in op.numbers]
         except UsageError as error:
@@ -279,7 +274,7 @@ def _joined(
     if op.name == "width":  # along the dimension that makes the rows as long as `like`
         widths = {rank: sum(share.entry.shape[-1:]) for rank, share in shares}
         if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
-            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.words} is {list(like)}"
+            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.like} is {list(like)}"
             raise unfit(f"{given}: a file may be missing")
         axis = int(like != shape[-1:])
     if len(shape) <= axis:
@@ -308,68 +303,3 @@ def _joined(
             offsets[axis] = min(begin, rows)
             blocks.append(Piece(entry, tuple(offsets), each.owner))
     return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
-
-
-# Stacked layers ------------------------------------------------------------------------------------------------------
-
-
-def unstacked(checkpoint: Checkpoint, prefixes: Iterable[str], *, optional: bool = False) -> Checkpoint:
-    """The checkpoint with a tensor for each layer where one had all of them: `PREFIX.X` becomes `PREFIX.0.X`, …
-
-    So do the optimizer's states of such tensors. Raises `NoMatch` for a prefix of none, `UsageError` for tensors of
-    different numbers of layers.
-    """
-    tree = checkpoint.tree
-    for prefix in prefixes:
-        counts: dict[int, str] = {}
-        tree = _unstack(tree, re.compile(re.escape(prefix) + r"\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL), prefix, counts)
-        if not counts and not optional:
-            what = f"no tensor of stacked layers has a name that begins with {prefix}."
-            raise NoMatch(what, "unstack takes the name up to the number of the layer.")
-        if len(counts) > 1:
-            (one, first), (other, second) = sorted(counts.items())[:2]
-            what = f"{first} has {counted(one, 'layer')}, {second} has {other:,}"
-            raise UsageError(what, "The tensors below a prefix have one axis of layers in front.", JOIN_LOOK)
-    return replace(checkpoint, tree=tree)
-
-
-def _unstack(node: Any, pattern: re.Pattern[str], prefix: str, counts: dict[int, str], path: Path = ()) -> Any:
-    if isinstance(node, list) and path[-1:] == ("params",):
-        count = next(iter(counts), 0)
-        return [new for name in node for new in (_names(name, pattern, prefix, count) or [name])]
-    if isinstance(node, list):
-        return [_unstack(each, pattern, prefix, counts, (*path, i)) for i, each in enumerate(node)]
-    if type(node) is not dict:
-        return node
-    found: dict[Any, Any] = {}
-    for key, value in node.items():
-        place = (*path, key)
-        count = _layers(value) if _names(key, pattern, prefix, 1) else 0
-        if count:
-            counts.setdefault(count, address(place))
-            parts = zip(_names(key, pattern, prefix, count), range(count), strict=True)
-            found |= {name: _layer(value, number, count) for name, number in parts}
-        else:
-            found[key] = _unstack(value, pattern, prefix, counts, place)
-    return found
-
-
-def _names(key: Any, pattern: re.Pattern[str], prefix: str, count: int) -> list[str]:
-    match = pattern.fullmatch(key) if isinstance(key, str) else None
-    return [f"{prefix}.{number}.{match[1]}" for number in range(count)] if match else []
-
-
-def _layers(value: Any) -> int:
-    """The number of layers that a tensor is stacked of, or an optimizer's state for one; 0 for anything else."""
-    if isinstance(value, dict):
-        return max((_layers(slot) for slot in value.values() if not isinstance(slot, dict)), default=0)
-    return value.shape[0] if isinstance(value, TensorEntry) and value.shape else 0
-
-
-def _layer(value: Any, number: int, count: int) -> Any:
-    if isinstance(value, dict):
-        return {key: _layer(slot, number, count) for key, slot in value.items()}
-    if not isinstance(value, TensorEntry) or value.shape[:1] != (count,):
-        return value
-    begin = value.offset + number * value.stride[0]
-    return replace(value, shape=value.shape[1:], stride=value.stride[1:], offset=begin)

@@ -13,16 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-from ckptool.analysis.targets import BUFFER, PARAMETER, Target, kind_by_name
+from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers, paired
+from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 
@@ -163,7 +162,7 @@ class Slots:
             return named, BY_NAMES
         if target is not None:
             parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
-            return self.among(parameters, advice, ordered=in_model_order(target.tensors))
+            return self._among(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
         found: dict[tuple[Any, ...], tuple[dict[Any, str], str]] = {}
         wrong: CkptoolError | None = None
@@ -172,11 +171,11 @@ class Slots:
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             beside = holder.get("buffer_names") if isinstance(holder, dict) else None
             buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
-            own = parameters_of(root, dict.fromkeys(buffer_names, BUFFER))
+            own = _parameters_of(root, buffer_names)
             if len(own) > len(self.slots):
                 own = {name: shape for name, shape in own.items() if name not in buffers}
             try:
-                names = self.among(own, advice, ordered=in_model_order(root.node))
+                names = self._among(own, advice, _in_model_order(root.node))
             except Conflict as error:
                 wrong = wrong or error
             else:
@@ -190,17 +189,12 @@ class Slots:
         fix = f"{advice[:1].upper()}{advice[1:]}"
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
-    def among(
-        self, parameters: Shapes, advice: str = f"go on without {arg(optimizer=True)}", *, ordered: bool = True
-    ) -> tuple[dict[Any, str], str]:
+    def _among(self, parameters: Shapes, advice: str, ordered: bool) -> tuple[dict[Any, str], str]:
         """The name of each slot among `parameters`, and how that is known. Raises `Conflict` where it is not.
 
         advice: what to do then.  ordered: the parameters are in the order of the model.
         """
         self._refuse_shared()
-        if (named := self.own_names()) is not None:
-            slot_of = {name: slot for slot, name in named.items()}
-            return {slot_of[name]: goal for goal, name in paired(slot_of, parameters).items()}, BY_NAMES
         in_order = self._in_order(parameters) if ordered else None
         if in_order is not None:
             return in_order, BY_ORDER
@@ -234,7 +228,7 @@ class Slots:
         return found
 
 
-def in_model_order(tensors: Mapping[Any, Any]) -> bool:
+def _in_model_order(tensors: Mapping[Any, Any]) -> bool:
     """False for weights that are sorted by size of element and name, as safetensors sorts them: that is no model's
     order, as a weight stands before its bias there."""
     dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
@@ -245,21 +239,11 @@ def in_model_order(tensors: Mapping[Any, Any]) -> bool:
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 
-def first_names(root: StateDict) -> dict[str, str]:
-    """Each key of the weights with the first key of the same tensor."""
+def _parameters_of(root: StateDict, buffers: Collection[str]) -> Shapes:
+    """The parameters among the weights of a checkpoint, each tensor once, with their shapes. buffers: none of them."""
     first: dict[Any, str] = {}
-    tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
-    return {key: first.setdefault(value.view, key) for key, value in tensors.items() if type(key) is str}
-
-
-def parameters_of(root: StateDict, kinds: Mapping[str, str] = MappingProxyType({})) -> Shapes:
-    """The parameters among the weights of a checkpoint, each tensor once, with their shapes.
-
-    kinds: of keys of which it is known whether they are parameters; of the others it is told by name.
-    """
-    own = [key for key, name in first_names(root).items() if key == name]
-    return {
-        key: root.node[key].shape or ()
-        for key in own
-        if kinds.get(key, kind_by_name(key, root.node[key].dtype)) == PARAMETER
-    }
+    for key, value in root.node.items():
+        if type(key) is str and isinstance(value, (TensorEntry, Composite)):
+            first.setdefault(value.view, key)
+    shapes = {key: root.node[key] for key in first.values() if key not in buffers}
+    return {key: value.shape or () for key, value in shapes.items() if kind_by_name(key, value.dtype) == PARAMETER}

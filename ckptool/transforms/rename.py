@@ -6,8 +6,7 @@ that an optimizer keeps of its parameters. Two keys that become one are an error
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -65,46 +64,20 @@ def strip(
         raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you named.", fix)
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
-    emptied = {module for prefix in prefixes for module in _modules_within(prefix)}
-    return apply(checkpoint, roots, lambda key: reduce(str.removeprefix, prefixes, key), emptied)
-
-
-def _modules_within(prefix: str) -> list[str]:
-    """The modules that a prefix goes through before its last: `a` and `a.b` for `a.b.c.`."""
-    segments = prefix.split(".")[:-1]
-    return [".".join(segments[:n]) for n in range(1, len(segments))]
+    return apply(checkpoint, roots, lambda key: reduce(str.removeprefix, prefixes, key))
 
 
 def add(checkpoint: Checkpoint, roots: Sequence[StateDict], prefix: str = PEELED) -> Renamed:
-    """Puts `prefix` before every key of `roots`, as a wrapper would; an averaged model's counter stays as it is.
-
-    The `_metadata` entry of the outermost module moves along; the wrapper gets the one that torch gives a fresh module.
-    """
-    renamed = apply(checkpoint, roots, lambda key: key if key == COUNTER else prefix + key)
-    tree = renamed.checkpoint.tree
-    nodes = [reduce(lambda node, segment: node[segment], root.path, tree) for root in roots]
-    fresh = {id(node): _with_outer_modules(node, prefix) for node in nodes}
-    return renamed._replace(checkpoint=replace(renamed.checkpoint, tree=rebuild(tree, replaced=fresh)))
-
-
-def _with_outer_modules(node: Any, prefix: str) -> Any:
-    metadata = node.metadata if isinstance(node, OrderedDict) else None
-    if metadata is None or "" not in metadata or not prefix.endswith("."):
-        return node
-    items: dict[Any, Any] = {path: {"version": 1} for path in ("", *_modules_within(prefix))}
-    items.update((path or prefix[:-1], value) for path, value in metadata.items())
-    return OrderedDict(node, {**node.attributes, "_metadata": same_kind(metadata, items)})
+    """Puts `prefix` before every key of `roots`, as a wrapper would; an averaged model's counter stays as it is."""
+    return apply(checkpoint, roots, lambda key: key if key == COUNTER else prefix + key)
 
 
 # Any renaming --------------------------------------------------------------------------------------------------------
 
 
-def apply(
-    checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename, emptied: Collection[str] = frozenset()
-) -> Renamed:
+def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) -> Renamed:
     """Renames the keys of `roots`, their `_metadata`, and the parameter names in every optimizer of the checkpoint.
 
-    emptied: modules whose `_metadata` entries go where no key is left below them.
     Raises `Conflict` naming the keys that would become one, or that would become empty.
     """
     replaced: dict[int, Any] = {}
@@ -112,8 +85,7 @@ def apply(
     facts = []
     for root in roots:
         names = {key: rename(key) for key in root.names()}
-        if len({*names.values()}) < len(names) or any(old and not new for old, new in names.items()):
-            raise _collision(root, names)
+        refuse_collisions(names, root.address or "the file")
         changed = {old: new for old, new in names.items() if old != new}
         facts.append((root.address, len(changed), len(names)))
         mapping.update(changed)
@@ -121,8 +93,8 @@ def apply(
             node, attributes = root.node, getattr(root.node, "attributes", None)
             items = {names.get(key, key) if type(key) is str else key: value for key, value in node.items()}
             if isinstance(node, OrderedDict) and node.metadata is not None and attributes is not None:
-                metadata = same_kind(node.metadata, _renamed_metadata(node.metadata, names, rename, emptied))
-                attributes = {**attributes, "_metadata": metadata}
+                moved = {new: old for old, new in names.items()}
+                attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved)}
             replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
     if mapping:
@@ -132,51 +104,69 @@ def apply(
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
-def _collision(root: StateDict, names: dict[str, str]) -> Conflict:
-    """The error for keys that would become one, or empty."""
-    counts, where = Counter(names.values()), root.address or "the file"
+def refuse_collisions(names: Mapping[str, str], where: str) -> None:
+    """Raises `Conflict` for keys that would become one, or empty. names: the new one of each."""
+    if len({*names.values()} - {""}) == len(names):
+        return
+    olds: dict[str, list[str]] = {}
+    for old, new in names.items():
+        olds.setdefault(new, []).append(old)
     texts = []
-    for new in [new for new, count in counts.items() if count > 1][:3]:
-        olds = [old for old in names if names[old] == new]
-        both = f"{olds[0]} and {olds[1]} would both" if len(olds) == 2 else f"{listed(olds, 3)} would all"
+    for new, those in [each for each in olds.items() if len(each[1]) > 1][:3]:
+        both = f"{those[0]} and {those[1]} would both" if len(those) == 2 else f"{listed(those, 3)} would all"
         texts.append(f"{both} be {new!r}")
     if texts:
         what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
-        return Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
-    empty = next(old for old, new in names.items() if old and not new)
-    return Conflict(f"the key {empty!r} of {where} would become empty", "Nothing was written.")
+        raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
+    if empty := [old for old in olds.get("", []) if old]:
+        raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
 
 
-def _renamed_metadata(
-    metadata: dict[Any, Any], names: dict[str, str], rename: Rename, emptied: Collection[str]
-) -> dict[Any, Any]:
-    """`_metadata` by the new module paths. Where a wrapper and its module become one path, the module's entry stays."""
-    depth: dict[str, int] = {}
-    items: dict[Any, Any] = {}
-    modules = module_names(names)
-    emptied = [path for path in emptied if not any(new.startswith(f"{path}.") for new in names.values())]
-    for path, value in metadata.items():
-        if path in emptied:
-            continue
-        new = modules.get(path, path) if path else path
-        if type(path) is str and path and path not in modules:  # without parameters: as a key below it would be renamed
-            marked = rename(f"{path}.\0")
-            new = "" if marked == "\0" else marked[:-2] if marked.endswith(".\0") else path
-        if new not in items or len(path) > depth[new]:
-            items[new], depth[new] = value, len(path)
-    return items
+def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str]) -> Any:
+    """`_metadata` by the modules of new keys. keys: all old ones.  moved: the old one of each that is new.
+
+    A module goes where its keys go, and those in it that have none go along; where a wrapper and its module become one,
+    the module's entry stays. What only the new names have gets the entry of a fresh module.
+    """
+    sources: dict[str, str] = {}  # new module -> old: of a key, and as far up as both have the same names
+    for key, old_key in moved.items():
+        (new, _, name), (old, _, old_name) = key.rpartition("."), old_key.rpartition(".")
+        while old and new not in sources:
+            sources[new], is_same = old, name == old_name
+            (new, _, name), (old, _, old_name) = new.rpartition("."), old.rpartition(".")
+            if not is_same or name != old_name:
+                break
+    prefix = next((new.removesuffix(old) for new, old in moved.items() if old != COUNTER), "")
+    if prefix.endswith(".") and all(new == prefix + old or old == COUNTER for new, old in moved.items()):
+        sources[prefix[:-1]] = ""
+    goals: dict[str, list[str]] = {}
+    for new, old in sources.items():
+        goals.setdefault(old, []).append(new)
+    modules, around = _modules_of(moved), _modules_of(keys)
+    stays = (modules & around) - sources.keys() - goals.keys()
+    items: dict[Any, Any] = {path: {"version": 1} for path in sorted(modules - sources.keys() - stays)}
+    for path, facts in before.items():
+        if path in goals:
+            items |= dict.fromkeys(goals[path], facts)
+        elif path in stays or type(path) is not str:
+            items[path] = facts
+        elif path not in around:  # without keys: with the nearest module around it
+            above = path
+            while above and above not in goals:
+                above = above.rpartition(".")[0]
+            items.setdefault(f"{goals[above][0]}{path[len(above) :]}".lstrip(".") if above in goals else path, facts)
+    return same_kind(before, items)
 
 
-def module_names(names: dict[str, str]) -> dict[str, str]:
-    """Old module path -> new one, as far as the renamed keys below a module tell: both lose the same last parts."""
-    modules: dict[str, str] = {}
-    for old, new in names.items():
-        before, after = old.split("."), new.split(".")
-        while len(before) > 1 and len(after) > 0 and before[-1] == after[-1]:
-            before.pop()
-            after.pop()
-            modules.setdefault(".".join(before), ".".join(after))
-    return modules
+def _modules_of(keys: Iterable[str]) -> set[str]:
+    """The modules that keys are in, and those around them."""
+    found = {""}
+    for key in keys:
+        at = key.rfind(".")
+        while at >= 0 and key[:at] not in found:
+            found.add(key[:at])
+            at = key.rfind(".", 0, at)
+    return found
 
 
 def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> dict[int, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.checkpoint.strided import row_major
+from ckptool.checkpoint.strided import apart, row_major
 from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 from ckptool.transforms.bundles import equal
-from ckptool.transforms.views import joined, padded
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
 # on their own.
@@ -61,7 +58,9 @@ def plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorE
 
 
 def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
-    """The entries of one storage as views of a smaller one, by the ids of the old; none where nothing is saved."""
+    """The entries of one storage as views of smaller ones, by the ids of the old; none where nothing is saved.
+
+    Views that overlap go on sharing one."""
     storage = group[0].storage
     shown = [entry for entry in group if entry.numel]
     if not shown:
@@ -82,17 +81,16 @@ def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
             ranges[-1][1] = max(ranges[-1][1], end)
         else:
             ranges.append([begin, end])
-    places = [0, *accumulate(end - begin for begin, end in ranges)]
-    if places[-1] >= storage.nbytes:
+    if sum(end - begin for begin, end in ranges) >= storage.nbytes:
         return {}
     flat = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
-    kept = [(begin, min(end, storage.nbytes) - begin, end - begin) for begin, end in ranges]
-    smaller = joined([padded(flat.narrow(0, begin, there), 0, size) for begin, there, size in kept], 0).storage
+    apart_ones = [apart(flat.narrow(0, begin, min(end, storage.nbytes) - begin)).storage for begin, end in ranges]
     moved = {}
     for entry in group:
-        number = bisect_right(ranges, [entry.span()[0], sys.maxsize]) - 1 if entry.numel else 0
-        begin = entry.span()[0] - ranges[number][0] + places[number] if entry.numel else 0
-        moved[id(entry)] = replace(entry, storage=smaller, offset=begin // entry.dtype.itemsize)
+        begin = entry.span()[0] if entry.numel else ranges[0][0]
+        number = bisect_right([start for start, _ in ranges], begin) - 1
+        offset = (begin - ranges[number][0]) // entry.dtype.itemsize
+        moved[id(entry)] = replace(entry, storage=apart_ones[number], offset=offset)
     return moved
 
 

@@ -1,26 +1,26 @@
 """Rules that would make more of a checkpoint fit a target, as what one can pass back to `--rename` or `--rules`.
 
 Keys that differ in numbers only are a family. A link says which family of the target one of the checkpoint is: by the
-prefix of a wrapper, by words and shapes, or by order alone. It is certain only if no other family of
-either side has as much for it; what rests on the order of the keys alone never is. That makes it conservative: where
-every word of a name either stays or is replaced by one that is used nowhere else, and numbers stay, a certain link is
-a true one. The links become few rules, each tried on all keys.
+prefix of a wrapper, or by words and shapes. It is made only if no other family of either side has as much for it: what
+is ambiguous is not suggested. That makes it conservative: where every word of a name either stays or is replaced by one
+that is used nowhere else, and numbers stay, a link is a true one. The links become few rules, each tried on all keys.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from itertools import takewhile
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptool.analysis.warm_start import Suggestion
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, counted, form, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.names.rules import parse_rules
+from ckptool.names.rules import parse_operation, parse_rules
 from ckptool.names.steps import Step, steps_of
 
 Trait = tuple[int, ...] | None
@@ -29,16 +29,16 @@ Numbers = tuple[str, ...]
 Goals = dict[str, tuple[str, ...]]
 """Where keys go: the operations, and the new names that a key becomes, or a part of."""
 
-HOLE, STACK = chr(0xF0000), chr(0xF0001)  # stand where a number was, and that of tensors that are stacked
-STACKED = "e"  # the variable of those
+# Stand where a number was, and that of tensors that are stacked, and between names; no key that has one is looked at.
+HOLE, STACK, BREAK = map(chr, range(0xF0000, 0xF0003))
+STACKED = "e"  # the variable of those that are stacked
 VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
-HELD = re.compile(f"[{HOLE}{STACK}]")
+_HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
 LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
-MOST_WAYS, MOST_DOUBTFUL = 4, 40  # prefixes that may be meant, and doubtful rules, that are shown
 TRIES = 300_000  # of a rule on a key; reading a rule counts for `READING` of them
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
@@ -91,34 +91,17 @@ _ROLES = tuple(
 _LETTERS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[^\W\d_]+")
 
 
-class Words(NamedTuple):
-    """The words of a name in their common spelling. inner: the strong ones that are no parameter's name."""
-
-    strong: frozenset[str]
-    weak: frozenset[str]
-    inner: frozenset[str]
-
-    def is_nearer(self, one: Words, other: Words) -> bool:
-        """True if it shares more words with `one` than with `other`, and all that it shares with that."""
-        near, far = ((self.strong & each.strong, self.weak & each.weak) for each in (one, other))
-        return far[0] < near[0] or (far[0] == near[0] and far[1] < near[1])
-
-    def contradict(self, other: Words) -> bool:
-        """True for names that cannot be the same tensor, whatever their shapes: a query and a key."""
-        ours, theirs = self.strong | self.weak, other.strong | other.weak
-        return any((mine := ours & roles) and (also := theirs & roles) and not mine & also for roles in _ROLES)
-
-
 @lru_cache(4096)
-def words(name: str) -> Words:
-    """The words of a name, without its numbers. The second and third of the same word get a mark each."""
+def words(name: str) -> frozenset[str]:
+    """The words of a name in their common spelling, without its numbers."""
     for compound, plain in _COMPOUND:
         name = compound.sub(plain, name)
-    counts = Counter(_WORD.get(word.lower(), word.lower()) for word in _LETTERS.findall(name))
-    marked = frozenset(word + "+" * more for word, count in counts.items() for more in range(min(count, 3)))
-    weak = frozenset(word for word in marked if word.rstrip("+") in _WEAK)
-    inner = frozenset(word for word in marked - weak if word.rstrip("+") not in _PARAMETERS)
-    return Words(marked - weak, weak, inner)
+    return frozenset(_WORD.get(word.lower(), word.lower()) for word in _LETTERS.findall(name))
+
+
+def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
+    """True for the words of names that cannot be the same tensor, whatever their shapes: a query and a key."""
+    return any((ours := one & roles) and (theirs := other & roles) and not ours & theirs for roles in _ROLES)
 
 
 # Families ------------------------------------------------------------------------------------------------------------
@@ -136,7 +119,7 @@ class Family:
     traits: tuple[Trait, ...]
 
     @cached_property
-    def words(self) -> Words:
+    def words(self) -> frozenset[str]:
         return words(self.text)
 
     @cached_property
@@ -156,16 +139,6 @@ class Family:
     @property
     def leaf(self) -> str:
         return self.text.removeprefix(self.module)
-
-    def template(self, numbers: Sequence[str] = PLAIN) -> str:
-        """The name in a rule, with these texts for its numbers."""
-        return named(escaped(self.text), numbers)
-
-
-def named(text: str, numbers: Sequence[str]) -> str:
-    """A text with numbers, or variables, in their places; that of what is stacked stays open."""
-    places = iter(numbers)
-    return HELD.sub(lambda held: f"{{{STACKED}}}" if held[0] == STACK else next(places), text)
 
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
@@ -198,45 +171,25 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
 
 
-def escaped(text: str) -> str:
-    """A literal text in a rule: with a backslash before what would mean something."""
-    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
+def matched(ours: Family, theirs: Family | None) -> Link | None:
+    """Which key of one family is which of another, with the same traits; None where nothing says so.
 
-
-class Match(NamedTuple):
-    """Pairs of keys of two families. numbers: of the new names, as in rules.
-
-    known: the numbers stay what they are, or the traits say which is which.
+    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order, where the
+    traits tell that it is so.
     """
-
-    ours: Family
-    theirs: Family
-    pairs: dict[str, str]
-    numbers: list[str]
-    known: bool
-
-
-def matched(ours: Family, theirs: Family | None) -> Match | None:
-    """Which key of one family is which of another, with the same traits; None where the numbers do not say so.
-
-    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order.
-    """
-    if theirs is None:
-        return None
-    have, want = (dict(zip(each.keys, each.traits, strict=True)) for each in (ours, theirs))
+    have, want = (dict(zip(each.keys, each.traits, strict=True)) if each else {} for each in (ours, theirs))
     mine, goals = [*have], [*want]
-    if mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
+    if theirs is not None and mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
         mine = goals = [numbers for numbers in mine if numbers in want]
-    fitting = fitted(mine, goals) if [have[each] for each in mine] == [want[each] for each in goals] else None
-    if fitting is None:
+    if theirs is None or [have[each] for each in mine] != [want[each] for each in goals]:
         return None
-    pairs = {ours.keys[old]: theirs.keys[new] for old, new in zip(mine, goals, strict=True)}
-    plain = [at for at, number in enumerate(fitting) if number[1:-1] in VARIABLES]
-    alike: dict[Numbers, list[Trait]] = defaultdict(list)
+    alike: dict[Numbers, set[Trait]] = defaultdict(set)  # of the keys of which the same numbers stay what they are
+    places = [place for place, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
     for numbers in goals:
-        alike[tuple(numbers[at] for at in plain)].append(want[numbers])
-    known = len(alike) == len(goals) or any(len(set(each)) > 1 for each in alike.values())
-    return Match(ours, theirs, pairs, fitting, known)
+        alike[tuple(numbers[place] for place in places)].add(want[numbers])
+    known = len(alike) == len(goals) or any(len(each) > 1 for each in alike.values())
+    keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
+    return link_of([Pairing((old,), (old,), new) for old, new in keys]) if known else None
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -268,338 +221,276 @@ def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str
 class Link(NamedTuple):
     """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations.
 
-    way: what it is one of several ways to do, where it is doubtful; links of one way do not contradict each other.
+    numbers: of the new names.  why: the evidence.
     """
 
     old: str
     new: str
     goals: Goals
-    why: str = ""
-    certain: bool = True
+    numbers: list[str]
     chain: str = ""
-    way: object = None
+    why: str = ""
 
 
-class OpenFamilies(NamedTuple):
-    """Those of a side that have no certain link. alike: by shape.  called: by word and rank.  levels: how many differ
-    in numbers only."""
+class Pairing(NamedTuple):
+    """Keys that become one of the other side, or that one becomes. names: theirs, where `STACK` stands for the numbers
+    of what is stacked.  whole: that one."""
 
-    alike: Mapping[Trait, list[Family]]
-    called: Mapping[tuple[str, int], list[Family]]
-    levels: Counter[str]
-
-    @classmethod
-    def of(cls, some: Iterable[Family], *keys: Mapping[str, Trait]) -> OpenFamilies:
-        found, every = cls(defaultdict(list), defaultdict(list), Counter()), {key for each in keys for key in each}
-        for family in (each for each in some if every >= {*each.keys.values()}):
-            found.levels[family.unnumbered] += 1
-            for trait in {*family.traits}:
-                found.alike[trait].append(family)
-            for word in family.words.strong | family.words.weak:
-                found.called[word, family.rank].append(family)
-        return found
-
-    def has_rival(self, chosen: Family, other: Family, shape: Trait, others: OpenFamilies) -> bool:
-        """True if the name of another of these is as near to that of the other side: it has the same shape, or another
-        of the family's and differs in numbers only, or it is nearer, and has a shape that the other side does not
-        have."""
-        near, far = other.words, chosen.words
-        if not all(each is chosen or near.is_nearer(far, each.words) for each in self.alike[shape]):
-            return True
-        alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
-        if any(each is not chosen and each.unnumbered == chosen.unnumbered for each in alike):
-            return True
-        more = (near.strong | near.weak) - far.strong - far.weak
-        named = (each for word in more for each in self.called.get((word, other.rank), ()))
-        return any(near.is_nearer(each.words, far) and others.alike.keys().isdisjoint(each.traits) for each in named)
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    whole: str
 
 
-Modules = Mapping[str, Mapping[str, Family]]
-"""Families by their modules and the last parts of their names."""
+def link_of(uses: Sequence[Pairing], chain: str = "", splits: bool = False) -> Link | None:
+    """The link of keys that become others by the same operations; None where their numbers do not say which.
+
+    splits: the wholes become the others, by the inverse.
+    """
+    rows = [BREAK.join((use.whole, *use.names) if splits else (*use.names, use.whole)) for use in uses]
+    family, *others = families(dict.fromkeys(rows), len(rows[0]))
+    texts, numbers = family.text.split(BREAK), [*family.keys]
+    count = texts[0].count(HOLE)
+    new = fitted([row[:count] for row in numbers], [row[count:] for row in numbers])
+    if others or new is None or count > len(VARIABLES):
+        return None
+    names = filled(escaped(family.text), [*PLAIN[:count], *new]).replace(STACK, f"{{{STACKED}}}").split(BREAK)
+    parts = 1 if splits else len(names) - 1
+    operations = [parse_operation(op) for op in chain.split(" | ") if op]
+    operations = [op.inverse() or op for op in reversed(operations)] if splits else operations
+    text, goals = " | ".join(map(str, operations)), Goals()
+    for use in uses:
+        if splits:
+            goals[use.whole] = (text, *(name.replace(STACK, f"{{{STACKED}}}") for name in use.names))
+        else:
+            goals |= dict.fromkeys(use.keys, (text, use.whole))
+    return Link(choice(names[:parts]), choice(names[parts:]), goals, new, text)
 
 
-def _modules(some: Iterable[Family]) -> Modules:
-    found: dict[str, dict[str, Family]] = defaultdict(dict)
-    for family in some:
-        found[family.module][family.leaf] = family
-    return found
+def links_of(pairs: Mapping[str, str]) -> Iterator[Link]:
+    """Links for keys that are only renamed: for many of them together, or for each where its numbers do not fit."""
+    alike: dict[str, list[Pairing]] = defaultdict(list)
+    for old, new in pairs.items():
+        alike[_NUMBER.sub(HOLE, old + BREAK + new)].append(Pairing((old,), (old,), new))
+    for uses in alike.values():
+        together = link_of(uses)
+        yield from filter(None, [together] if together else (link_of([use]) for use in uses))
 
 
-@dataclass(slots=True, eq=False)
-class Search:
-    """The search for links. free: keys of both sides that have none so far.  doubtful: those that have a doubtful one,
-    and may be what another key is."""
-
-    free: tuple[dict[str, Trait], dict[str, Trait]]
-    links: list[Link] = field(default_factory=list)
-    doubtful: tuple[dict[str, Trait], dict[str, Trait]] = field(default_factory=lambda: ({}, {}))
-
-    def run(self) -> None:
-        """Finds all, with all numbers of names as variables first, then with fewer."""
-        few = max(map(len, self.free)) <= MOST
-        self._by_prefix(*map(families, self.free, LEVELS[0]))
-        for level in LEVELS if few else ():
-            open_ones = (free | doubtful for free, doubtful in zip(self.free, self.doubtful, strict=True))
-            self._by_words(*map(families, open_ones, level))
-        for level in LEVELS if few else ():
-            self._by_order(*map(families, self.free, level))
-        alike = {key: trait for key, trait in self.free[0].items() if key in self.free[1]}
-        for each in families({k: v for k, v in alike.items() if self.free[1][k] == v}, LEVELS[0][0]):
-            match = Match(each, each, {k: k for k in each.keys.values()}, [*PLAIN], True)
-            self._accept(match, "the names are the same")
-
-    def _is_open(self, match: Match) -> bool:
-        return all(key in self.free[0] and goal in self.free[1] for key, goal in match.pairs.items())
-
-    def _accept(self, match: Match, why: str, certain: bool = True, way: object = None) -> None:
-        goals: Goals = {key: ("", goal) for key, goal in match.pairs.items()}
-        old, new = match.ours.template(), match.theirs.template(match.numbers)
-        self.links.append(Link(old, new, goals, why, certain, way=way))
-        for free, doubtful, keys in zip(self.free, self.doubtful, (match.pairs, match.pairs.values()), strict=True):
-            for key in keys:
-                trait = free.pop(key, None)
-                if not certain:
-                    doubtful[key] = trait
-
-    def _with_its_module(self, match: Match, modules: Sequence[Modules], why: str, certain: bool = True) -> None:
-        """Accepts two families, and those of their modules, of no other numbers, that share leaves and shapes."""
-        self._accept(match, why, certain)
-        ours, theirs = match.ours, match.theirs
-        below = modules[1][theirs.module]
-        for leaf, one in modules[0][ours.module].items() if ours.leaf == theirs.leaf else ():
-            other = matched(one, below.get(leaf)) if one.keys.keys() <= ours.keys.keys() else None
-            if other is not None and other.numbers == match.numbers and self._is_open(other):
-                self._accept(other, "the other tensors of the module fit", certain)
-
-    def _by_prefix(self, *sides: list[Family]) -> None:
-        """Names that are the same, or are without the prefix of a wrapper, or with it; doubtful where several fit."""
-        ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
-        votes: Counter[tuple[str, str]] = Counter()
-        for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
-            for text, family in mine.items():
-                for start in (0, *(at + 1 for at, letter in enumerate(text) if letter == ".")):
-                    if text[start:] in others:
-                        votes[("", text[:start]) if back else (text[:start], "")] += len(family.keys)
-        ways = list[tuple[str, str, list[Match]]]()
-        for old, new in votes:
-            below = [
-                matched(each, theirs.get(new + t.removeprefix(old))) for t, each in ours.items() if t.startswith(old)
-            ]
-            matches = [match for match in below if match is not None]
-            if 2 * len(matches) >= len(below):
-                ways.append((old, new, matches))
-        largest = max((len(matches) for *_, matches in ways), default=0)
-        ways = [way for way in ways if 2 * len(way[2]) >= largest]
-        for old, new, matches in ways[:MOST_WAYS]:
-            why = f"without {printable(old)!r} the names are the target's"
-            why = f"with {printable(new)!r} before them the names are the target's" if new else why
-            if len(ways) > 1:
-                shown = listed([printable(f"{old}* as {new}*".replace(HOLE, "*")) for old, new, _ in ways])
-                why = f"the names and shapes fit in more than one way: {shown}"
-            # Other names of either side that end in what the prefix leaves may be meant instead.
-            ends: dict[str, set[Trait]] = defaultdict(set)
-            for side, taken in ((ours, {m.ours.text for m in matches}), (theirs, {m.theirs.text for m in matches})):
-                for family in (each for text, each in side.items() if text not in taken):
-                    for at in (at for at, letter in enumerate(family.text) if letter == "."):
-                        ends[family.text[at + 1 :]].update(family.traits)
-            bare = [match.ours if new else match.theirs for match in matches]
-            rivals = sum(not ends.get(each.text, set()).isdisjoint(each.traits) for each in bare)
-            is_certain = len(ways) == 1 and (2 * rivals < len(matches) or not without_wrappers(old or new))
-            if not is_certain and len(ways) == 1:
-                why += "; other names end so, too"
-            for match in matches:
-                self._accept(match, why, is_certain, (old, new))
-
-    def _by_words(self, *sides: list[Family]) -> None:
-        """Families that have more words in common with each other than with any rival, in modules whose other tensors
-        are not of another rank."""
-        before, modules = -1, [*map(_modules, sides)]
-        while len(self.links) != before:
-            before = len(self.links)
-            ours, theirs = map(OpenFamilies.of, sides, self.free, self.doubtful)
-            for shape, mine in ours.alike.items():
-                goals = theirs.alike.get(shape, ())
-                for one in mine if goals and max(len(mine), len(goals)) <= MOST_ALIKE else ():
-                    near = max(
-                        goals, key=lambda each: tuple(len(a & b) for a, b in zip(one.words, each.words, strict=True))
-                    )
-                    shapes = {*one.traits, *near.traits}
-                    alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
-                    linear = alone and "linear" in one.words.weak & near.words.weak
-                    telling = one.words.inner & near.words.inner or (linear and len(one.keys) + len(shape or ()) > 3)
-                    match = matched(one, near) if telling else None
-                    if match is None or not match.known or _cannot_be(match) or not self._is_open(match):
-                        continue
-                    name, beside = one.unnumbered, modules[1][near.module] if one.leaf == near.leaf else {}
-                    levels = ours.levels[name] + theirs.levels[name] if name == near.unnumbered and not alone else 0
-                    leaves = modules[0][one.module].items()
-                    if (
-                        levels <= 2  # or numbers alone would tell, counted otherwise, which of them it is
-                        and all(each.rank == beside[leaf].rank for leaf, each in leaves if leaf in beside)
-                        and not theirs.has_rival(near, one, shape, ours)
-                        and not ours.has_rival(one, near, shape, theirs)
-                    ):
-                        why = "of the tensors with these shapes, the names are the nearest"
-                        self._with_its_module(match, modules, "nothing else has these shapes" if alone else why)
-
-    def _by_order(self, *sides: list[Family]) -> None:
-        """What is left, in the order of the keys, as doubtful: weights, biases and others of the same shapes, where
-        both sides have as many."""
-        classes: dict[object, tuple[list[Family], list[Family]]] = defaultdict(lambda: ([], []))
-        modules = [*map(_modules, sides)]
-        for side, some in enumerate(sides):
-            for family in some:
-                classes[family.traits, family.words.strong & {"weight", "bias"}][side].append(family)
-        for mine, goals in classes.values():
-            for match in map(matched, mine, goals) if len(mine) == len(goals) else ():
-                if match is None or _cannot_be(match) or not self._is_open(match):
-                    continue
-                by_chance = len(mine) == len(match.pairs) == 1 and len(match.ours.traits[0] or (0, 0)) < 2
-                if not by_chance and any(trait not in (None, (), (1,)) for trait in match.ours.traits):
-                    order = "the shapes fit, and only the order of the names says which is which"
-                    unsaid = "the shapes fit, but the names do not say so, or say it of others as well"
-                    self._with_its_module(match, modules, order if len(mine) > 1 else unsaid, False)
+def filled(text: str, numbers: Sequence[str]) -> str:
+    """A text with numbers, or variables, in their places."""
+    places = iter(numbers)
+    return re.sub(HOLE, lambda _: next(places), text)
 
 
-def _cannot_be(match: Match) -> bool:
-    """True for names that contradict each other, and for those that differ in numbers only: these are different layers,
-    or are counted from elsewhere."""
-    one, other = (re.sub(f"[0-9{HOLE}]+", HOLE, each.text) for each in (match.ours, match.theirs))
-    return one == other or match.ours.words.contradict(match.theirs.words)
-
-
-def fused(ours: Mapping[str, Trait], theirs: Mapping[str, Trait]) -> Iterator[Link]:
-    """Queries, keys and values that one side keeps in one tensor and the other in three, by names and shapes."""
-    why = "the shapes of queries, keys and values fit one after the other, and heads in turns would, too"
-    for apart, wholes, splits in ((ours, theirs, False), (theirs, ours, True)):
-        threes: dict[object, dict[str, Family]] = defaultdict(dict)
-        for family in families(apart, len(VARIABLES)):
-            if len(role := family.words.strong & {"q", "k", "v"}) == 1:
-                same = family.words.strong - role, family.words.weak, family.text.split(HOLE)[-1].rpartition(".")[2]
-                threes[(*same, tuple(family.keys))].setdefault("".join(role), family)
-        ones = [one for one in families(wholes, len(VARIABLES)) if one.words.strong & {"qkv", "attn"}]
-        for three in threes.values():
-            parts = [three[role] for role in "qkv" if role in three]
-            whole_shapes = all(len({*part.traits}) == 1 and part.traits[0] for part in parts)
-            for axis in (0, -1) if len(parts) == 3 and whole_shapes else ():
-                shapes: list[Any] = [part.traits[0] for part in parts]
-                sizes, total = [shape[axis] for shape in shapes], [*shapes[0]]
-                total[axis] = sum(sizes)
-                kind = parts[0].keys.keys(), "bias" in parts[0].words.strong, {(*total,)}
-                fits = [one for one in ones if kind == (one.keys.keys(), "bias" in one.words.strong, {*one.traits})]
-                if len(fits) == 1:
-                    chain = f"{'split' if splits else 'cat'} {axis}{f' {sizes}' if len(set(sizes)) > 1 else ''}"
-                    names = [choice([part.template() for part in some]) for some in (parts, fits)]
-                    goals: Goals = {}
-                    for numbers, key in fits[0].keys.items():
-                        keys = [part.keys[numbers] for part in parts]
-                        goals |= {key: (chain, *keys)} if splits else dict.fromkeys(keys, (chain, key))
-                    old, new = reversed(names) if splits else names
-                    yield Link(old, new, goals, why, False, chain)
-                    break
+def escaped(text: str) -> str:
+    """A literal text in a rule: with a backslash before what would mean something."""
+    return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
 
 
 def choice(names: Sequence[str]) -> str:
     """Names that differ at one place as one: `attn.{q,k,v}_proj`."""
-    rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
-    if len(rows) == 1:
+    if len(names) == 1:
         return names[0]
+    rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
     front = _common_start(rows)
-    end = _common_start([row[front:][::-1] for row in rows])
-    middles = ["".join(row[front : len(row) - end]) for row in rows]
-    return "".join([*rows[0][:front], "{", ",".join(middles), "}", *rows[0][len(rows[0]) - end :]])
+    end = _common_start([row[len(front) :][::-1] for row in rows])[::-1]
+    middles = ("".join(row[len(front) : len(row) - len(end)]) for row in rows)
+    return "".join([*front, "{", ",".join(middles), "}", *end])
 
 
-def _common_start(rows: Sequence[Sequence[str]]) -> int:
-    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False)))
+def _common_start(rows: Sequence[list[str]]) -> list[str]:
+    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False))]
+
+
+# The search ----------------------------------------------------------------------------------------------------------
+
+
+class OpenFamilies(NamedTuple):
+    """Those of a side that have no link. alike: by shape.  called: by word and rank.  modules: by leaf."""
+
+    alike: dict[Trait, list[Family]]
+    called: dict[tuple[str, int], list[Family]]
+    modules: dict[str, dict[str, Family]]
+
+    @classmethod
+    def of(cls, some: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
+        found = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
+        for family in (each for each in some if free.keys() >= {*each.keys.values()}):
+            found.modules[family.module][family.leaf] = family
+            for trait in {*family.traits}:
+                found.alike[trait].append(family)
+            for word in family.words:
+                found.called[word, family.rank].append(family)
+        return found
+
+    def has_rival(self, chosen: Family, other: Family, others: OpenFamilies) -> bool:
+        """True if the name of another of these is as near to that of the other side: it has a shape of the chosen one,
+        or it is nearer, and has a shape that the other side does not have."""
+        name, shared = other.words, other.words & chosen.words
+        alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
+        if any(each is not chosen and not name & each.words < shared for each in alike):
+            return True
+        called = (each for word in name - shared for each in self.called.get((word, other.rank), ()))
+        return any(name & each.words > shared and others.alike.keys().isdisjoint(each.traits) for each in called)
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """The search for links. free: keys of both sides that have none so far.  ways: prefixes that would fit."""
+
+    free: tuple[dict[str, Trait], dict[str, Trait]]
+    links: list[Link] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Finds all, with all numbers of names as variables first, then with fewer."""
+        self._by_prefix(*map(families, self.free, LEVELS[0]))
+        for level in LEVELS if max(map(len, self.free)) <= MOST else ():
+            self._by_words(*map(families, self.free, level))
+
+    def _is_open(self, link: Link) -> bool:
+        return all(key in self.free[0] and goal in self.free[1] for key, (_, goal) in link.goals.items())
+
+    def _accept(self, link: Link, why: str) -> None:
+        self.links.append(link._replace(why=why))
+        for key, (_, goal) in link.goals.items():
+            del self.free[0][key], self.free[1][goal]
+
+    def _by_prefix(self, *sides: list[Family]) -> None:
+        """Names that are the same, or are without the prefix of a wrapper, or with it."""
+        ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
+        votes = dict[tuple[str, str], None]()
+        for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
+            for text in mine:
+                starts = (start for start in _starts(text) if text[start:] in others)
+                votes |= {("", text[:start]) if back else (text[:start], ""): None for start in starts}
+        ways = list[tuple[str, str, dict[str, Link]]]()
+        for old, new in votes:
+            below = [text for text in ours if text.startswith(old)]
+            goals = ((text, theirs.get(new + text.removeprefix(old))) for text in below)
+            links = {text.removeprefix(old): link for text, goal in goals if (link := matched(ours[text], goal))}
+            if 2 * len(links) >= len(below):
+                ways.append((old, new, links))
+        largest = max((len(links) for *_, links in ways), default=0)
+        ways = [way for way in ways if 2 * len(way[2]) >= largest]
+        self.ways = [f"{old}* as {new}*".replace(HOLE, "*") for old, new, _ in ways]
+        for old, new, links in ways if len(ways) == 1 else ():
+            # Other names of either side that end in what the prefix leaves may be meant instead.
+            linked = {prefix + text for prefix in (old, new) for text in links}
+            rest = [each for side in (ours, theirs) for text, each in side.items() if text not in linked]
+            ends = {
+                (each.text[start:], trait) for each in rest for start in _starts(each.text) for trait in each.traits
+            }
+            rivals = sum(not ends.isdisjoint((text, trait) for trait in ours[old + text].traits) for text in links)
+            if 2 * rivals < len(links) or not without_wrappers(old or new):
+                how = f"with {printable(new)!r} before them" if new else f"without {printable(old)!r}"
+                for link in links.values():
+                    self._accept(link, f"{how} the names are the target's")
+
+    def _by_words(self, *sides: list[Family]) -> None:
+        """Families that have more words in common with each other than with any rival, in modules whose other tensors
+        are not of another rank; and with them those of their modules, of no other numbers, that share leaves and
+        shapes."""
+        before = -1
+        while len(self.links) != before:
+            before = len(self.links)
+            ours, theirs = map(OpenFamilies.of, sides, self.free)
+            for one, shape in ((one, shape) for shape, some in ours.alike.items() for one in some):
+                goals = theirs.alike.get(shape, [])
+                if not goals or max(len(ours.alike[shape]), len(goals)) > MOST_ALIKE:
+                    continue
+                near = max(goals, key=lambda each: len(one.words & each.words))
+                shapes = {*one.traits, *near.traits}
+                alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
+                linear = {"linear"} if alone and len(one.keys) + len(shape or ()) > 3 else set[str]()
+                if not one.words & near.words - _PARAMETERS - (_WEAK - linear):
+                    continue
+                link = matched(one, near)
+                # Names that contradict each other, or differ in numbers only, are of other layers, or count otherwise.
+                if (
+                    link is None
+                    or not self._is_open(link)
+                    or one.unnumbered == near.unnumbered
+                    or contradict(one.words, near.words)
+                    or theirs.has_rival(near, one, ours)
+                    or ours.has_rival(one, near, theirs)
+                ):
+                    continue
+                beside = theirs.modules[near.module] if one.leaf == near.leaf else {}
+                both = [(each, beside[leaf]) for leaf, each in ours.modules[one.module].items() if leaf in beside]
+                if all(each.rank == other.rank for each, other in both):
+                    nearest = "of the tensors with these shapes, the names are the nearest"
+                    self._accept(link, "nothing else has these shapes" if alone else nearest)
+                    for each, other in both:
+                        more = matched(each, other) if each.keys.keys() <= one.keys.keys() else None
+                        if more is not None and more.numbers == link.numbers and self._is_open(more):
+                            self._accept(more, "the other tensors of the module fit")
+
+
+def _starts(text: str) -> list[int]:
+    """Where the parts of a name begin."""
+    return [0, *(at + 1 for at, letter in enumerate(text) if letter == ".")]
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TriedRule:
-    """A rule for a link: what it makes of keys as it should, and all that it takes, less what rules before it take."""
-
-    text: str
-    link: Link
-    right: set[tuple[str, ...]]
-    takes: dict[str, str]
-
-
 def written_rules(
     links: Iterable[Link],
     source: Mapping[str, Trait],
-    target: Mapping[str, Trait],
-    placed: Mapping[str, str],
-    kept: Collection[str] = (),
-    makes: Callable[[Step], tuple[str, ...]] | None = None,
-) -> list[TriedRule]:
-    """Few rules for links, of which each is right by itself; with `makes`, after those that are before it.
+    target: Mapping[str, Trait] | None = None,
+    placed: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[Suggestion], set[str]]:
+    """Few rules for links, of which each is right by itself, and the keys that they take.
 
-    source, target: all keys.  placed: keys that have a place, with their names.  kept: keys that other rules are for.
-    makes: the names that a step on keys of no link makes, if what it makes is right.
-    No rule takes a key that belongs to another, or gives a key without a counterpart a name that is somebody's.
+    source, target: all keys; no target: rules take nothing that has no link.  placed: keys that have a place, with
+    their names. No rule takes a key that belongs to another, or gives a key without a counterpart a name that is
+    somebody's.
     """
     links = sorted(links, key=lambda link: not link.chain)
-    goals: Goals = {key: goal for link in links for key, goal in link.goals.items()}
-    taken = {*placed.values(), *(name for goal in goals.values() for name in goal[1:])}
-    taken |= {key for key in source if key not in goals and key not in placed}
-    left, rules, covered, said = TRIES // (READING + len(source)), list[TriedRule](), set[str](), set[tuple[str, ...]]()
-    stack = {f"v_{STACKED}": f"{{{STACKED}}}"}  # whose number stays open
+    meant = {key: ("", name) for key, name in placed.items()} | {k: g for link in links for k, g in link.goals.items()}
+    names = {name for goal in meant.values() for name in goal[1:]} | {key for key in source if key not in meant}
+    left, rules, covered = TRIES // (READING + len(source)), list[Suggestion](), set[str]()
 
-    def tried(text: str, link: Link) -> TriedRule | None:
-        """The rule; None if it would take a key that it must not."""
-        rule, given = TriedRule(text, link, set(), {}), set[str]()
+    def taken_by(text: str) -> Goals:
+        """What the rule makes of keys; nothing if it would take a key that it must not."""
         try:
-            steps = steps_of(parse_rules(text), source)[0]
-            groups = [{**step.groups, **stack} for step in steps]
-            news = [
-                (step.rule.operations, *(name.fill(some) for name in step.rule.new))
-                for step, some in zip(steps, groups, strict=True)
-            ]
+            made = goals_of(steps_of(parse_rules(text), source)[0])
         except CkptoolError:  # a name with what no rule can say, or some of what belongs together
-            return None
-        for step, new in zip(steps, news, strict=True):
-            if makes and covered.issuperset(step.keys):
-                continue
-            names = makes(step) if makes and goals.keys().isdisjoint(step.keys) else ()
-            if names and taken.isdisjoint(names):
-                rule.takes |= dict.fromkeys(step.keys, names[0])
-                rule.right.add(("", *names))
-                continue
-            for key in step.keys:
-                stays, fits = key in placed, new[1] in target and target[new[1]] == source[key]
-                if key in goals and new == goals[key]:
-                    rule.right.add(new)
-                    rule.takes[key] = new[1]
-                elif key in goals or key in kept or (stays and new != ("", placed[key])):
-                    return None
-                elif not stays and new != ("", key):
-                    if new[0] or new[1] in taken or new[1] in given or fits:
-                        return None
-                    rule.takes[key] = new[1]
-                    given.add(new[1])
-        return rule if rule.right and rule.takes.keys() & link.goals.keys() else None
+            return {}
+        takes = {key: goal for key, goal in made.items() if key not in placed and goal != ("", key)}
+        others = {key: goal for key, goal in takes.items() if key not in meant}
+        new = {goal[1] for goal in others.values()}
+        is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or (target is None and others)
+        is_anothers = len(new) < len(others) or not names.isdisjoint(new)
+        fits = any(goal[0] or (target or {}).get(goal[1], 0) == source[key] for key, goal in others.items())
+        return {} if is_wrong or is_anothers or fits else takes
 
     for link in links:
-        if not link.goals.keys() <= covered and (link.certain or len(rules) < MOST_DOUBTFUL):
-            texts = list(islice(_candidates(link), max(0, left)))
-            left -= len(texts)
-            fitting = filter(None, (tried(text, link) for text in texts))
-            best = max(fitting, key=lambda rule: (len(rule.right), -len(rule.takes)), default=None)
-            if best is not None:
-                taken.update(name for new in best.right for name in new[1:])
-                taken.update(best.takes.values())
-                best.right -= said
-                best.takes = {key: name for key, name in best.takes.items() if key not in covered}
-                said |= best.right
-                covered |= best.takes.keys()
-                rules.append(best)
-    return rules
+        open_goals = link.goals.keys() - covered
+        for text in candidates(link) if open_goals else ():
+            left -= 1
+            takes = taken_by(text) if left >= 0 else {}
+            if takes.keys() & open_goals:
+                names.update(goal[1] for goal in takes.values())
+                takes = {key: goal for key, goal in takes.items() if key not in covered}
+                agree = len({takes[key] for key in takes.keys() & meant.keys()})
+                rules.append(Suggestion((text,), agree, len({*takes.values()}), link.why))  # several may become one
+                covered |= takes.keys()
+                break
+    return rules, covered
 
 
-def _candidates(link: Link) -> Iterator[str]:
+def goals_of(steps: Iterable[Step]) -> Goals:
+    """Where keys go by the steps; the number of what is stacked stays open."""
+    goals = Goals()
+    for step in steps:
+        groups = {**step.groups, f"v_{STACKED}": f"{{{STACKED}}}"}
+        goals |= dict.fromkeys(step.keys, (step.rule.operations, *(name.fill(groups) for name in step.rule.new)))
+    return goals
+
+
+def candidates(link: Link) -> Iterator[str]:
     """Rules for a link, the most general first: with `*` for parts that both names share before their ends."""
     old, new = _PARTS.split(link.old), _PARTS.split(link.new)
     leaf = int(old[-1] != new[-1])  # which may have another name: `gamma`, `weight`
@@ -620,49 +511,41 @@ def rule_text(old: str, new: str, chain: str = "") -> str:
 def suggest(
     source: Mapping[str, Trait], target: Mapping[str, Trait], placed: Mapping[str, str] | None = None
 ) -> list[Suggestion]:
-    """Suggestions for keys of `source` without a counterpart in `target`, a rule each: unambiguous ones first.
+    """Suggestions for keys of `source` without a counterpart in `target`, a rule each.
 
     source: all keys as the rules will see them, with their shapes; None for what has none.  placed: names of the target
-    that keys have already; by default those that are equal. All unambiguous rules together are valid, give no two keys
-    one name and change no key that is placed; so is each of the others, given before them.
+    that keys have already; by default those that are equal. All rules together are valid, give no two keys one name
+    and change no key that is placed.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
-    ours = {key: source[key] for key in source if key not in placed and len(key) <= LONG}
-    theirs = {key: target[key] for key in target if key not in names and key not in source and len(key) <= LONG}
+    ours = {key: source[key] for key in source if key not in placed and is_plain(key)}
+    theirs = {key: target[key] for key in target if key not in names and key not in source and is_plain(key)}
     if not ours or not theirs:
         return []
     search = Search((ours, theirs))
     search.run()
-    sure = [link for link in search.links if link.certain]
-    ways: dict[object, list[Link]] = defaultdict(list)
-    for link in (*search.links, *fused(*search.free)):
-        if not link.certain:
-            ways[link.way].append(link)
-    kept = {key for link in sure for key in link.goals}
-    found = [_said(rule) for rule in written_rules(sure, source, target, placed)]
-    others = [_said(rule) for links in ways.values() for rule in written_rules(links, source, target, placed, kept)]
-    return [*found, *sorted(others, key=lambda each: -each.agree)[:MOST_DOUBTFUL]]
+    found, _ = written_rules(search.links, source, target, placed)
+    if len(search.ways) > 1:
+        why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
+        found.append(Suggestion((), 0, 0, why))
+    return found
 
 
-def _said(rule: TriedRule) -> Suggestion:
-    total = len({*rule.takes.values()})  # several keys may become one
-    return Suggestion((rule.text,), len(rule.right), total, rule.link.certain, rule.link.why)
+def is_plain(key: str) -> bool:
+    """True for a key that is neither too long nor has what stands for something else here."""
+    return len(key) <= LONG and not _HELD.search(key)
 
 
 def rules_file(suggestions: Iterable[Suggestion]) -> str:
-    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`; ambiguous ones as comments."""
+    """The suggestions as a YAML file for `rename --rules` and `warm-start --rules`."""
     lines = ["# Rules OLD => NEW, tried in this order; the first that matches a key counts."]
-    for suggestion in sorted(suggestions, key=lambda one: one.unambiguous):
+    for suggestion in suggestions:
         lines.append("")
         if suggestion.rules:
             total, agree = counted(suggestion.total, "shape"), form(suggestion.agree, "agrees", "agree")
             lines.append(f"# {suggestion.agree:,} of {total} {agree}")
-        lines.append(f"# {printable(suggestion.why)}")
-        if not suggestion.unambiguous and suggestion.rules:
-            lines.append("# AMBIGUOUS: look before you take the # away")
-        for rule in suggestion.rules:
-            lines.append(f"{'' if suggestion.unambiguous else '# '}{yaml_item(rule)}")
+        lines += [f"# {printable(suggestion.why)}", *map(yaml_item, suggestion.rules)]
     return "\n".join(lines) + "\n"
 
 

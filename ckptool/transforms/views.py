@@ -4,41 +4,18 @@ formulas by rows share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
 from ckptool.checkpoint.dtypes import Array
-from ckptool.checkpoint.strided import merged
 from ckptool.errors import LimitExceeded, UsageError, counted
+from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
-from ckptool.formats.placements import Piece
-from ckptool.names.pattern import MAX_NUMBER
 
 MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
-
-
-def reshaped(tensor: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """The elements in another shape: a view where the strides allow it, as in torch."""
-    if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
-        raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
-    if not tensor.numel:
-        return replace(tensor, shape=tuple(shape), stride=row_major_strides(tuple(shape)))
-    strides: list[int] = []
-    place = 0
-    for size, step in zip(*merged(tensor.shape, tensor.stride), strict=True):
-        end = place
-        while prod(shape[place:end]) < size and end < len(shape):
-            end += 1
-        if prod(shape[place:end]) != size:
-            return tensor.reshape(tuple(shape))
-        strides += [step * inner for inner in row_major_strides(tuple(shape[place:end]))]
-        place = end
-    return replace(tensor, shape=tuple(shape), stride=(*strides, *[1] * (len(shape) - place)))
 
 
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
@@ -49,10 +26,10 @@ def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: boo
         raise UsageError(f"{size} is not a multiple of {groups} x {parts}", UNFIT)
     inner = shape[axis] // parts // groups
     sizes = (inner, parts) if apart else (parts, inner)
-    divided = reshaped(tensor, (*shape[:axis], groups, *sizes, *shape[axis + 1 :]))
+    divided = tensor.reshape((*shape[:axis], groups, *sizes, *shape[axis + 1 :]))
     order = list(range(len(divided.shape)))
     order[axis + 1 : axis + 3] = axis + 2, axis + 1
-    return reshaped(divided.permute(order), shape)
+    return divided.permute(order).reshape(shape)
 
 
 def joined(tensors: Sequence[TensorEntry], axis: int) -> TensorEntry:

@@ -1,8 +1,7 @@
 """A warm start: which tensor of a checkpoint goes under which name of a target, planned before anything is changed.
 
 For the plan only names, shapes and dtypes are looked at; values, up to so many bytes, to say whether a smaller dtype
-loses any. What is written then has the target's keys in its order, each tensor of its type, on the CPU; and an
-optimizer's state, in which slots go where their parameters go.
+loses any. What is written then has the target's keys in its order, each tensor of its type, on the CPU.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 from ckptool.analysis.targets import Expected, Target, accepted, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
-    PADDED,
     REFUSED,
     RESIZED,
     SKIPPED,
-    SLICED,
     Absent,
     DtypeChange,
-    LeftOut,
     Loaded,
     LoadReport,
     Mismatch,
-    OptimizerReport,
     Refusal,
     Suggestion,
     Tied,
@@ -37,41 +31,30 @@ from ckptool.analysis.warm_start import (
     little,
     unmet,
 )
-from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Flags, Note, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.strided import row_major
-from ckptool.checkpoint.tree import address, map_storages
-from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, command, several
-from ckptool.conventions.state_dicts import (
-    COUNTER,
-    StateDict,
-    of_positions,
-    optimizers,
-    paired,
-    without_wrappers,
-    wrappers,
-)
-from ckptool.errors import Conflict, NoMatch, UsageError, counted, listed, printable
+from ckptool.checkpoint.tree import map_storages
+from ckptool.commands import FILE, Slot, arg, command, several
+from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.names.rule_files import renaming
-from ckptool.names.rules import TAKEN_BEFORE, WHOLE_KEY, Rule, refuse_idle
-from ckptool.names.steps import renamed
-from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, first_part, laid_over, losses
-from ckptool.transforms.optimizers import Slots, first_names, in_model_order, parameters_of
+from ckptool.names.rules import Rule
+from ckptool.names.steps import by_rules
+from ckptool.transforms.casting import EXACT, LOSSY, compact, conversion, converted, losses
+from ckptool.transforms.rename import refuse_collisions
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
-ON_MISMATCH = ("error", "skip", "slice", "pad", "resize")
+ON_MISMATCH = ("error", "skip")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
 class MatchOptions(NamedTuple):
     """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
-    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor; `slice` takes the first part of a
-    larger one; `pad` puts a smaller one into the first corner of the target's; `resize` computes one of the target's
-    shape for the names that a pattern of `resize` matches, the first that does, whatever becomes of the others.
+    on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor.  resize: patterns for names, and
+    how their tensors are computed in the target's shape; the first that matches.
     min_loaded: the least share of values; None for `little`.  missing: patterns for the only names that may be missing.
     """
 
@@ -101,7 +84,6 @@ def match_options(
     checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
     ways = [_way(text) for text in several(resize, "=")]
-    on_mismatch = "resize" if ways and on_mismatch == "error" else on_mismatch
     return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
 
 
@@ -115,14 +97,10 @@ def _way(text: str) -> tuple[str, Resize]:
 
 
 class Assignment(NamedTuple):
-    """The tensor that is loaded under a name. part: the shape of the first corner to load; None for all of it.
-
-    how: it is loaded, as in `Loaded`.
-    """
+    """The tensor that is loaded under a name. how: as in `Loaded`."""
 
     source: str
     tensor: Tensor
-    part: tuple[int, ...] | None = None
     how: str = AS_IT_IS
 
 
@@ -162,13 +140,12 @@ def plan_warm_start(
             through.update(name for name in names if name != first)
             chosen.update((name, chosen[first]) for name in names if name != first)
             tied += [Tied(name, first) for name in names if name != first and name not in found.excluded]
-    # A misfit is reported under whatever name; a tensor that is loaded in part, once.
+    # A misfit is reported under whatever name; a tensor that is resized, once.
     mismatched = [each for each in mismatched if each.target not in through or each.done in (SKIPPED, REFUSED)]
     loaded = []
     for name in (name for name in wanted if name in chosen and name not in through):
         choice, expected = chosen[name], wanted[name]
-        elements = expected.numel if choice.part is None else prod(choice.part)
-        loaded.append(Loaded(choice.source, name, expected.kind, elements, choice.how))
+        loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
 
     met = {*chosen, *found.supplied, *found.excluded, *(each.target for each in mismatched)}
     taken = {*found.pairs.values()}
@@ -273,22 +250,15 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
 
 
 def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
-    """Each key with its name by the first rule that matches it or its form without wrappers; the keys of the latter."""
-    used: set[tuple[str, str]] = set()
-    names, peeled = dict.fromkeys(tensors, ""), list[str]()
-    found = renamed(rules, dict.fromkeys(form for key in tensors for form in (key, without_wrappers(key))))
-    for key in tensors:
-        forms = [form for form in (key, without_wrappers(key)) if form in found]
-        form = min(forms, key=lambda form: rules.index(found[form][0]), default="")
-        names[key] = found[form][1] if forms else key
-        if forms:
-            used.add(found[form][0].origin)
-            peeled += [key] if form != key else []
-    refuse_idle((rule for rule in rules if rule.origin not in used), TAKEN_BEFORE, f"{WHOLE_KEY} Nothing was changed.")
-    counts = Counter(names.values())
-    if clash := [f"{key} → {new}" for key, new in names.items() if counts[new] > 1]:
-        what = f"{counted(len(clash), 'key')} would collide: {listed(clash)}"
-        raise Conflict(what, "One of each would be lost. Nothing was changed.")
+    """Each key with its name by the rules, or by those for its form without wrappers; the keys of the latter."""
+    bare = {key: without_wrappers(key) for key in tensors}
+    rename, names, peeled = by_rules(rules, {*bare, *bare.values()}), dict[str, str](), list[str]()
+    for key, short in bare.items():
+        names[key] = rename(key)
+        if names[key] == key != short and (new := rename(short)) != short:
+            names[key] = new
+            peeled.append(key)
+    refuse_collisions(names, "the checkpoint")
     return names, peeled
 
 
@@ -303,7 +273,7 @@ def _fitting(
     groups: Collection[list[str]],
     notes: list[Note],
 ) -> tuple[dict[str, Assignment], list[Mismatch]]:
-    """What is loaded under each name, as it is, in part or resized, and all that is not as it is wanted.
+    """What is loaded under each name, as it is or resized, and all that is not as it is wanted.
 
     groups: names of the target that are one tensor.  notes: what is done to shapes unasked is added to them.
     """
@@ -318,7 +288,7 @@ def _fitting(
     for name in (name for name in target.tensors if name in found.pairs):
         key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        about = _misfit(tensor, expected, (target.values or {}).get(name))
+        about = _misfit(tensor, expected)
         if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
             tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
             notes.append(Note("zero-dim", f"{key} [1] taken as []"))
@@ -330,48 +300,19 @@ def _fitting(
             done, how, shape = RESIZED, way.text, expected.shape or ()
             one = made.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
             chosen[name] = Assignment(key, one, how=done)
-        elif about == "shape" and (part := _part(tensor, expected, options.on_mismatch)) is not None:
-            done = SLICED if options.on_mismatch == "slice" else PADDED
-            chosen[name] = Assignment(key, tensor, part, done)
         have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
         mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
     return chosen, mismatched
 
 
-def _misfit(tensor: Tensor, expected: Expected, there: Any) -> str:
-    """The aspect in which a tensor does not fit; empty if it fits. there: the target's own tensor, if it has one."""
-    if tensor.shape is None or expected.shape is None:
-        fits = isinstance(tensor, Composite) and isinstance(there, Composite) and _has_same_parts(tensor, there)
-        return "" if fits else "kind"
-    if conversion(tensor.dtype, expected.dtype) is None:
-        return "dtype"
-    if isinstance(tensor, Composite) and tensor.dtype is not expected.dtype:
+def _misfit(tensor: Tensor, expected: Expected) -> str:
+    """The aspect in which a tensor does not fit; empty if it fits."""
+    if tensor.shape is None or expected.shape is None:  # as of nested tensors, whose sizes are data
+        return "kind"
+    is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None
+    if tensor.dtype is not expected.dtype and not is_cast:
         return "dtype"
     return "" if tensor.shape == expected.shape else "shape"
-
-
-def _has_same_parts(a: Composite, b: Composite) -> bool:
-    """True for two nested tensors whose parts have the same sizes; those are data themselves, and few."""
-    parts, others = list(a.parts()), list(b.parts())
-    if (a.kind, a.dtype, len(parts)) != (b.kind, b.dtype, len(others)):
-        return False
-    for one, other in zip(parts, others, strict=True):
-        if isinstance(one, TensorEntry) and isinstance(other, TensorEntry) and one.dtype is other.dtype:
-            are_sizes = one.dtype.kind == "int"
-            if one.shape != other.shape or (are_sizes and not same_bytes(row_major(one), row_major(other))):
-                return False
-        elif one.dtype is not other.dtype or type(one) is not type(other) or one.storage.nbytes != other.storage.nbytes:
-            return False
-    return True
-
-
-def _part(tensor: Tensor, expected: Expected, on_mismatch: str) -> tuple[int, ...] | None:
-    """The shape of the corner that both have, where the user asked for it and it is all of one of them."""
-    if not isinstance(tensor, TensorEntry) or expected.shape is None or len(tensor.shape) != len(expected.shape):
-        return None
-    smaller = tuple(map(min, tensor.shape, expected.shape))
-    whole = {"slice": expected.shape, "pad": tensor.shape}.get(on_mismatch)
-    return smaller if smaller == whole else None
 
 
 def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
@@ -413,8 +354,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
         found.append(Refusal("nothing-loaded", what, _advice(report)))
-    cut, pad, compute = arg(on_mismatch="slice"), arg(on_mismatch="pad"), arg(resize="PATTERN=HOW")
-    any_way = f"{_SKIP}; cut or fill up: {cut} or {pad}; compute: {compute}"
+    any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
         if facts:
@@ -446,11 +386,11 @@ def _of_positions(facts: Sequence[Mismatch]) -> str:
 
 
 def _advice(report: LoadReport) -> str:
-    """The unambiguous suggestions as options to type, where they are few; else where to look."""
-    sure = [rule for suggestion in report.suggestions if suggestion.unambiguous for rule in suggestion.rules]
+    """The suggestions as options to type, where they are few; else where to look."""
+    sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
-    if any(suggestion.rules for suggestion in report.suggestions):
+    if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
     return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
 
@@ -472,10 +412,9 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     """
     values, order = target.values or {}, target.values or target.tensors
     own_names = [name for name in order if name not in chosen]
-    partly = [name for name, choice in chosen.items() if choice.part not in (None, target.tensors[name].shape)]
-    if target.values is None and (own_names or partly):
+    if target.values is None and own_names:
         raise Conflict(
-            f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names + partly)}",
+            f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names)}",
             "A spec says names, shapes and types. Nothing was written.",
             f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
@@ -483,24 +422,22 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     made: dict[str, Tensor] = {}
     for name, first in firsts.items():
         if first not in made:
-            made[first] = _loaded(chosen[name], target.tensors[name], values.get(name))
+            tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
+            made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
     holders: dict[int, list[str]] = {}
     for first, tensor in made.items():
         if isinstance(tensor, TensorEntry):
             holders.setdefault(id(tensor.storage), []).append(first)
-    for firsts_of in holders.values():
-        tensors: list[Any] = [made[first] for first in firsts_of]
-        bases: list[Any] = [values.get(first) for first in firsts_of]
-        if all(isinstance(base, TensorEntry) for base in bases) and len({id(base.storage) for base in bases}) == 1:
-            layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
-            if layouts[0] == layouts[1]:
-                continue  # views that lie in one storage just so in the target
-        for first, tensor in zip(firsts_of, tensors, strict=True):
-            # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+    for names in holders.values():
+        tensors: list[Any] = [made[first] for first in names]
+        bases = [base for first in names if isinstance(base := values.get(first), TensorEntry)]
+        layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
+        if len({id(base.storage) for base in bases}) == 1 and layouts[0] == layouts[1]:
+            continue  # views that lie in one storage just so in the target
+        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+        for first, tensor in zip(names, tensors, strict=True):
             if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
-                own = compact(tensor)
-                storage = replace(own.storage) if own.storage is tensor.storage else own.storage
-                made[first] = replace(own, storage=storage)
+                made[first] = compact(tensor.with_storage(tensor.storage.alone()))
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
@@ -518,118 +455,3 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
     return Filled(map_storages(OrderedDict(items, attributes), on_cpu), tuple(own_names))
-
-
-def _loaded(choice: Assignment, expected: Expected, base: Any) -> Tensor:
-    """A tensor as the target wants it. base: the target's own."""
-    tensor = choice.tensor
-    if isinstance(tensor, Composite) or expected.dtype is None:
-        return tensor
-    if choice.part is None:
-        return converted(tensor, expected.dtype)
-    part = converted(compact(first_part(tensor, choice.part)), expected.dtype)
-    if part.shape == expected.shape:
-        return part
-    if not isinstance(base, TensorEntry):
-        what = f"{expected.name} is no plain tensor in the target, so nothing can be laid over it"
-        raise Conflict(what, "Nothing was written.", f"Keep the target's: {arg(on_mismatch='skip')}")
-    return laid_over(base, part)
-
-
-# The optimizer -------------------------------------------------------------------------------------------------------
-
-
-class Carried(NamedTuple):
-    """State by the names of the target, the groups of the names, and the report with the names without state."""
-
-    state: dict[str, Any]
-    groups: list[dict[str, Any]]  # as saved, without `params` and `param_names`
-    group_of: dict[str, int]
-    report: OptimizerReport
-
-
-def carried(
-    checkpoint: Checkpoint, root: StateDict, target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
-) -> Carried:
-    """The optimizer state of a checkpoint by the parameter names of a target.
-
-    parameters: the target's, in order.  Raises `NoMatch` where there is no optimizer, `UsageError` where there are
-    several, `Conflict` where it cannot be known which slot belongs to which parameter.
-    """
-    slots = _only_one(checkpoint)
-    first = first_names(root)
-    told = target.tensors if target.kinds_known else {}
-    kinds = {first[choice.source]: told[name].kind for name, choice in chosen.items() if name in told}
-    names, known_by = slots.among(parameters_of(root, kinds), ordered=in_model_order(root.node))
-    goes_to = _destinations(first, target, chosen, parameters)
-    state: dict[str, Any] = {}
-    group_of: dict[str, int] = {}
-    left: list[LeftOut] = []
-    for number, group in enumerate(slots.groups):
-        for slot in group["params"]:
-            name = names.get(slot)
-            goal, why = goes_to.get(name, ("", "its parameter is not loaded")) if name is not None else ("", "no name")
-            if goal:
-                group_of[goal] = number
-                if not why and slot in slots.tree["state"]:
-                    state[goal] = slots.tree["state"][slot]
-            if why:
-                left.append(LeftOut(name or str(slot), why))
-    fresh = tuple(name for name in parameters if name not in state)
-    kept = tuple(name for name in parameters if name in state)
-    report = OptimizerReport(slots.place, known_by, kept, fresh, tuple(left))
-    without = ("params", "param_names")
-    groups = [{key: value for key, value in group.items() if key not in without} for group in slots.groups]
-    return Carried(state, groups, group_of, report)
-
-
-def as_state_dict(found: Carried, parameters: Sequence[str]) -> dict[str, Any]:
-    """The argument of `Optimizer.load_state_dict` for an optimizer with the target's parameters, group by group.
-
-    Raises `Conflict` where a parameter without state belongs to one of several groups, and nothing says to which.
-    """
-    members: list[list[str]] = [[] for _ in found.groups]
-    unknown = []
-    for name in parameters:
-        number = found.group_of.get(name, 0 if len(found.groups) == 1 else -1)
-        if number < 0:
-            unknown.append(name)
-        else:
-            members[number].append(name)
-    if unknown:
-        what = f"the optimizer has {counted(len(found.groups), 'group')} of parameters, and it is unclear "
-        what += f"which of them {listed(unknown)} belong to"
-        fix = "Load it in Python, into your own optimizer: ckptool.load_into(model, FILE, optimizer=optimizer)"
-        raise Conflict(what, "The learning rate and weight decay would be a guess. Nothing was written.", fix)
-    named = [{**group, "params": names} for group, names in zip(found.groups, members, strict=True)]
-    state = {name: found.state[name] for names in members for name in names if name in found.state}
-    return Slots({"state": state, "param_groups": named}, "").numbered()
-
-
-def _only_one(checkpoint: Checkpoint) -> Slots:
-    found = list(optimizers(checkpoint.tree))
-    where = checkpoint.source or "the checkpoint"
-    if not found:
-        why = "It would be a dictionary with `state` and `param_groups`. Nothing was changed."
-        raise NoMatch(f"{where} has no optimizer state", why, f"Go without it: omit {arg(optimizer=True)}")
-    if len(found) > 1:
-        what = f"{where} has {counted(len(found), 'optimizer')}: {listed([address(path) for path, _ in found])}"
-        fix = f"Keep only one in a copy: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
-        raise UsageError(what, "Which one belongs to these weights is not known.", fix)
-    ((path, optimizer),) = found
-    return Slots(optimizer, address(path))
-
-
-def _destinations(
-    first: Mapping[str, str], target: Target, chosen: Mapping[str, Assignment], parameters: Sequence[str]
-) -> dict[str, tuple[str, str]]:
-    """Name in the checkpoint -> name in the target, and why its state does not go along where it does not."""
-    taken = set(parameters)
-    found = {}
-    for name, choice in chosen.items():
-        goal = name if name in taken else target.tensors[name].tied_to
-        if goal in taken:
-            why = "" if choice.part is None else "only a part of its parameter is loaded"
-            why = "its parameter is resized" if choice.how == RESIZED else why
-            found[first[choice.source]] = (goal, why)
-    return found

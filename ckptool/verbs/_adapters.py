@@ -70,7 +70,7 @@ def write_adapter(change: Change, whole: Checkpoint, made: AdapterFile, inputs: 
         changed = divided(changed, _WHOLE, STEMS[PEFT])
     elif DIFFUSERS_CONFIG in made.metadata and container != safetensors.NAME:
         what = f"{container} has no place for the scales of an adapter with diffusers' names"
-        fix = f"Write {arg(out=OUT_SAFETENSORS)}, or {arg(fold=True)}"
+        fix = f"Write {arg(out=OUT_SAFETENSORS)}"
         raise Unsupported(what, "They stand in the metadata of safetensors.", fix)
     sources = [each for each in inputs if each is not None]
     return change.into(container).write(whole, changed, inputs=sources, beside=beside)

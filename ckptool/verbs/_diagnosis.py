@@ -95,7 +95,8 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     if (wrong := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
         error, blocks = wrong
         each = _of_problem(error, file)
-        fixes = (command("recover", FILE, out=OUT),) if isinstance(checkpoint.source, Source) else each.commands
+        can_be = isinstance(checkpoint.source, Source) and named(checkpoint.container).recoverable
+        fixes = (command("recover", FILE, out=OUT),) if can_be else each.commands
         damage = [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
     container = list(_of_container(found, file, values, taken))
     findings = [
@@ -130,7 +131,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     at_once, model = "", target.name if target is not None else ""
     left = [each for each in findings if not each.commands and each.advice != FIXED_ABOVE]
     is_mended = not any(each.blocks or each.stage in (Stage.PLACE, Stage.ENTRIES) for each in left)  # else it refuses
-    if file and len(chain.steps) > 1 and is_mended:
+    if file and len(chain.steps) > 1 and is_mended and not damage:  # what `recover` loses only it finds, and refuses
         suffix = parted(chain.steps[-1].out)[1]
         one = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
         at_once = str(Chain(file, address(checkpoint.base)).fill(one))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ckptool.checkpoint import Checkpoint, jobs
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
-from ckptool.errors import LimitExceeded, UsageError
-from ckptool.formats import CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
+from ckptool.errors import Conflict, LimitExceeded, UsageError
+from ckptool.formats import SUFFIXES, CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
 
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
@@ -178,6 +178,19 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
     return files, rules
 
 
+def check_text(path: PathLike, *, overwrite: bool) -> None:
+    """As `check_target`, for an output that is text: under a checkpoint's name nobody looks for one, and there it would
+    replace a checkpoint. Raises `Conflict`."""
+    from ckptool.output import check_target  # which no look needs
+
+    name = os.fspath(path)
+    suffixes = {os.path.splitext(each)[1].lower() for each in (name, os.path.realpath(name))}
+    if named := sorted(suffixes & SUFFIXES.keys()):
+        what = f"{name} has the name of a checkpoint ({named[0]})"
+        raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
+    check_target(name, overwrite=overwrite)
+
+
 MAX_TEXT = 1 << 20  # bytes
 
 
@@ -239,7 +252,7 @@ Logged = Annotated[Any, Watched("training")]
 Lines = Annotated[Say | None, Watched("lines")]
 
 
-def report_of_run(path: str, full: bool = False) -> Any:
+def report_of_run(path: PathLike, full: bool = False) -> Any:
     """The report on a run; None where it is none. Imports the store of runs only for one."""
     from ckptool.training import is_run
 

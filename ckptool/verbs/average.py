@@ -9,7 +9,7 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address
-from ckptool.commands import argument, option, repeated, several, verb
+from ckptool.commands import argument, option, verb
 from ckptool.conventions.state_dicts import is_beside, one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, open_whole
@@ -17,7 +17,7 @@ from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import around, left_behind, weights_alone
-from ckptool.verbs._options import At, IsPart, Out, Texts, numbers
+from ckptool.verbs._options import At, IsPart, Out, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 Weights = Sequence[float] | None
@@ -38,7 +38,6 @@ def average(
     out: Out = None,
     *,
     weights: Annotated[Weights, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers)] = None,
-    weight: Annotated[Texts, repeated("--weight PATTERN=W,W", "Weights for some keys: 'layers.0.*=0.3,0.7'.")] = (),
     ema: Annotated[float | None, option("--ema DECAY", "An exponential moving average of the files in order.")] = None,
     method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
     base: Annotated[
@@ -80,8 +79,7 @@ def average(
         same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
         for (root, _), keys in zip(roots, training, strict=True)
     ]
-    by_key = means.weights_by_key(map(str, nodes[-1]), several(weight), how)
-    tree, averaged, held = means.average(nodes, names, how, by_key)
+    tree, averaged, held = means.average(nodes, names, how)
     last = opened[-1].checkpoint
     pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
     changed = weights_alone(last, tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
@@ -108,7 +106,6 @@ def average(
         f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{of}{remark}",
         *[f"{share:.6g} × {path}" for share, path in zip(how.weights, paths, strict=True)][:8],
         Row("settings", how.settings, how.settings),
-        Row("weight", several(weight), several(weight)),
         Row("kept", held, [f"copied from {paths[-1]}: {kept}"] if kept else []),
         Row("left_behind", behind, lines),
         notes=notes,

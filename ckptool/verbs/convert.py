@@ -18,14 +18,14 @@ from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import Unsupported, UsageError, counted
-from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, members, open_whole, shown, split
+from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, open_whole, shown, split
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
 from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
 
 Ties = Literal["record", "copy"]
 OptimizerForm = Literal["names", "ids", "flat"] | None
-_RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama) or unstack layers."
+_RULES = "Rules to join model-parallel ranks (Megatron's mp_rank_XX, Llama)."
 MANY_LOST = 6  # tensors, up to which a command names each
 
 
@@ -88,7 +88,9 @@ def convert(
     only, exclude = several(only), several(exclude)
     opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
-        opened = replace(opened, checkpoint=members.with_all(opened.checkpoint))
+        from ckptool.formats.members import with_all
+
+        opened = replace(opened, checkpoint=with_all(opened.checkpoint))
     taken, named = opened.taken, opened.at is not None
     rows: list[Row | str] = []
     unsaved: list[str] = []
@@ -181,7 +183,7 @@ def _opened(
         from ckptool.names.rule_files import read_join_rules
         from ckptool.transforms.join_ranks import open_joined
 
-        return open_joined(file, read_join_rules(os.fspath(rules_file)), at, part=part)
+        return open_joined(file, read_join_rules(os.fspath(rules_file)), at)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
     from ckptool.formats.layouts.rank_files import of_flat_parameters
@@ -255,7 +257,9 @@ def _to_pickle(
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
     module = named and module_attributes(part.tree) is not None
     if not (only or exclude or weights_only or module):
-        what = "the weights" if members.beside(part) else "everything"
+        from ckptool.formats.members import beside
+
+        what = "the weights" if beside(part) else "everything"
         what = f"all of {address(part.base)}" if part.base else what
         what += ", in a compact file" if compact else ""
         holds_objects = any(isinstance(node, Object) for node in visit(part.tree))

@@ -27,6 +27,6 @@ def eval(
     Raises `UsageError` for a checkpoint or data that do not exist, `Corrupt` for a damaged checkpoint.
     """
     check_harness()
-    from ckptool.training.loop import evaluate_run
+    from ckptool.training.trainer import evaluate_run
 
     return evaluate_run(os.fspath(run), several(set), checkpoint, on)

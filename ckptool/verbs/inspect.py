@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 from ckptool.analysis.inspect import Listing, listing, matching_only, with_statistics
@@ -15,14 +16,9 @@ from ckptool.verbs._options import At, Files, Texts, report_of_run
 _ONLY = "Only tensors and entries whose address or key matches; * also matches dots and slashes."
 
 
-def _of_run(file: str) -> Any:
-    return report_of_run(file)
-
-
 @verb(
     ("ckptool inspect model.pt", "what is in it"),
     ("ckptool inspect model.pt -q --only '*.bias'", "names, for scripts"),
-    first_try=_of_run,
     exits=False,
     other_reports=("ckptool.training.reports.RunReport",),
     blank_between=True,
@@ -33,12 +29,15 @@ def inspect(
     at: At = None,
     stats: Annotated[bool, option("--stats", "Min, max, mean, std, norm, zeros, NaN, Inf. Reads all data.")] = False,
     only: Annotated[Texts, repeated("--only PATTERN", _ONLY)] = (),
-) -> Listing:
+) -> Listing | Any:
     """Lists the contents of `file`, or of the part at an address, with notes and the commands that fix things.
 
-    Reads no tensor data, unless `stats`; composite and packed tensors have none.
+    Reads no tensor data, unless `stats`; composite and packed tensors have none. Of a run, its checkpoints.
     Raises `NoMatch` where a pattern matches nothing.
     """
+    run = report_of_run(file) if at is None and isinstance(file, (str, os.PathLike)) else None
+    if run is not None:
+        return run
     opened = open_file(file, at)
     found = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
     if not stats:

@@ -28,7 +28,6 @@ def lora_convert(
     *,
     to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
     base: Annotated[Files, repeated("--base FILE", "A model that it is for: resolves kohya's names.")] = (),
-    fold: Annotated[bool, option("--fold", "Multiply the scales into the factors.")] = False,
     config: ConfigOption = None,
     **options: Unpack[Save],
 ) -> Written | Any:
@@ -43,7 +42,7 @@ def lora_convert(
     checkpoint, found = open_adapter(adapter, config)
     given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
-    made, remarks = convert(found, SCHEMES[to], bases=bases, fold=fold)
+    made, remarks = convert(found, SCHEMES[to], bases=bases)
     count, old, new = len(found.products), found.scheme, SCHEMES[to]
     facts = {"from": old, "to": new, "modules": count, "tensors": len(made.tree)}
     summary = f"{counted(count, 'module')} renamed, {old} → {new}"

@@ -11,18 +11,17 @@ from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import tensors
-from ckptool.commands import OUT, arg, argument, option, verb
+from ckptool.commands import OUT, arg, argument, verb
 from ckptool.errors import CkptoolError, Conflict, FileProblem, LimitExceeded, UsageError, counted, listed
 from ckptool.facts import WHOLE, Bytes, Report, Table, Told, bold, dataclass, green, replace, size, yellow
-from ckptool.formats import CheckpointLike, open_file, open_source, refuse_address
+from ckptool.formats import CheckpointLike, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.recover import FilledIn, NotFilled, restored
+from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
-_FILL = "Take lost tensors from this checkpoint: same key, type and shape. Every later inspect reports it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +39,23 @@ class LostTensorRow:
 class Recovery(Report):
     """The parts of a damaged file that were written to `output`, and those that were not.
     damage: what was wrong when it was opened; empty if nothing was.  how: what was done.
-    tensors: how many there were (None: unknown).  back: how many the file itself gave.  records, whole: the same of
-    records.
+    tensors: how many there were.  back: how many came back.  records, whole: the same of records.
     lost: tensors that are not in the output.  dropped: what had to go along with them.
-    proven: by checksums.  raw: the pickle is lost, records are given as bytes.  notes: on the writing."""
+    proven: by checksums.  notes: on the writing."""
 
     schema = "recovery/2"
     verdict = "complete"
 
     damage: str
     how: str
-    tensors: int | None
+    tensors: int
     back: int
     records: int
     whole: int
     lost: tuple[LostTensorRow, ...]
     dropped: tuple[str, ...]
-    filled: tuple[FilledIn, ...]
-    filled_from: str
-    refused: tuple[NotFilled, ...]
     lost_records: tuple[LostRecord, ...]
     proven: bool
-    raw: bool
     file: str = ""
     output: str = ""
     container: str = ""
@@ -71,17 +65,13 @@ class Recovery(Report):
 
     @property
     def complete(self) -> bool:
-        """True if everything came back from the file itself, as far as anything says what was in it."""
-        return not (self.lost or self.filled) and self.tensors is not None
+        """True if every tensor came back."""
+        return not self.lost
 
     def told(self) -> Told:
         records = f"{self.whole:,} of {counted(self.records, 'record')} {'verified' if self.proven else 'present'}"
-        tensors = f"{counted(self.tensors or 0, 'tensor')} ({records})"
-        if self.raw:
-            yield bold(self.file), ": ", yellow("bytes only"), f", {records}"
-            lost = "its pickle, which says which record is which tensor, is lost"
-            yield f"  {lost}: each record is kept as bytes by its name"
-        elif self.complete:
+        tensors = f"{counted(self.tensors, 'tensor')} ({records})"
+        if self.complete:
             verdict = "nothing is missing"
             if self.whole < self.records:
                 verdict = "every tensor was recovered"
@@ -89,16 +79,14 @@ class Recovery(Report):
                 verdict = "everything was recovered"
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
-            of, total = ("", self.back) if self.tensors is None else (f"{self.back:,} of ", self.tensors)
-            rest = total - self.back - len(self.lost) - len(self.filled) if self.dropped else 0
-            told = [f"{of}{counted(total, 'tensor')} recovered", f"{len(self.lost):,} lost"]
-            told += [f"{n:,} {word}" for n, word in ((len(self.filled), "filled in"), (rest, "dropped with them")) if n]
-            yield bold(self.file), ": ", yellow("incomplete"), f", {', '.join(told)} ({records})"
+            rest = self.tensors - self.back - len(self.lost) if self.dropped else 0
+            along = f", {rest:,} dropped with them" if rest else ""
+            told = f"{self.back:,} of {counted(self.tensors, 'tensor')} recovered, {len(self.lost):,} lost{along}"
+            yield bold(self.file), ": ", yellow("incomplete"), f", {told} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
-        yield "  nothing says how many there were" if self.tensors is None and not self.raw else None
-        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven and not self.raw else None
-        if self.raw or self.complete:
+        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven else None
+        if self.complete:
             missing = [(each.name, size(each.nbytes), each.why) for each in self.lost_records]
         else:
             missing = [(each.address or WHOLE, size(each.nbytes), each.why) for each in self.lost]
@@ -106,14 +94,6 @@ class Recovery(Report):
         if self.dropped:
             names = listed(self.dropped, SHOWN)
             yield f"  dropped with them, as half of an optimizer's state is worse than none: {names}"
-        title = f"filled in from {self.filled_from} ({len(self.filled):,}); every later inspect reports it"
-        taken = [(here if here == there else f"{here} from {there}",) for here, there in self.filled]
-        yield Table(taken, title=title, limit=SHOWN)
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.refused:
-            reasons.setdefault(why, []).append(name)
-        because = [(f"{why}: {listed(names, SHOWN)}",) for why, names in reasons.items()]
-        yield Table(because, title=f"not filled in ({len(self.refused):,})")
         where = f"{self.output} ({self.container}, {size(self.file_bytes)})"
         yield f"would be written to {where}; dry run: nothing was written" if self.dry_run else f"→ {where}"
         yield from self.notes
@@ -124,7 +104,6 @@ def recover(
     file: Annotated[CheckpointLike, argument("FILE", "A cut or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
     out: Out = None,
     *,
-    fill_from: Annotated[CheckpointLike | None, option("--fill-from OTHER", _FILL)] = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     keep_unknown: KeepUnknown = False,
@@ -148,8 +127,7 @@ def recover(
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    other = open_file(fill_from).taken if fill_from is not None else None
-    found = restored(done, other)
+    found = restored(done)
     original = done.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
@@ -165,31 +143,24 @@ def recover(
                 plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:
             raise error.within(source.path) from None
-    there = other.source if other is not None else None
     notes: tuple[Note, ...] = ()
     if not dry_run:
-        inputs = [source] if there is None else [source, there]
-        notes = replace_file(plan, target, overwrite=overwrite, inputs=inputs, progress=progress)
+        notes = replace_file(plan, target, overwrite=overwrite, inputs=[source], progress=progress)
     lost = []
-    for each in found.still_lost:
+    for each in found.lost:
         values = each.storage if isinstance(each.node, StorageRef) else each.node
         lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
-    count = sum(1 for _ in tensors(done.checkpoint.tree))
     return Recovery(
         damage=damage.what if damage is not None else "",
-        tensors=None if done.raw or done.unlisted else count,
-        back=0 if done.raw else sum(1 for _ in tensors(found.checkpoint.tree)) - len(found.filled),
+        tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
+        back=sum(1 for _ in tensors(found.checkpoint.tree)),
         lost=tuple(lost),
         dropped=tuple(found.dropped),
-        filled=tuple(found.filled),
-        filled_from="" if there is None else there.path,
-        refused=tuple(found.refused),
         how=done.how,
         records=done.records,
         whole=done.whole,
         lost_records=done.lost_records,
         proven=done.proven,
-        raw=done.raw,
         file=source.path,
         output=target,
         container=container.name,
@@ -212,8 +183,7 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 
 
 def all_of(file: CheckpointLike) -> Checkpoint | None:
-    """The checkpoint in a damaged file; None where a part of it is lost, or nothing says what was in it."""
+    """The checkpoint in a damaged file; None where a part of it is lost."""
     done, _ = _salvaged(open_source(file)[0])
-    found = restored(done, None)
-    is_whole = not (found.lost or done.raw or done.unlisted)
-    return replace(found.checkpoint, source=None) if is_whole else None
+    found = restored(done)
+    return replace(found.checkpoint, source=None) if not found.lost else None

@@ -26,10 +26,10 @@ from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
 from ckptool.facts import LIVE, Bytes, Report, Told, dataclass, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, split
-from ckptool.output import check_target, replace_file
+from ckptool.output import replace_file
 from ckptool.training import is_run
 from ckptool.training.reports import GOOD, RunHistory, RunReport, history_of
-from ckptool.verbs._options import AGAINST, Out, Overwrite, find_target
+from ckptool.verbs._options import AGAINST, Out, Overwrite, check_text, find_target
 
 MOST_STEPS, MOST_NAMES = 50, 50_000  # checkpoints of a run that are read, and tensors of all of them
 SIBLINGS, DEVIATIONS, FACTOR = 4, 10, 3
@@ -187,7 +187,7 @@ def report(
         if overwrite and os.path.isfile(page) and not os.path.realpath(page).lower().endswith((".html", ".htm")):
             what = f"{page} is not a page"  # but a shard of an index, a rank beside another, …
             raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
-        check_target(page, overwrite=overwrite)
+        check_text(page, overwrite=overwrite)
     files = list[Opened | FileReport]()  # opened; or the diagnosis of one that cannot be
     for each in [file] if other is None else [file, other]:
         try:

@@ -14,6 +14,6 @@ from ckptool.verbs._options import Lines, Logged, Run, Set
 def resume(run: Run, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
     """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()
-    from ckptool.training.start import resume as go_on
+    from ckptool.training.trainer import resume as go_on
 
     return go_on(os.fspath(run), several(set), progress=progress, say=say)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
@@ -12,11 +12,9 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import map_storages, storages
 from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.errors import UsageError
+from ckptool.formats import Module
 from ckptool.output import check_target
 from ckptool.verbs._save import change_of, checkpoint_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def save(
@@ -64,7 +62,7 @@ def save(
     change.put(plan, out, list({id(data.file): data.file for data in ranges}.values()))
 
 
-def save_for_cpu(model: nn.Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save_for_cpu(model: Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Writes a model's state dict as any machine can load it: unwrapped, on the CPU, without wrappers' prefixes.
 
     The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,

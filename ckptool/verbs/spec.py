@@ -10,8 +10,8 @@ from ckptool.commands import argument, verb
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import LIVE, Report, Told, bold, dataclass, dim, short
 from ckptool.formats import CheckpointLike
-from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite, find_target
+from ckptool.output import replace_file
+from ckptool.verbs._options import At, DryRun, IsPart, Out, Overwrite, check_text, find_target
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -79,8 +79,8 @@ def spec(
     for key, end in (("tensors", ","), ("ties", "}")):  # a line for each, so that two specs can be compared
         rows = ",\n".join(f"  {dumps(row)}" for row in facts[key])
         lines += [f' "{key}": [' + ("\n" if rows else "") + rows + f"]{end}"]
-    if out is not None and dry_run:
-        check_target(out, overwrite=overwrite)
-    elif out is not None:
+    if out is not None:
+        check_text(out, overwrite=overwrite)
+    if out is not None and not dry_run:
         replace_file(("\n".join(lines) + "\n").encode(), out, overwrite=overwrite)
     return found

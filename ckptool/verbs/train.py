@@ -34,7 +34,7 @@ def _words(
     if not dry_run:
         return {}
     from ckptool.training.configfile import read
-    from ckptool.training.start import rehearse
+    from ckptool.training.trainer import rehearse
 
     return rehearse(read(config, set))
 
@@ -60,7 +60,7 @@ def train(
     """
     check_harness()
     from ckptool.training.configfile import read
-    from ckptool.training.start import start
+    from ckptool.training.trainer import start
 
     set = several(set)
     return start(read(config, set), resume=resume, asked=set, progress=progress, say=say)

@@ -17,13 +17,13 @@ from ckptool.formats.sharded import divided
 from ckptool.names.layout import LayoutList, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.names.steps import Step
-from ckptool.output import check_target, replace_file
+from ckptool.output import replace_file
 from ckptool.transforms.find_rules import FoundRules, proved_rules
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.transforms.translate.apply import REST, TranslatedRoot
-from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, files_and_rules
+from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, check_text, files_and_rules
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 MANY = 12  # steps that are all shown without -n
@@ -242,7 +242,7 @@ def find_rules(
     Raises `UsageError` listing the sets of weights where a checkpoint has several, `OutputExists`.
     """
     if out is not None:
-        check_target(out, overwrite=overwrite)
+        check_text(out, overwrite=overwrite)
     opened = [open_whole(file, part=part) for file in (old, new)]
     ours, theirs = (one_state_dict(each.checkpoint, each.at)[0] for each in opened)
     report = proved_rules(ours.node, theirs.node)

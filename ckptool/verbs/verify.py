@@ -15,8 +15,8 @@ from ckptool.commands import option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted
 from ckptool.formats import PathLike, is_in_memory, open_file, open_source
-from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import At, Files, Jobs, Overwrite
+from ckptool.output import replace_file
+from ckptool.verbs._options import At, Files, Jobs, Overwrite, check_text
 
 
 def _words(file: Sequence[str], write_digest: str | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def verify(
     at = at if at is not None else given[1]
     kept = read_digests(against) if against is not None else None
     if write_digest is not None:
-        check_target(write_digest, overwrite=overwrite)
+        check_text(write_digest, overwrite=overwrite)
     report, checkpoint = verified(given[0], at, finite=finite, jobs=jobs)
     wanted = digest or write_digest is not None or kept is not None
     if checkpoint is None or report.problems or not wanted:  # digests of damaged values would only be believed

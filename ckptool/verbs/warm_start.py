@@ -10,28 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ckptool import formats
 from ckptool.analysis.findings import Chain
 from ckptool.analysis.quantization import refuse_codes
-from ckptool.analysis.targets import PARAMETER, Target
+from ckptool.analysis.targets import Target
 from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.nodes import same_kind
-from ckptool.commands import FILE, OUT, OUT_PT, Slot, arg, command, option, repeated, several, verb
+from ckptool.commands import option, repeated, several, verb
 from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
-from ckptool.errors import UsageError
 from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
-from ckptool.output import check_target, replace_file
-from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, find_target
+from ckptool.output import replace_file
+from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
 
 if TYPE_CHECKING:
     from ckptool.transforms.warm_start import Filled
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
-WEIGHTS = "model_state_dict"  # beside the optimizer's state
 
 Rules = Texts | Mapping[str, str]
-Mismatch = Literal["error", "skip", "slice", "pad", "resize"]
+Mismatch = Literal["error", "skip"]
 _SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
 
 
@@ -51,14 +49,13 @@ def warm_start(
     only: Only = (),
     exclude: Exclude = (),
     on_mismatch: Annotated[
-        Mismatch, option("--on-mismatch", "Tensors of another shape: refuse, keep the model's, slice, pad or resize.")
+        Mismatch, option("--on-mismatch", "Tensors of another shape: refuse, or keep the model's.")
     ] = "error",
     resize: Annotated[
         Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")
     ] = (),
     min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
-    optimizer: Annotated[bool, option("--optimizer", "Take the optimizer's state along, by parameter name.")] = False,
     suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules for --rules, so that more fits.")] = None,
     part: IsPart = False,
     **options: Unpack[Save],
@@ -74,7 +71,7 @@ def warm_start(
     from ckptool.names.rule_files import all_rules
     from ckptool.transforms.memory_names import as_named  # what only the work needs, and not the help
     from ckptool.transforms.translate import translated_items
-    from ckptool.transforms.warm_start import as_state_dict, carried, filled, match_options, plan_warm_start
+    from ckptool.transforms.warm_start import filled, match_options, plan_warm_start
 
     rules = all_rules(several(rename, " => "), rules_file)
     changing = None if rules.only_renames else rules
@@ -82,16 +79,12 @@ def warm_start(
     wanted = match_options(*given, only, exclude, None, resize, on_mismatch, min_loaded, strict)
     change = change_of("warm-start", out, options, file)
     dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
-    if optimizer and changing is not None:
-        what = f"{arg(optimizer=True)} does not go with rules that change tensors"
-        fix = f"First translate both: {command('translate', FILE, rules_file=Slot('RULES'), out=OUT)}"
-        raise UsageError(what, "Nothing was changed.", fix)
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
     if changing is not None:
         root = replace(root, node=same_kind(root.node, translated_items(opened.checkpoint, changing, root.node)))
-    elif not optimizer:
+    else:
         root = as_named(root, opened.checkpoint, target.tensors)
     plan = plan_warm_start(root, opened.name, target, wanted, remark)
     report = plan.report
@@ -105,21 +98,16 @@ def warm_start(
             line = str(Chain(report.source, report.root).fill(translate))
             fix = f"Translate it first: {line}"
             refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
-            report = replace(report, suggestions=(Suggestion((), 0, 0, True, f"{why}: {line}"),), refused=refused)
+            report = replace(report, suggestions=(Suggestion((), 0, 0, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
-        check_target(suggest, overwrite=overwrite)
-    parameters = [expected.name for expected in target.unique if expected.kind == PARAMETER]
-    moved = carried(opened.checkpoint, root, target, plan.chosen, parameters) if optimizer else None
-    if moved is not None:
-        report = replace(report, optimizer=moved.report)
+        check_text(suggest, overwrite=overwrite)
     if change.live and not dry_run and not report.accepted:
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
         full = filled(target, plan.chosen)
-        state = as_state_dict(moved, parameters) if moved is not None else None
-        saved = _written(change, opened.checkpoint, root, target, full, state)
+        saved = _written(change, opened.checkpoint, root, target, full)
         made, notes = saved.made, (*report.normalised, *saved.notes)
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
         report = replace(report, taken=full.taken, output=file_of, normalised=notes, applied=not dry_run)
@@ -135,22 +123,16 @@ def warm_start(
     return made[0] if made else report
 
 
-def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, full: Filled, state: Any) -> Written:
-    """Writes what the model is loaded with, and the state of its optimizer where there is one."""
-    tree: Any = full.state_dict
+def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, full: Filled) -> Written:
+    """Writes what the model is loaded with."""
+    tree = full.state_dict
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
-    if state is not None:
-        if (container := change.format(kind)).tensors_only:
-            what = f"{container.name} holds tensors under names, and no optimizer state"
-            why = "The groups and their settings are no tensors. Nothing was written."
-            raise UsageError(what, why, f"Write a torch file: {arg(out=OUT_PT)}")
-        tree = {WEIGHTS: tree, "optimizer_state_dict": state}
     parts = [(whole.metadata, root.path)]
     if full.taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
     mark: dict[str, Any] = {}
     for metadata, path in parts:
-        mark |= marks.recovered(metadata, path, () if state is None else (WEIGHTS,), before=mark)
+        mark |= marks.recovered(metadata, path, before=mark)
     model = target.checkpoint.source if target.checkpoint is not None else None
     beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
     original = whole if target.checkpoint is None else together(whole, [target.checkpoint])

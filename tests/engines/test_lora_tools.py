@@ -167,16 +167,15 @@ def test_a_unets_adapter_through_all_schemes(config: dict[str, Any], tmp_path: P
 
     base = unet()
     expected = noise(adapter(base, tmp_path / "peft", r=4, target_modules=TARGETS, **config))
-    for old, new, scheme, fold in (
-        ("peft", "d.safetensors", "diffusers", False),
-        ("peft", "k.safetensors", "kohya", False),
-        ("k.safetensors", "kd.safetensors", "diffusers", False),
-        ("k.safetensors", "kp", "peft", False),
-        ("kp", "kpk.safetensors", "kohya", False),
-        ("d.safetensors", "f.safetensors", "diffusers", True),
+    for old, new, scheme in (
+        ("peft", "d.safetensors", "diffusers"),
+        ("peft", "k.safetensors", "kohya"),
+        ("k.safetensors", "kd.safetensors", "diffusers"),
+        ("k.safetensors", "kp", "peft"),
+        ("kp", "kpk.safetensors", "kohya"),
     ):
-        ckptool.lora_convert(tmp_path / old, tmp_path / new, to=scheme, fold=fold)
-    for file in ("d.safetensors", "kd.safetensors", "f.safetensors"):
+        ckptool.lora_convert(tmp_path / old, tmp_path / new, to=scheme)
+    for file in ("d.safetensors", "kd.safetensors"):
         assert largest(noise(by_diffusers(tmp_path / file)), expected) <= 1e-5, file
     assert largest(noise(loaded(base, tmp_path / "kp")), expected) <= 1e-6
     assert largest(noise(by_diffusers(tmp_path / "k.safetensors", kohya=True)), expected) <= 1e-5

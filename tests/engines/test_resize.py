@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engines
 def resized(old: dict[str, Any], new: dict[str, Any], tmp_path: Path, *ways: str) -> dict[str, Any]:
     """The state dict `old` in the shapes of `new`."""
     file, target = saved(old, tmp_path / "old.pt"), saved(new, tmp_path / "new.pt")
-    report = ckptool.warm_start(file, target, tmp_path / "out.pt", on_mismatch="resize", resize=ways, overwrite=True)
+    report = ckptool.warm_start(file, target, tmp_path / "out.pt", resize=ways, overwrite=True)
     assert report.accepted and report.share == 1, report
     return load(tmp_path / "out.pt")
 

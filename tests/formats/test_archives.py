@@ -153,7 +153,7 @@ def hostile_zip(path: Path, names: list[str]) -> Path:
         (["a/../../b.pth", "b.pth"], Corrupt),
         (["/etc/a.pth", "b.pth"], Corrupt),
         (["a//b.pth"], Corrupt),
-        (["a.pth", "/".join("a" * 30_000)], LimitExceeded),  # each folder would be looked up by its whole name
+        (["a.pth", "/".join("a" * 30_000) + ".pth"], LimitExceeded),  # each folder would be looked up by its whole name
         (["C:a.pth"], Corrupt),
         (["policy.pth", "archive/data.pkl"], Ambiguous),
         (["policy.pth", "archive/DATA.pkl"], Ambiguous),

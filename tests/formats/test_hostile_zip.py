@@ -171,10 +171,15 @@ def headers() -> Iterator[Row]:
             for field in ("crc_local", "stored_local", "size_local"):
                 lie: Any = {field: 77}
                 yield f"{record}, {field}, {descriptor}", with_entry(record, descriptor=descriptor, **lie), Corrupt, ""
-        for bit, word in ((0x1, "encrypted"), (0x20, "patched"), (0x40, "strongly"), (0x2000, "masked")):
-            yield f"{record} is {word}", with_entry(record, flags=0x0800 | bit), Unsupported, word
+        for bit in (0x1, 0x20, 0x40, 0x2000):
+            yield (
+                f"{record} with {bit:#x}",
+                with_entry(record, flags=0x0800 | bit),
+                Unsupported,
+                "encrypted, or a patch",
+            )
             own = with_entry(record, flags=0x0800, flags_local=0x0800 | bit)
-            yield f"{record} says it is {word}", own, Corrupt, "another way"
+            yield f"{record} says {bit:#x}", own, Corrupt, "another way"
     for descriptor in ("signed", "bare", "wide", "wide-bare"):
         yield descriptor, with_entry("data/0", descriptor=descriptor, crc_descriptor=77), Corrupt, "descriptor"
     wide = struct.pack("<2H2Q", 1, 16, 13, 13)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.looped import looped
@@ -396,3 +397,14 @@ def test_against_is_about_flat_parameters_alone(saved: Path, tmp_path: Path, run
     for file in (model, saved / "weights.pt"):
         done = run("convert", str(file), "--against", str(saved / "model.json"), "-o", str(tmp_path / "out.pt"))
         assert done.code == 2 and "--against" in done.err
+
+
+def test_a_model_takes_nothing_apart_in_a_folder_without_ranks(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, model := tmp_path / "m.pt")
+    for name in ("", "b.pt", "model.safetensors", "x.txt"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        if name:
+            shutil.copy(model, folder / name)
+        with pytest.raises(Unsupported, match="has no flat parameters"):
+            ckptool.convert(folder, tmp_path / "out.pt", against=model)

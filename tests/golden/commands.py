@@ -258,7 +258,7 @@ def damaged(facts: Facts) -> Iterator[Words]:
         yield from lines(f"""
             inspect {name} --json
             doctor {name} --json
-            recover {name} -o saved-{name} --json | recover {name} --fill-from ref.pt -o filled-{name} --json
+            recover {name} -o saved-{name} --json | recover {name} -o filled-{name} --json
             convert {name} -o from-{name} --json
         """)
     for share in ("0.1", "0.5", "0.8", "0.995"):
@@ -268,7 +268,7 @@ def damaged(facts: Facts) -> Iterator[Words]:
             verify {name} --json
             scan {name} --json
             doctor {name} --json
-            recover {name} --fill-from {file} -o saved-{name} --json
+            recover {name} -o saved-{name} --json
             convert {name} --all -o all-{name} --json
         """)
     yield from lines(f"""
@@ -284,8 +284,8 @@ def used(facts: Facts) -> Iterator[Words]:
         warm-start {file} --against {facts.model} --json | warm-start {file} --against add.pt -o warm.pt --json
         warm-start {file} --against ref.pt --on-mismatch skip -o warmref.pt --json
         warm-start add.pt --against all.spec.json --strict -o warmspec.safetensors --json
-        warm-start {file} --against ref.pt --on-mismatch pad --suggest suggested.yaml --json
-        warm-start {file} --against ref.pt --on-mismatch slice --min-loaded 0.2 --optimizer -o warmopt.pt --json
+        warm-start {file} --against ref.pt --on-mismatch skip --suggest suggested.yaml --json
+        warm-start {file} --against ref.pt --on-mismatch skip --min-loaded 0.2 -o warmopt.pt --json
     """)
 
 

@@ -28,7 +28,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array
 from ckptool.errors import Conflict
-from ckptool.pickles.plain import expand, plain, python_value, summary, to_json
+from ckptool.pickles.plain import expand, plain, summary, to_json
 from ckptool.pickles.reduce import from_live
 from fixtures.traps import TRAPS
 from tests.support.files import torch_bytes
@@ -60,7 +60,7 @@ VALUES = [
 
 @looped("value", VALUES, ids=repr)
 def test_pythons_own_values_come_back(value: Any) -> None:
-    found = python_value(nodes(value))
+    found = expand(nodes(value))
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 

@@ -23,7 +23,7 @@ FOLDERS = ("hub", "hub/model.safetensors.index.json", "dcp", "zero")
 READS = command_lines("""
 inspect {0}|show {0}|diff {0} dp.pt|verify {0}|verify dp.pt --against {0}|doctor {0}|doctor dp.pt --against {0}
 scan {0}|scan --latest-good -q {0}|strip-module {0} -o out.pt|rename {0} 'a => b' -o out.pt
-rename dp.pt --rules {0} -o out.pt|edit dp.pt --tensor module.fc1.bias={0} -o out.pt|convert {0} -o out.safetensors
+rename dp.pt --rules {0} -o out.pt|convert {0} -o out.safetensors
 recover {0} -o out.pt|average {0} dp.pt -o out.pt|bundle a={0} b=dp.pt -o out.pt|unbundle {0} -d out
 warm-start {0} --against dp.pt|warm-start dp.pt --against {0}|spec {0}
 """)

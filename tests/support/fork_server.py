@@ -143,7 +143,7 @@ def _train(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Serves training processes."""
-    needed = "cli verbs.train bridge.modules training.start formats.torch_zip"
+    needed = "cli verbs.train bridge.modules training.trainer formats.torch_zip"
     # What the first step of an optimizer imports is there too.
     for name in ("torch", "torch._dynamo", *(f"ckptool.{name}" for name in needed.split())):
         import_module(name)

@@ -17,7 +17,7 @@ from typing import Any
 from ckptool.errors import RunFailed, TextLines
 from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
 from ckptool.training.config import Config
-from ckptool.training.store import Lines, digest_of_files, name_of
+from ckptool.training.store import Lines, described, files_of, name_of
 from tests.support.fork_server import ForkServer
 from tests.support.small_runs import config
 
@@ -107,8 +107,8 @@ class KilledRun:
         return RunFailed(f"a training process ended with exit code {code}", tail)
 
     def end(self, name: str) -> str:
-        """The sha256 of a run's last checkpoint."""
-        return digest_of_files(self.last(name))
+        """The files of a run's last checkpoint, with their sha256."""
+        return str(described(files_of(self.last(name))))
 
     def last(self, name: str) -> str:
         suffix = ".dcp" if self.config.strategy == "fsdp" else ".pt"

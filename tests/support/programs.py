@@ -26,7 +26,7 @@ import ckptool
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-TORCH = ("torch", "ckptool.bridge", "ckptool.training.start")
+TORCH = ("torch", "ckptool.bridge", "ckptool.training.trainer")
 SERVERS: list[subprocess.Popen[bytes]] = []
 BEGINNINGS: list[float] = []  # seconds
 CLIENT = """\

@@ -249,8 +249,6 @@ class RandomRules:
         yield f"reshape {other} from {list(shape)}", lambda t: t.reshape(other)
         yield f"interleave {place} {first}", lambda t: woven(t, axis, 1, first)
         yield f"deinterleave {place} {first}", lambda t: woven(t, axis, 1, size // first)
-        again = [n // first for n in range(size * first)]
-        yield f"repeat {place} {first}", lambda t: torch.cat([t.narrow(axis, n, 1) for n in again], axis)
         if axis < rank - 1:
             whole = size * shape[axis + 1]
             text = f"flatten {axis} [{size}, {shape[axis + 1]}]"

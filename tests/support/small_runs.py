@@ -14,9 +14,8 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.reports import Outcome
-from ckptool.training.start import start
 from ckptool.training.store import Lines, RunFolder
-from ckptool.training.trainer import Trainer, build, gathered, restored
+from ckptool.training.trainer import Trainer, build, gathered, restored, start
 from tests.support.files import contents
 from tests.support.same import first_difference
 

@@ -128,9 +128,6 @@ CASES = {
     "strip, safetensors, in place": Case("strip-module m.safetensors --in-place", model_files, ST, again=""),
     "edit": Case("edit in.pt --set epoch:=4 --drop best -o out.pt"),
     "edit, in place": Case("edit in.pt --set epoch:=4 --in-place", changes=SAME, again=""),
-    "edit, a tensor": Case(
-        "edit in.pt --tensor state_dict/module.fc.bias=b.npy -o out.pt -f", lambda: pt() | {"b.npy": bias()}, old=OLD
-    ),
     "convert": Case("convert in.pt -o out.safetensors -f", changes=("out.safetensors",), old=OLD),
     "convert, all": Case("convert in.pt --all -o out.safetensors", changes=("out.safetensors",)),
     "convert back": Case("convert m.safetensors -o out.pt -f", model_files, old=OLD),

@@ -16,7 +16,7 @@ import torch
 from ckptool.cli.output import Bug, in_words
 from ckptool.errors import CkptoolError, RunFailed, UsageError, UserCodeFailed
 from ckptool.training import loop
-from ckptool.training.start import start
+from ckptool.training.trainer import start
 from tests.support.looped import looped
 from tests.support.programs import python
 from tests.support.small_runs import config, toy

@@ -11,7 +11,7 @@ import torch
 
 import ckptool
 from ckptool.training import configfile
-from ckptool.training.start import rehearse, start
+from ckptool.training.trainer import rehearse, start
 from tests.support.looped import sliced
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -53,7 +53,7 @@ def test_statistics_of_activations(tmp_path: Path) -> None:
         f"main.{i}.{kind}" for i in range(5) for kind in ("mean", "std")
     }
     made, hooks = trainer("log.every=3"), Hooks(["activation_stats"])
-    hooks._call("attach", made)
+    hooks.call("attach", made)
     seen: list[torch.Tensor] = []
     made.models["main"].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     take(made, 2, hooks)

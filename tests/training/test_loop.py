@@ -20,9 +20,8 @@ from ckptool.training.data import Batch
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import one_step
 from ckptool.training.rng import seed_all
-from ckptool.training.start import rehearse
 from ckptool.training.tasks import classify, gan, lm, regress
-from ckptool.training.trainer import Trainer
+from ckptool.training.trainer import Trainer, rehearse
 from tests.support.several_processes import processes
 from tests.support.small_runs import GAN, config, own, run_to_end, take, trainer
 
@@ -196,7 +195,7 @@ def test_epochs_count_steps(tmp_path: Path) -> None:
     made = trainer(train={"epochs": 2})
     assert made.total_steps == 2 * 6
     take(made, 7)
-    assert (made.epoch, made.batch_in_epoch, made.samples) == (1, 1, 56)
+    assert (made.epoch, made.place["batch"], made.samples) == (1, 1, 56)
 
 
 def test_metrics_have_any_names(tmp_path: Path) -> None:

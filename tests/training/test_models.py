@@ -20,8 +20,7 @@ from ckptool.training.data import load_data
 from ckptool.training.extensions import parameters_matching
 from ckptool.training.models import build_model, kept_bytes
 from ckptool.training.parallel import World
-from ckptool.training.start import rehearse, start
-from ckptool.training.trainer import Trainer, build
+from ckptool.training.trainer import Trainer, build, rehearse, start
 from examples.models import CharGPT
 from tests.support.small_runs import CONV, IMAGES, TEXT, config, own, run_to_end, take, toy, trainer
 

@@ -20,8 +20,7 @@ from ckptool.training import optim
 from ckptool.training.config import Group, Optim
 from ckptool.training.optim import Average, build_optimizer, load_optimizer
 from ckptool.training.parallel import World
-from ckptool.training.start import resume
-from ckptool.training.trainer import Trainer, build, restored
+from ckptool.training.trainer import Trainer, build, restored, resume
 from tests.support import small_runs as runs
 from tests.support.looped import looped
 from tests.support.small_runs import again, assert_same_trainers, config, last, own, run_to_end, take, toy, trainer

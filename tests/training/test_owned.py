@@ -14,8 +14,8 @@ import yaml
 
 from ckptool import cli
 from ckptool.errors import CkptoolError, Conflict
-from ckptool.training.start import resume, start
 from ckptool.training.store import name_of
+from ckptool.training.trainer import resume, start
 from tests.support.files import contents
 from tests.support.looped import looped
 from tests.support.small_runs import MLP, config, create, events, last

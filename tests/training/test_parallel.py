@@ -17,8 +17,7 @@ from ckptool.training import saving
 from ckptool.training.config import Split
 from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
-from ckptool.training.start import start
-from ckptool.training.trainer import gathered
+from ckptool.training.trainer import gathered, start
 from tests.support import small_runs as runs
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
@@ -144,7 +143,9 @@ def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, 
     def trained(rank: int) -> None:
         now = [0]
         saving.time.monotonic = lambda: now[0]  # type: ignore[assignment,attr-defined]
-        Hooks.after_step = lambda *given: now.__setitem__(0, now[0] + rank)  # type: ignore[method-assign]
+        Hooks.call = lambda _, method, *given: now.__setitem__(  # type: ignore[method-assign]
+            0, now[0] + rank * (method == "after_step")
+        )
         done = run_to_end(tmp_path, *changes, "save.seconds=3", f"strategy={strategy}")
         assert (done.status, done.step, done.exit_code) == ("stopped-early", 6, 0)
 

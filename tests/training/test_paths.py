@@ -14,7 +14,7 @@ import yaml
 
 from ckptool.errors import Conflict
 from ckptool.training import configfile
-from ckptool.training.start import resume, start
+from ckptool.training.trainer import resume, start
 from tests.support.small_runs import config, last, run_to_end, trainer
 
 CODE = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptool.errors import CkptoolError
-from ckptool.training.start import start
+from ckptool.training.trainer import start
 from tests.support.looped import looped
 from tests.support.small_runs import GAN, MUON, TEXT, config, own, scheduled, split_at, take, toy, trainer
 

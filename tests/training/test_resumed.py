@@ -13,8 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckptool.errors import Conflict
-from ckptool.training.start import resume, start
-from ckptool.training.trainer import Trainer, gathered, restored
+from ckptool.training.trainer import Trainer, gathered, restored, resume, start
 from tests.support import small_runs as runs
 from tests.support.looped import looped, sliced
 from tests.support.small_runs import again, config, last, own, resumes, run_to_end, scheduled, take, toy, trainer

@@ -367,6 +367,7 @@ def test_retention_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     run.close()
     assert sorted(path.name for path in tmp_path.rglob("*.pt")) == ["step-00000002.pt", "step-00000006.pt"]
     report = ckptool.inspect_run(tmp_path)
+    assert str(ckptool.inspect(tmp_path)) == str(report) == str(ckptool.inspect([tmp_path])[0])
     assert (report.metric, report.mode, report.resumes) == ("acc", "max", 6)
     assert ckptool.prune(tmp_path, ["save.keep_best=0"]).deleted[0][0] == 2
 

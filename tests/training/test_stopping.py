@@ -14,8 +14,8 @@ import torch
 from ckptool.errors import UserCodeFailed
 from ckptool.training.hooks import Hooks
 from ckptool.training.loop import remember
-from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
+from ckptool.training.trainer import resume, start
 from tests.support.looped import sliced
 from tests.support.same import first_difference
 from tests.support.small_runs import config, events, killed_after, last, scheduled, trainer
@@ -217,7 +217,7 @@ def test_saving_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Every 3 of the seconds of this clock, which advances one with every step; the last file is as it was."""
     now = [0.0]
     monkeypatch.setattr("ckptool.training.saving.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Hooks, "after_step", lambda *given: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(Hooks, "call", lambda _, method, *given: now.__setitem__(0, now[0] + (method == "after_step")))
     changes = ("save.every=8", "save.keep_last=99", "save.keep_best=0")
     start(config(*changes, "save.seconds=3", run=tmp_path / "a/run"))
     saved = [int(path.stem[5:]) for path in sorted((tmp_path / "a/run/checkpoints").glob("*.pt"))]
@@ -230,7 +230,7 @@ def test_the_history_has_the_time_of_each_start_and_of_all(tmp_path: Path, monke
     """A start that was killed counts up to the last event that it noted."""
     now = [100.0]
     monkeypatch.setattr("ckptool.training.store.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Hooks, "after_step", lambda *given: now.__setitem__(0, now[0] + 1))
+    monkeypatch.setattr(Hooks, "call", lambda _, method, *given: now.__setitem__(0, now[0] + (method == "after_step")))
     start(config("train.steps=7", run=tmp_path / "run"))
     (tmp_path / "run/checkpoints/step-00000007.pt").unlink()
     resume(str(tmp_path / "run"), ["train.steps=10"])

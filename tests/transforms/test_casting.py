@@ -9,15 +9,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.checkpoint import Flags, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES, DType, by_name
 from ckptool.pickles.reduce import array_entry
-from ckptool.transforms.casting import CastTally, cast_storage, compact, conversion, first_part, laid_over, losses
+from ckptool.transforms.casting import CastTally, cast_storage, conversion, losses
 from ckptool.transforms.casting import converted as as_type
-from tests.support.looped import examples, looped
+from tests.support.looped import looped
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_float]
 PAIRS = [pytest.param(a, b, id=f"{a}-{b}") for a, b in itertools.permutations(FLOATS, 2)]
@@ -151,25 +151,6 @@ def test_whole_numbers_fit() -> None:
         "exact", "lossy", "lossy", "exact", "lossy", "exact", "lossy", "lossy", "exact", "exact", "lossy", None, None,
         None, "exact",
     ]  # fmt: skip
-
-
-@given(data=st.data())
-@settings(max_examples=examples(80))
-def test_laid_over(data: st.DataObject) -> None:
-    whole = data.draw(st.lists(st.integers(1, 5), max_size=4))
-    part = [data.draw(st.integers(0, size)) for size in whole]
-    base, corner = numpy.random.rand(*whole), numpy.random.rand(*part)
-    base, corner = numpy.asarray(base, "f4"), numpy.asarray(corner, "f4")
-    want = base.copy()
-    want[tuple(map(slice, part))] = corner
-    made = laid_over(array_entry(base), array_entry(corner)).storage.data
-    start, length = data.draw(st.integers(0, made.length)), data.draw(st.integers(0, made.length))
-    assert (
-        made.read(0, made.length) == want.tobytes()
-        and made.read(start, length) == want.tobytes()[start : start + length]
-    )
-    cut = compact(first_part(array_entry(base), part))
-    assert cut.bytes() == base[tuple(map(slice, part))].tobytes()
 
 
 def test_losses_are_counted_once() -> None:

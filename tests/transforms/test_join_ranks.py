@@ -53,9 +53,9 @@ def test_the_ranks_of_megatrons_own_model_are_what_it_loads_on_one_rank(tmp_path
 
 
 def test_stacked_layers_become_one_tensor_for_each(tmp_path: Path) -> None:
-    (tmp_path / "rules.yaml").write_text("unstack: [decoder.layers]")
+    rule = "decoder.layers.* => decoder.layers.{n}.* : unstack 0 over n"
     folder = ROOT / "megatron-torch-dist" / "checkpoint"
-    ckptool.convert(folder, tmp_path / "a.safetensors", rules_file=tmp_path / "rules.yaml")
+    ckptool.translate(folder, [rule], tmp_path / "a.safetensors", rest="keep")
     stacked, expected = load_file(ROOT / "megatron-torch-dist" / "weights.safetensors"), dict[str, torch.Tensor]()
     for name, value in stacked.items():
         if name.startswith("decoder.layers."):
@@ -63,7 +63,7 @@ def test_stacked_layers_become_one_tensor_for_each(tmp_path: Path) -> None:
         else:
             expected[name] = value
     assert same(load_file(tmp_path / "a.safetensors"), expected)
-    ckptool.convert(folder, tmp_path / "a.pt", rules_file=tmp_path / "rules.yaml")
+    ckptool.translate(folder, [rule], tmp_path / "a.pt", rest="keep")
     optimizer = ckptool.open(tmp_path / "a.pt")["optimizer"]
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     assert optimizer["state"][name]["exp_avg"].shape == (12, 8) and optimizer["state"][name]["step"].shape == ()
@@ -184,7 +184,7 @@ SENSELESS = [
     ("", "not a mapping"),
     ("join:\n  a: col", "line 2: 'col' is no way of joining"),
     ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
-    ("joins: {}", "line 1: 'joins' is none of join, layers, unstack"),
+    ("joins: {}", "line 1: 'joins' is none of join, layers"),
     ("join: {a: vocab}", "line 1: vocab takes rows"),
     ("join: {a: {vocab: x}}", "'x' has no value"),
     ("join: {a: {vocab: 99999999999999}}", "vocab takes rows"),
@@ -274,10 +274,3 @@ def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, ru
     assert run("verify", str(folder)).code == 0
     with pytest.raises(UsageError, match="no files of model-parallel ranks"):
         joined(tmp_path / "f" / "mp_rank_00", "join: {w: column}")
-
-
-def test_stacked_layers_of_different_numbers_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    torch.save({"layers.w.weight": torch.ones(2, 3), "layers.b.weight": torch.ones(3)}, path)
-    refused(path, "unstack: layers", UsageError, "layers.w.weight has 2 layers, layers.b.weight has 3")
-    refused(path, "unstack: blocks.", NoMatch, "begins with blocks.")

@@ -193,7 +193,7 @@ def shared() -> dict[str, Any]:
     [
         ("cast", CHANGES["cast"]),
         ("remap", CHANGES["remap"]),
-        ("edit", lambda *args, **options: ckptool.edit(*args, tensor={"module.x.w": torch.ones(6).numpy()}, **options)),
+        ("edit", lambda *args, **options: ckptool.edit(*args, set={"module.x.w": torch.ones(6)}, **options)),
     ],
 )
 def test_what_would_change_a_tensor_outside_is_refused(verb: str, change: Any, tmp_path: Path) -> None:

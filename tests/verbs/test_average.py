@@ -1,7 +1,6 @@
 """`average`: the mean that torch computes in f64, whatever the type; by `--method` what the formulas of mergekit and
 the papers give, written down here in torch."""
 
-import json
 import zipfile
 from itertools import product
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.errors import Conflict, NoMatch, UsageError
+from ckptool.errors import Conflict
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes, written
@@ -164,37 +163,6 @@ def test_slerp_of_parallel_opposite_and_empty_vectors(tmp_path: Path) -> None:
     found = load(tmp_path / "s.pt")
     for name in state:
         assert torch.allclose(found[name].double(), slerp(0.25, state[name], other[name]), atol=1e-6), name
-
-
-def test_weights_by_pattern(tmp_path: Path, run: Run) -> None:
-    trees = [{"layers.0.w": torch.full((2,), value), "layers.1.w": torch.full((2,), value)} for value in (1.0, 2.0)]
-    paths = numbered_files(tmp_path, trees)
-    words = ("--weight", "layers.0.*=0.25,0.75", "--weight", "*.0.w=0,1", "--json")
-    done = run("average", *paths, "-o", tmp_path / "m.pt", *words)
-    assert done.code == 0, done
-    found = load(tmp_path / "m.pt")
-    assert found["layers.0.w"].tolist() == [1.75] * 2 and found["layers.1.w"].tolist() == [1.5] * 2
-    assert json.loads(done.out)["facts"]["weight"] == ["layers.0.*=0.25,0.75", "*.0.w=0,1"]
-    with pytest.raises(NoMatch, match="nothing"):
-        ckptool.average(paths, tmp_path / "n.pt", weight="nothing*=1,0")
-    for text in ("layers.*", "layers.*=a,b", "=1,2", "layers.*=1", "layers.*=1,nan"):
-        with pytest.raises(UsageError):
-            ckptool.average(paths, tmp_path / "n.pt", weight=[text])
-    assert not (tmp_path / "n.pt").exists()
-
-
-def test_weights_of_one_name_of_a_tied_tensor(tmp_path: Path) -> None:
-    """Neither name's are ignored; where only one file ties them, each has its own."""
-    one, two = torch.ones(3), torch.full((3,), 2.0)
-    tied, apart = [{"e.w": one, "h.w": one}, {"e.w": two, "h.w": two}], {"e.w": two, "h.w": two.clone()}
-    paths = numbered_files(tmp_path, [*tied, apart])
-    for name in ("e.w", "h.w"):
-        with pytest.raises(Conflict, match=r"e\.w and h\.w are one tensor"):
-            ckptool.average(paths[:2], tmp_path / "o.pt", weight=f"{name}=0,1")
-    ckptool.average(paths[:2], tmp_path / "o.pt", weight="*.w=0.25,0.75")
-    assert load(tmp_path / "o.pt")["h.w"].tolist() == [1.75] * 3
-    ckptool.average(paths[::2], tmp_path / "a.pt", weight="h.w=0,1")
-    assert [load(tmp_path / "a.pt")[name].tolist() for name in ("e.w", "h.w")] == [[1.5] * 3, [2.0] * 3]
 
 
 @pytest.mark.parametrize("method", ["mean", "slerp", "task-arithmetic", "ties", "dare"])

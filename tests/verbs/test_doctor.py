@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from ckptool.errors import PlanRefused
 from ckptool.render.lines import text as text_of
 from tests.support.dcp_folders import save_dcp
 from tests.support.files import CORPUS, saved
+from tests.support.lab_trial import run_line
 from tests.support.looped import looped
 from tests.support.programs import ROOT, programs
 from tests.support.same import assert_same_objects
@@ -450,3 +452,17 @@ def test_counters_on_the_meta_device_begin_at_zero(tmp_path: Path) -> None:
         model = norms()
     ckptool.load_into(model, tmp_path / "old.pt", strict=True)
     assert model.get_buffer("1.num_batches_tracked").item() == 0 and not any(p.is_meta for p in model.parameters())
+
+
+def test_one_pass_is_offered_only_where_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit of the file's own header of each record is turned: the record is lost, which only `recover` finds."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {f"module.{name}": torch.ones(9) for name in "abc"}, "epoch": 1}, "m.pt")
+    data = Path("m.pt").read_bytes()
+    with zipfile.ZipFile("m.pt") as archive:
+        places = [info.header_offset for info in archive.infolist() if "/data/" in info.filename]
+    for number, place in enumerate(at + byte for at in places for byte in (0, 14, 18, 30)):
+        Path(f"{number}.pt").write_bytes(data[:place] + bytes([data[place] ^ 8]) + data[place + 1 :])
+        found = ckptool.doctor(f"{number}.pt")
+        assert not found.at_once or run_line(found.at_once) == 0, found
+        assert found.at_once or any("recover" in fix for each in found.findings for fix in each.fixes)

@@ -1,18 +1,17 @@
-"""`edit`: entries dropped, values set, tensors given new values; and all three together."""
+"""`edit`: entries dropped, values set, those of tensors, too; and all of that together."""
 
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy
 import pytest
 import torch
 
 import ckptool
 from ckptool.checkpoint.tree import address, walk
-from ckptool.errors import Conflict, FileProblem, NoMatch, UsageError
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.cli import Run
 from tests.support.errors import refused
@@ -52,9 +51,6 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
         ({"set": {"history/7": 1}}, UsageError, "there is no 7 in history"),
         ({"set": {"history.0": 1}}, UsageError, "there is no history.0, but there is history/0"),
         ({"set": {"history/x/y": 1}}, UsageError, "there is no x in history"),
-        ({"tensor": {"nope": numpy.zeros(1)}}, UsageError, "there is no nope"),
-        ({"tensor": {"epoch": numpy.zeros(1)}}, UsageError, "is not a tensor"),
-        ({"tensor": {"q": numpy.zeros(1)}}, UsageError, "is not a tensor"),
     ],
 )
 def test_refusals(what: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
@@ -129,10 +125,6 @@ def test_words_that_are_no_assignment(word: str, says: str, tmp_path: Path, run:
         (torch.zeros(2, 3), numpy.arange(6, dtype="f4").reshape(2, 3)),
         (torch.zeros(2, 3), numpy.arange(6, dtype=">f4").reshape(2, 3)),
         (torch.zeros(2, 3), numpy.asfortranarray(numpy.arange(6, dtype="f4").reshape(2, 3))),
-        (torch.zeros(2, dtype=torch.bfloat16), numpy.array([1.5, -2], ml_dtypes.bfloat16)),
-        (torch.zeros(2, dtype=torch.bfloat16), numpy.array([1.5, -2], ml_dtypes.bfloat16).view("V2")),  # as in a .npy
-        (torch.zeros(2, dtype=torch.float8_e5m2), numpy.array([1.5, -2], ml_dtypes.float8_e5m2)),
-        (torch.zeros((), dtype=torch.int64), numpy.array(7)),
         (torch.zeros(0, 4), numpy.zeros((0, 4), "f4")),
         (torch.zeros(3, dtype=torch.bool), numpy.array([True, False, True])),
         (torch.zeros(2, dtype=torch.complex64), numpy.array([1j, 2], "c8")),
@@ -143,7 +135,7 @@ def test_words_that_are_no_assignment(word: str, says: str, tmp_path: Path, run:
     ],
 )
 def test_new_values(tensor: torch.Tensor, array: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
-    tree = edited({"w": tensor, "other": torch.ones(2)}, tmp_path, tensor={"w": array})
+    tree = edited({"w": tensor, "other": torch.ones(2)}, tmp_path, set={"w": array})
     assert tree["w"].numpy().tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes()
     assert tree["w"].shape == tuple(tensor.shape) and tree["other"].numpy().tolist() == [1, 1]
 
@@ -154,46 +146,32 @@ def test_new_values_for_a_part_of_a_storage_or_a_lazy_view_are_a_conflict(name: 
     parts = {k: e for k, e in checkpoint.tree.items() if e.nbytes < e.storage.nbytes or not e.is_contiguous}
     says = "conjugated or negated view" if name.startswith("08") else "shares its storage with"
     for key, entry in parts.items() or checkpoint.tree.items():
-        tensor = {key: numpy.zeros(entry.shape, entry.dtype.to_numpy())}
-        refused(Conflict, tmp_path, partial(ckptool.edit, checkpoint, tmp_path / "out.pt", tensor=tensor), says)
+        new = {key: numpy.zeros(entry.shape, entry.dtype.to_numpy())}
+        refused(Conflict, tmp_path, partial(ckptool.edit, checkpoint, tmp_path / "out.pt", set=new), says)
     assert parts or name.startswith("08")
 
 
 @looped(
     ("tensor", "array", "says"),
     [
-        (torch.zeros(2), numpy.zeros(3, "f4"), r"shape \[2\], the array \[3\]"),
-        (torch.zeros(1), numpy.zeros((), "f4"), r"shape \[1\], the array \[\]"),
-        (torch.zeros(2), numpy.zeros(2, "f8"), "of type f32, the array float64"),
-        (torch.zeros(2), numpy.zeros(2, "u4"), "of type f32"),
-        (torch.zeros(2), numpy.zeros(2, "V4"), "of type f32"),
-        (torch.zeros(2, dtype=torch.int8), numpy.zeros(2, "u1"), "of type i8"),
-        (torch.zeros(2, dtype=torch.uint8), numpy.zeros(2, "i1"), "of type u8"),
-        (torch.zeros(2, dtype=torch.bfloat16), numpy.zeros(2, "f2"), "of type bf16"),
-        (torch.zeros(2, dtype=torch.bfloat16), numpy.zeros(2, ml_dtypes.float8_e5m2), "of type bf16"),
-        (torch.zeros(2, dtype=torch.bool), numpy.zeros(2, "u1"), "of type bool"),
+        (torch.zeros(2), numpy.zeros(3, "f4"), r"f32\[2\].* f32\[3\]"),
+        (torch.zeros(1), numpy.zeros((), "f4"), "would become a plain value"),
+        (torch.zeros(2), numpy.zeros(2, "f8"), r"f32\[2\].* f64"),
+        (torch.zeros(2), numpy.zeros(2, "u4"), "f32"),
+        (torch.zeros(2, dtype=torch.int8), numpy.zeros(2, "u1"), "i8"),
+        (torch.zeros(2, dtype=torch.uint8), numpy.zeros(2, "i1"), "u8"),
+        (torch.zeros(2, dtype=torch.bfloat16), numpy.zeros(2, "f2"), "bf16"),
+        (torch.zeros(2, dtype=torch.bool), numpy.zeros(2, "u1"), "bool"),
     ],
 )
 def test_another_shape_or_type(tensor: torch.Tensor, array: Any, says: str, tmp_path: Path) -> None:
     file = saved({"w": tensor}, tmp_path / "in.pt")
-    refused(Conflict, tmp_path, lambda: ckptool.edit(file, tmp_path / "out.pt", tensor={"w": array}), says)
+    refused(CkptoolError, tmp_path, lambda: ckptool.edit(file, tmp_path / "out.pt", set={"w": array}), says)
 
 
-def test_bfloat16_is_given_as_torch_has_it() -> None:
-    made = ckptool.edit({"w": torch.zeros(3).bfloat16()}, tensor={"w": torch.ones(3).bfloat16()})
-    assert torch.equal(made["w"], torch.ones(3).bfloat16())
-    with pytest.raises(UsageError, match=r"numpy\.asarray"):
-        ckptool.edit({"w": torch.zeros(3)}, tensor={"w": [1, 2, 3]})
-
-
-def test_files_that_are_no_array_are_refused(tmp_path: Path) -> None:
-    numpy.save(tmp_path / "a.npy", numpy.arange(3))
-    numpy.savez(tmp_path / "several.npz", a=1)
-    numpy.save(tmp_path / "object.npy", numpy.array([{"a": 1}], dtype=object), allow_pickle=True)
-    (tmp_path / "empty.npy").write_bytes(b"")
-    (tmp_path / "text.npy").write_text("text")
-    (tmp_path / "short.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
-    wrong = dict.fromkeys(["several.npz", "object.npy", "empty.npy", "text.npy", "short.npy"], "is not a numpy array")
-    for name, says in {**wrong, "missing.npy": "No such file", ".": "is a folder"}.items():
-        with pytest.raises((UsageError, FileProblem), match=says):
-            ckptool.edit({"w": torch.arange(3)}, tensor={"w": str(tmp_path / name)})
+def test_tensors_are_given_as_torch_has_them() -> None:
+    for new in (torch.ones(3).bfloat16(), torch.tensor(2), torch.tensor([2j, 1]).conj(), torch.ones(3)[1:].float().t()):
+        made = ckptool.edit({"w": torch.zeros_like(new)}, set={"w": new})
+        assert torch.equal(made["w"], new) and made["w"].dtype is new.dtype
+    with pytest.raises(UsageError, match="would become a plain value"):
+        ckptool.edit({"w": torch.zeros(3)}, set={"w": [1, 2, 3]})

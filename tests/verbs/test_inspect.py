@@ -20,8 +20,8 @@ from torch import nn
 import ckptool
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import MemoryNeeds, memory_needs
-from ckptool.training.start import start
 from ckptool.training.store import name_of
+from ckptool.training.trainer import start
 from tests.support.cli import Run
 from tests.support.files import opened, saved, weights
 from tests.support.looped import looped

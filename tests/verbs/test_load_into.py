@@ -48,11 +48,8 @@ def test_an_extra_optimizer_is_no_part_of_the_model(tmp_path: Path) -> None:
     trained = mlp()
     adam = torch.optim.Adam(trained.parameters())
     train(trained, adam)
-    tree, model = {"model": trained.state_dict(), "opt1": adam.state_dict(), "opt2": adam.state_dict()}, mlp()
-    file = saved(tree, tmp_path / "two.pt")
-    assert ckptool.load_into(model, file, strict=True).share == 1
-    with pytest.raises(UsageError, match="has 2 optimizers: opt1, opt2"):
-        ckptool.load_into(model, file, optimizer=torch.optim.Adam(model.parameters()))
+    tree = {"model": trained.state_dict(), "opt1": adam.state_dict(), "opt2": adam.state_dict()}
+    assert ckptool.load_into(mlp(), saved(tree, tmp_path / "two.pt"), strict=True).share == 1
 
 
 def test_a_meta_model_that_would_stay_without_values(tmp_path: Path) -> None:
@@ -97,19 +94,6 @@ def test_wrapped_models(tmp_path: Path, wrap: Any) -> None:
     assert len(report.loaded) == 9
 
 
-def test_pad_and_slice(tmp_path: Path) -> None:
-    small, large = nn.Embedding(5, 4), nn.Embedding(8, 4)
-    old = large.weight.detach().clone()
-    report = ckptool.load_into(large, saved(small.state_dict(), tmp_path / "small.pt"), on_mismatch="pad")
-    assert torch.equal(large.weight[:5], small.weight) and torch.equal(large.weight[5:], old[5:])
-    assert report.share == 5 / 8 and report.mismatched[0].done == "padded"
-    target = nn.Embedding(3, 4)
-    report = ckptool.load_into(target, saved(large.state_dict(), tmp_path / "large.pt"), on_mismatch="slice")
-    assert torch.equal(target.weight, large.weight[:3]) and report.share == 1
-    for target, way in ((nn.Embedding(9, 4), "slice"), (nn.Embedding(9, 3), "pad")):
-        load_refused(tmp_path / "large.pt", target, PlanRefused, "of another shape", on_mismatch=way)
-
-
 def test_memory_of_a_large_file(tmp_path: Path) -> None:
     """A file of 64 MB goes into a meta model without being read into memory of its own."""
     code = """
@@ -137,34 +121,6 @@ print(mine() - before)
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 24
-
-
-def with_adam(path: Path) -> Path:
-    """A file of a model and its optimizer."""
-    torch.manual_seed(0)
-    optimizer = torch.optim.Adam((model := mlp()).parameters(), lr=1e-3)
-    train(model, optimizer, 3)
-    return saved({"model": model.state_dict(), "optim": optimizer.state_dict()}, path)
-
-
-def test_a_new_head_starts_without_state(tmp_path: Path) -> None:
-    file, model = with_adam(tmp_path / "all.pt"), mlp()
-    model.fc2 = nn.Linear(16, 7)
-    mine = torch.optim.Adam(model.parameters())
-    report = ckptool.load_into(model, file, on_mismatch="skip", optimizer=mine)
-    assert report.optimizer is not None
-    assert report.optimizer.fresh == ("fc2.weight", "fc2.bias") and model.fc2.weight not in mine.state
-    assert dict(report.optimizer.left_out).keys() == {"fc2.weight", "fc2.bias"}
-    train(model, mine, 1)
-
-
-def test_optimizers_that_are_not_the_models(tmp_path: Path) -> None:
-    file, model = with_adam(tmp_path / "all.pt"), mlp()
-    load_refused(file, model, UsageError, "not the model's", optimizer=torch.optim.Adam(mlp().parameters()))
-    mine = torch.optim.Adam(model.parameters())
-    load_refused(file, model, UsageError, "would keep the tensors", optimizer=mine, assign=True)
-    bare = saved(model.state_dict(), tmp_path / "bare.pt")
-    load_refused(bare, model, NoMatch, "no optimizer state", optimizer=mine)
 
 
 def test_a_demand_that_comes_after_loading_says_that_it_is_done(tmp_path: Path) -> None:
@@ -258,7 +214,7 @@ def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
     if not state:
         return
     options: dict[str, Any] = {
-        "on_mismatch": draw(strategies.sampled_from(["error", "skip", "slice", "pad"])),
+        "on_mismatch": draw(strategies.sampled_from(["error", "skip"])),
         "strict": draw(strategies.sampled_from([False, False, True])),
         "min_loaded": draw(strategies.sampled_from([None, 0.5, 1.0])),
         "assign": draw(strategies.sampled_from([None, True])),
@@ -277,8 +233,6 @@ def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
         fact = whole.get(alias.get(name, name))
         if fact is None:
             assert bits(tensor) == before[name][1]
-        elif fact.how == "as it is":
-            assert bits(tensor) == bits(state[fact.source].to(tensor.dtype))
         else:
-            corner = tuple(slice(0, min(pair)) for pair in zip(tensor.shape, state[fact.source].shape, strict=True))
-            assert torch.equal(tensor[corner], state[fact.source][corner].to(tensor.dtype))
+            assert fact.how == "as it is"
+            assert bits(tensor) == bits(state[fact.source].to(tensor.dtype))

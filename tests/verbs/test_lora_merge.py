@@ -115,6 +115,15 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
     file, adapter = stored(base, tmp_path / "base.pt"), peft(tmp_path / "adapter", EMBEDDING)
     with pytest.raises(Conflict, match="which is tied to lm_head"):
         ckptool.lora_merge(file, adapter, out)
+    for view in (torch.t, lambda table: table[2:], lambda table: table.view(-1)[3:9]):
+        other = stored({**base, "lm_head.weight": view(base[f"{EMBED}.weight"])}, tmp_path / "other.pt")
+        with pytest.raises(Conflict, match="which is tied to lm_head"):
+            ckptool.lora_merge(other, adapter, out)
+    rows = torch.cat([base[f"{EMBED}.weight"], torch.ones(7, 6)])  # beside it in one storage
+    beside = {**base, f"{EMBED}.weight": rows[:7], "lm_head.weight": rows[7:]}
+    ckptool.lora_merge(stored(beside, tmp_path / "beside.pt"), adapter, out)
+    assert torch.equal(load(out)["lm_head.weight"], torch.ones(7, 6))
+    out.unlink()
     ckptool.lora_merge(file, peft(tmp_path / "b", FACTORS), out)
     found = load(out)
     assert found["lm_head.weight"].data_ptr() == found[f"{EMBED}.weight"].data_ptr()

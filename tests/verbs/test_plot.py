@@ -21,7 +21,7 @@ from ckptool.errors import NoMatch, UsageError
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
 from ckptool.training.reports import RunHistory
-from ckptool.training.start import start
+from ckptool.training.trainer import start
 from tests.support.cli import Run, done
 from tests.support.looped import examples
 from tests.support.small_runs import config

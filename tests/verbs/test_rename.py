@@ -274,9 +274,7 @@ WRONG = {
     "a name that is missing": ("l.{n}.qkv, l.{n}.bias => l.{n}.x : cat 0", "no l.0.bias"),
     "a division with a rest": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 / 2, 2]", "7 cannot be divided by 2"),
     "a division by zero": ("l.{n}.qkv => l.{n}.x : unflatten 0 [7 // 0, 2]", "by 0"),
-    "a huge repeat": ("l.{n}.qkv => l.{n}.x : repeat 0 1000000000", "would become"),
     "a huge pad": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992", "would become"),
-    "a huge resize": ("l.{n}.qkv => l.{n}.x : resize [99999999999, -1] rows(mean)", "would become"),
     "a number beyond all": ("l.{n}.qkv => l.{n}.x : pad 0 9007199254740992 * 9007199254740992", "9007199254740992"),
     "no such dimension": ("l.{n}.qkv => l.{n}.x : transpose 0 2", "has no dimension 2"),
     "a dimension of a number": ("count => count2 : transpose", "has no dimension"),
@@ -329,7 +327,7 @@ def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
         "'": "not valid YAML|line 1",
         "x" * 10 + "\n" + "y: [" * 3000: "nested too deep|line",
         "fill: ['a => ones like b']\n": "is not of the form",
-        "variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n": "are computed of each other: a → b → a",
+        "variables: {a: b + 1, b: a - 1}\nrules: ['half => x : pad 0 a']\n": "'a', which is 'b \\+ 1', has no value",
     }.items():
         rules.write_text(text)
         translate = partial(ckptool.translate, file, out=tmp_path / "out.pt", rules_file=rules, rest="keep")

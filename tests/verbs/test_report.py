@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.errors import Conflict, OutputExists, UsageError
-from ckptool.training.start import start
+from ckptool.training.trainer import start
 from ckptool.verbs.report import CheckpointReport
 from tests.support.cli import Run
 from tests.support.files import CORPUS, contents, saved, written

@@ -44,7 +44,7 @@ def test_views_that_overlap_go_on_sharing(tmp_path: Path) -> None:
     after = load(out)
     assert_same_objects(tree, after, storages=False)
     assert after["a"].untyped_storage().data_ptr() == after["b"].untyped_storage().data_ptr()
-    assert after["a"].untyped_storage().nbytes() == 4 * (260 - 100 + 10)
+    assert [after[key].untyped_storage().nbytes() for key in ("a", "far")] == [4 * (260 - 100), 4 * 10]
     after["a"][60] = -1
     assert after["b"][10] == -1 and after["tied"][60] == -1
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptool
+from ckptool import formats
 from ckptool.analysis.targets import Target
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, NotACheckpoint, Unsupported
 from ckptool.verbs._options import find_target
 from fixtures.make import TiedLanguageModel, make
 from tests.support.errors import refused, three_parts
@@ -101,3 +103,27 @@ def test_cut_short_anywhere(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_bytes(whole[:-1] + b', "ties": []}')
     with pytest.raises(Ambiguous):
         find_target(tmp_path / "spec.json")
+
+
+@looped(
+    "write",
+    [
+        lambda file, out, **more: ckptool.spec(f"{file}#model", out, **more),
+        lambda file, out, **more: ckptool.report(file, out=out, **more),
+        lambda file, out, **more: ckptool.verify(file, write_digest=out, **more),
+        lambda file, out, **more: ckptool.find_rules(f"{file}#other", f"{file}#model", out, **more),
+        lambda file, out, **more: ckptool.warm_start(f"{file}#other", f"{file}#model", suggest=out, **more),
+    ],
+)
+def test_no_text_takes_the_name_of_a_checkpoint(write: Any, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(3, 3)}
+    renamed = {key.replace("weight", "w"): value for key, value in weights.items()}
+    file = saved({"model": weights, "other": renamed}, tmp_path / "m.pt")
+    (tmp_path / "link.txt").symlink_to(file)
+    for suffix in formats.SUFFIXES:
+        with pytest.raises(Conflict, match="has the name of a checkpoint"):
+            write(file, tmp_path / f"out{suffix.upper()}")
+    for name in ("m.pt", "link.txt"):
+        with pytest.raises(Conflict):
+            write(file, tmp_path / name, overwrite=True)
+    assert torch.load(file)["model"].keys() == weights.keys() and len(list(tmp_path.iterdir())) == 2

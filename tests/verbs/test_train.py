@@ -19,9 +19,9 @@ import torch
 import ckptool
 from ckptool.errors import Corrupt, UsageError
 from ckptool.training.reports import Outcome, line_of
-from ckptool.training.start import resume, start
 from ckptool.training.store import Lines, name_of
 from ckptool.training.toys import MLP
+from ckptool.training.trainer import resume, start
 from tests.support.errors import refused
 from tests.support.fork_server import ForkServer
 from tests.support.programs import python

@@ -9,31 +9,25 @@ Source: torch/distributed/checkpoint (filesystem.py, _nested_dict.py, _traverse.
 from __future__ import annotations
 
 import os
-import re
-from functools import lru_cache
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.dtypes import DType
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
-from ckptool.checkpoint.nodes import brief
 from ckptool.commands import command, other_program
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, OnlyAPart, Truncated, counted, listed
+from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted, listed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
-from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, Place, Saved, Tables, table_names
+from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, RANK_FILE, Place, Tables, owner_of, table_names
 from ckptool.formats.dcp.tree_pickle import with_optimizers
 from ckptool.formats.folder import mixed, number_in
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import Piece, Stored
 
 NAME = "dcp"
 SUFFIX = ".distcp"
 MAX_STEPS = 256  # of a file's, that are compared with those of others
 ENGINE = "torch.distributed.checkpoint"
-_RANK = re.compile(r"__(\d{1,7})_")
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -65,14 +59,20 @@ def read(source: Input) -> Checkpoint:
         tables.add(name)
     payloads = Payloads(folder)
     joined = Joiner(folder, "" if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
-    chunks = payloads.opened(tables.values)
+    pieces = payloads.pieces(tables.values)
     values: dict[str, Any] = {}
     payloads.expect(value.chunks[0].place for value in tables.values.values() if value.dtype is None and value.chunks)
     for name, value in tables.values.items():
         if value.dtype is None:
             values[name] = _object(joined, payloads, name, [chunk.place for chunk in value.chunks])
         else:
-            values[name] = _tensor(joined, name, value, value.dtype, chunks.pop(name))
+            chunks = pieces.pop(name)
+            if len(chunks) > 1 and all(piece.like.shape == value.shape for piece in chunks):  # as buffers
+                whole = joined.replicated(name, chunks)
+            else:
+                whole = joined.tensor(name, value.shape, value.dtype, chunks)
+            # Names that are tied are two tensors.
+            values[name] = whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))
             if len(value.chunks) > 1:
                 value.chunks.clear()  # there may be hundreds of thousands in all
     untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
@@ -99,7 +99,7 @@ def read(source: Input) -> Checkpoint:
         meaning += "padded, and each other name only one rank's piece; only the model knows the shapes"
         part = PartOf(PartKind.RANK, "flattened parameters", meaning)
     facts: dict[str, Any] = {"version": max(tables.versions)} if tables.versions else {}
-    facts |= {"engine": ENGINE, "ranks": len({found[1] for file in tables.files if (found := _RANK.match(file))})}
+    facts |= {"engine": ENGINE, "ranks": len({found[1] for file in tables.files if (found := RANK_FILE.match(file))})}
     places = (tree, *(value for value in tree.values() if isinstance(value, dict)))
     steps = (place.get(name) for place in places for name in ("step", "global_step", "iteration"))
     if (step := next((step for step in steps if type(step) is int), None)) is not None:
@@ -131,23 +131,6 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
 # The values ----------------------------------------------------------------------------------------------------------
 
 
-def _tensor(joined: Joiner, name: str, value: Saved, dtype: DType, entries: list[Any]) -> TensorEntry:
-    pieces = []
-    for entry, chunk in zip(entries, value.chunks, strict=True):
-        owner = _owner(chunk.place.relative_path)
-        like = entry.like if isinstance(entry, Stored) else entry
-        if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
-            meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
-            what = f"{joined.where}: {meant}, the file of {owner} has {brief(like, 100)}"
-            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
-        pieces.append(Piece(entry, chunk.offsets, owner))
-    if len(pieces) > 1 and all(piece.like.shape == value.shape for piece in pieces):  # as buffers in tables of ranks
-        whole = joined.replicated(name, pieces)
-    else:
-        whole = joined.tensor(name, value.shape, dtype, pieces)
-    return whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))  # tied names are two tensors
-
-
 def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
     """The files of several that do not say of which step they are.
 
@@ -169,12 +152,6 @@ def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
 
-@lru_cache(1 << 10)
-def _owner(file: str) -> str:
-    found = _RANK.match(file)
-    return f"rank {int(found[1])} ({file})" if found else file
-
-
 def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) -> Any:
     """The object of the first rank; noted where those of others have other bytes."""
     first, *others = places
@@ -184,7 +161,7 @@ def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) 
             joined.not_compared.append(name)
         if same is False:
             joined.different[name] = (
-                f"that of {_owner(first.relative_path)} is taken, {_owner(other.relative_path)} has another"
+                f"that of {owner_of(first.relative_path)} is taken, {owner_of(other.relative_path)} has another"
             )
             break
     return payloads.object(name, first)

@@ -15,10 +15,12 @@ Source: torch/distributed/checkpoint/filesystem.py and _extension.py (`ZStandard
 from __future__ import annotations
 
 import os
+import re
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from math import prod
 from struct import Struct
 from typing import Any, cast
@@ -33,9 +35,9 @@ from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import ZIP, safetensors, torch_zip
-from ckptool.formats.dcp.tables import Chunk, Place, Saved
+from ckptool.formats.boxes import Box, Piece, Stored
+from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
 from ckptool.formats.layouts.hf_pieces import saved_offsets
-from ckptool.formats.placements import Box, Stored
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
@@ -97,23 +99,17 @@ def template_of(part: Part, checkpoint: Checkpoint) -> Template | None:
     values, number = records.get(f"{origin.root}data/0"), records.get(f"{origin.root}.data/serialization_id")
     if values is None or number is None or checkpoint.notes or checkpoint.discarded or entry.storage.crc is None:
         return None
-    if not values.stored or values.method or values.header > number.header or number.size != _DIGITS:
+    if not values.stored or values.method or number.size != _DIGITS:
         return None
     begin, end = values.data_at, values.data_at + values.stored
     after = part.read(end, part.size - end)
-    centrals = [after.find(record.central) for record in (values, number)]
-    descriptors = [record.data_at + record.stored - end for record in (values, number)]
-    if min(centrals) < 0 or not (values.descriptor_size and number.descriptor_size):
+    one, known = (record.crc.to_bytes(4, "little") for record in (values, number))
+    digits = part.read(number.data_at, _DIGITS)
+    fields = re.split(b"(%b)" % b"|".join(map(re.escape, (one, digits, known))), after)
+    if fields[1::2] != [one, digits, known, one, known]:
         return None
-    differing = (descriptors[0] + 4, number.data_at - end, descriptors[1] + 4, centrals[0] + 16, centrals[1] + 16)
-    layout, at = "<", 0
-    for place, length in zip(differing, (4, _DIGITS, 4, 4, 4), strict=True):
-        if place < at:
-            return None
-        layout += f"{place - at}s{length}s"
-        at = place + length
-    fields = Struct(f"{layout}{len(after) - at}s")
-    template = Template(entry, begin, end, part.read(0, begin), fields, fields.unpack(after)[::2])
+    layout = Struct("<" + "".join(f"{len(field)}s" for field in fields))
+    template = Template(entry, begin, end, part.read(0, begin), layout, tuple(fields[::2]))
     return template if template.sum_in(after) == entry.storage.crc else None
 
 
@@ -146,28 +142,20 @@ class Payloads:
         """
         key = place.relative_path, place.offset, place.length
         if key not in self._objects:
-            self._objects[key] = self._object(name, place)
+            part = self.part(place)
+            if self._is_compressed(name, place):
+                found = inflate(part, torch_zip.inflated_limit(part.size))
+                self.discarded += found.discarded
+            else:
+                found = self._zip(name, part)
+            self._objects[key] = found.tree
         return self._objects[key]
 
-    def _object(self, name: str, place: Place) -> Any:
-        part = self.part(place)
-        if not self._is_compressed(name, place):
-            return self._zip(name, part).tree
-
-        def computed(storage: Storage) -> Storage:  # there are no such bytes in a file that has a name
-            data = storage.data
-            made = Computed(data.length, data.read) if isinstance(data, FileRange) else data
-            return Storage(made, storage.location, storage.crc)
-
-        checkpoint = inflate(part, torch_zip.inflated_limit(part.size))
-        self.discarded += checkpoint.discarded
-        return map_storages(checkpoint.tree, computed)
-
-    def opened(self, values: dict[str, Saved]) -> dict[str, list[Any]]:
-        """The chunks of all tensors, or what else stands in their places, in the order of the table.
+    def pieces(self, values: dict[str, Saved]) -> dict[str, list[Piece]]:
+        """The chunks of all tensors, in the order of the table.
 
         One file after the other: a thousand ranks have more files than may be open at once. The same at one place for
-        several names, which are tied.
+        several names, which are tied. Raises `Corrupt` where something else stands in a place than the table says.
         """
         by_file: dict[str, list[tuple[str, int, DType]]] = {}
         found: dict[str, list[Any]] = {}
@@ -177,19 +165,28 @@ class Payloads:
                 for number, chunk in enumerate(value.chunks):
                     by_file.setdefault(chunk.place.relative_path, []).append((name, number, value.dtype))
         for file, chunks in by_file.items():
-            known: dict[tuple[int, Box, str], Any] = {}
-            opened = Place(file)
+            known: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
+            opened, owner = Place(file), owner_of(file)
             for name, number, dtype in chunks:
                 chunk = values[name].chunks[number]
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
-                if key not in known:
+                if (entry := known.get(key)) is None:
                     later = self._is_compressed(name, chunk.place) or self.folder.far
-                    known[key] = self._later(name, chunk, dtype) if later else self.chunk(name, chunk)
-                found[name][number] = known[key]
+                    entry = known[key] = self._later(name, chunk, dtype) if later else self.chunk(name, chunk)
+                found[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
         return found
+
+    def fitting(self, name: str, chunk: Chunk, dtype: DType, found: Any) -> TensorEntry | Stored:
+        """What was found in the place of a chunk. Raises `Corrupt` where it is not what the table says."""
+        like = found.like if isinstance(found, Stored) else found
+        if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
+            meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
+            what = f"{self.folder}: {meant}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
+            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
+        return found  # type: ignore[no-any-return]
 
     def expect(self, places: Iterable[Place]) -> None:
         """Says which objects will be read soon."""
@@ -258,12 +255,10 @@ class Payloads:
             why = "An extension of torch's writer did that; only it can undo it."
             fix = "With torch: load it with the same extension, and save it without."
             raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", why, fix)
-        try:
-            import zstandard  # noqa: F401
-        except ImportError as error:
+        if find_spec("zstandard") is None:
             why = "torch's writer compressed it (stream.zstd)."
             fix = "pip install 'ckptool[zstd]'"
-            raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix) from error
+            raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix)
         return True
 
     def _zip(self, name: str, part: Part) -> Checkpoint:
@@ -307,8 +302,7 @@ class _Later:
     _entry: TensorEntry | None = None
 
     def read(self, offset: int, length: int) -> bytes:
-        entry = self.inflated() if self.chunk.place.transform_descriptors else self.entry()
-        data = entry.row_major()
+        data = (self.inflated() if self.chunk.place.transform_descriptors else self.entry()).row_major()
         return data.read(offset, max(0, min(length, data.length - offset)))
 
     def __iter__(self) -> Iterator[Storage]:
@@ -316,32 +310,28 @@ class _Later:
 
     def entry(self) -> TensorEntry:
         if self._entry is None:
-            found = self.payloads.chunk(self.name, self.chunk)
-            self._entry = self._checked(found.entry if isinstance(found, Stored) else found)
+            self._entry = self._fitting(self.payloads.chunk(self.name, self.chunk))
         return self._entry
 
     def inflated(self) -> TensorEntry:
         """The chunk of a compressed zip, whose values match their checksum."""
         place, kept = self.chunk.place, self.payloads.inflated
         with self.payloads.lock:
-            if place in kept:
-                kept.move_to_end(place)
-            else:
-                entry = self._checked(inflate(self.payloads.part(place), self.storage.nbytes + MOST_BESIDE).tree)
-                verify(entry)
-                kept[place] = entry
+            if place not in kept:
+                part = self.payloads.part(place)
+                kept[place] = self._fitting(inflate(part, self.storage.nbytes + MOST_BESIDE).tree)
+                verify(kept[place])
                 while len(kept) > 1 and sum(each.storage.nbytes for each in kept.values()) > MOST_KEPT:
                     kept.popitem(last=False)
+            kept.move_to_end(place)
             entry = kept[place]
         if entry.is_contiguous and not entry.offset and entry.nbytes == entry.storage.nbytes:
             self.storage.crc, self.storage.intact = entry.storage.crc, entry.storage.intact
         return entry
 
-    def _checked(self, found: Any) -> TensorEntry:
-        if not isinstance(found, TensorEntry) or (found.shape, found.dtype) != (self.chunk.sizes, self.dtype):
-            what = f"{self.payloads.folder}: the chunk of {self.name} should be {self.dtype}{list(self.chunk.sizes)}"
-            raise Corrupt(f"{what}, its file has {brief(found, 100)}", "They are of two checkpoints, or damaged.")
-        return found
+    def _fitting(self, found: Any) -> TensorEntry:
+        fitting = self.payloads.fitting(self.name, self.chunk, self.dtype, found)
+        return fitting.entry if isinstance(fitting, Stored) else fitting
 
 
 def inflate(part: Part, most: int) -> Checkpoint:
@@ -368,10 +358,15 @@ def inflate(part: Part, most: int) -> Checkpoint:
     except OSError as error:
         raise file_problem(error, tempfile.gettempdir(), "write") from error
     try:
-        return torch_zip.read(source)
+        found = torch_zip.read(source)
     except Truncated as error:
         error.cut_archive = None  # no part of it can be recovered
         raise
+
+    def unnamed(storage: Storage) -> Storage:  # nobody finds its bytes in a file by name
+        return Storage(Computed(storage.nbytes, storage.data.read), storage.location, storage.crc)
+
+    return replace(found, tree=map_storages(found.tree, unnamed))
 
 
 class _Packed:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from io import BytesIO
-from itertools import chain
 from struct import pack
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +27,7 @@ from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
 from ckptool.formats import torch_zip
+from ckptool.formats.boxes import Box
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
@@ -156,107 +156,61 @@ def _joined(parts: list[Segment]) -> bytes:
 _zip_of = lru_cache(1024)(_Zip)
 
 
-class _ObjectZip(Place):
-    """The zip of an object in the file of the first rank."""
-
-    __slots__ = ("segments",)
-
-    def __init__(self, segments: list[Segment], length: int) -> None:
-        super().__init__(None, 0, length)
-        self.segments = segments
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self.segments)
+def _zipped(name: str, entry: TensorEntry, data: Data, crc: int | None = None) -> Iterator[Segment]:
+    """The zip of a tensor whose storage is this data. crc: the checksum of that, where it is known."""
+    around, sum_ = _around(entry, data.length), Crc(expected=crc, name=name)
+    yield InlineBytes(around.head)
+    if data.length:
+        yield from checksummed(data, sum_)
+    yield Deferred(around.tail_length, partial(around.tail, sum_))
 
 
-class _BlockZip(Place):
-    """The zip of a tensor, or of a block of one, in the file of a rank. shape: all that it depends on beside the bytes.
+def _around(entry: TensorEntry, nbytes: int) -> _Zip:
+    return _zip_of(entry.dtype, entry.shape, entry.stride, entry.location, nbytes)
 
-    crc: the checksum of these, where it is known.
+
+@dataclass(slots=True, eq=False)
+class _Zips:
+    """The zips of a value, by number: one of an object or a whole tensor; of a divided tensor one for each rank.
+
+    make: the segments of one, made in passing, as there may be 400,000 of them.  box: its place in the tensor.
+    lengths, offsets: in the ranks' files, in bytes.  first: the rank that has the first of them.
     """
 
-    __slots__ = ("crc", "data", "name", "shape")
+    make: Callable[[int], Iterable[Segment]]
+    box: Callable[[int], Box]
+    lengths: array[int]
+    offsets: array[int] = field(init=False)
+    first: int = 0
 
-    def __init__(self, name: str, entry: TensorEntry, data: Data, crc: int | None = None) -> None:
-        self.shape = (entry.dtype, entry.shape, entry.stride, entry.location, data.length)
-        super().__init__(None, 0, _zip_of(*self.shape).size)
-        self.name, self.data, self.crc = name, data, crc
-
-    def __iter__(self) -> Iterator[Segment]:
-        zip_ = _zip_of(*self.shape)
-        yield InlineBytes(zip_.head)
-        crc = Crc(expected=self.crc, name=self.name)
-        if self.data.length:
-            yield from checksummed(self.data, crc)
-        yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
-
-
-class _Divided:
-    """The zips of a tensor of which each rank has a block; made in passing, as there may be 400,000 of them.
-
-    lengths, offsets: of the zip in each rank's file, in bytes.
-    """
-
-    __slots__ = ("dim", "entry", "lengths", "name", "offsets", "step")
-
-    def __init__(self, name: str, entry: TensorEntry, dim: int, ranks: int, step: int) -> None:
-        self.name, self.entry, self.dim, self.step = name, entry, dim, step
-        self.lengths, known = array("Q"), dict[tuple[int, ...], int]()
-        for rank, (_, sizes) in enumerate(self._places(ranks)):
-            if sizes not in known:
-                known[sizes] = self.item(rank).length
-            self.lengths.append(known[sizes])
-        self.offsets = array("Q", bytes(8 * ranks))
-
-    def _places(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Where each rank's block begins in the dimension, and its shape."""
-        shape, dim = self.entry.shape, self.dim
-        for begin in range(0, ranks * self.step, self.step):
-            begin = min(begin, shape[dim])
-            yield begin, (*shape[:dim], min(self.step, shape[dim] - begin), *shape[dim + 1 :])
-
-    def item(self, rank: int) -> _BlockZip:
-        begin = min(rank * self.step, size := self.entry.shape[self.dim])
-        block = self.entry.narrow(self.dim, begin, min(self.step, size - begin))
-        return _BlockZip(self.name, _plain(block), row_major(resolved(block)))
+    def __post_init__(self) -> None:
+        self.offsets = array("Q", bytes(8 * len(self.lengths)))
 
     def __iter__(self) -> Iterator[Chunk]:
         """As the table has them."""
-        zeros = (0,) * len(self.entry.shape)
-        for rank, (begin, sizes) in enumerate(self._places(len(self.lengths))):
-            place = Place(_file_of(rank), self.offsets[rank], self.lengths[rank])
-            yield Chunk((*zeros[: self.dim], begin, *zeros[self.dim + 1 :]), sizes, place)
+        for number, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
+            yield Chunk(*self.box(number), Place(_file_of(self.first + number), offset, length))
 
 
 @dataclass(slots=True, eq=False)
 class _RankFile:
-    """The segments of a file, made in passing: of objects, of blocks, of whole tensors, in this order.
-
-    items: the objects, then the tensors.  numbers: of the tensors in `divided` of which a block is here.
-    """
+    """The segments of a file: of objects, of blocks, of whole tensors, in this order. numbers: those in `zips` of which
+    one is here."""
 
     rank: int
-    divided: list[_Divided]
+    zips: list[_Zips]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
     size: int = 0
 
-    def add(self, item: _ObjectZip | _BlockZip) -> None:
-        item.relative_path, item.offset = _file_of(self.rank), self.size
-        self.size += item.length
-        self.items.append(item)
-
-    def add_block(self, number: int) -> None:
-        divided = self.divided[number]
-        divided.offsets[self.rank] = self.size
-        self.size += divided.lengths[self.rank]
+    def add(self, number: int) -> None:
+        zips = self.zips[number]
+        zips.offsets[self.rank - zips.first] = self.size
+        self.size += zips.lengths[self.rank - zips.first]
         self.numbers.append(number)
 
     def __iter__(self) -> Iterator[Segment]:
-        objects = sum(isinstance(item, _ObjectZip) for item in self.items)  # which come first
-        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        for item in chain(self.items[:objects], blocks, self.items[objects:]):
-            yield from item
+        for zips in map(self.zips.__getitem__, self.numbers):
+            yield from zips.make(self.rank - zips.first)
 
 
 @lru_cache(1024)
@@ -275,8 +229,8 @@ class _Described(NamedTuple):
 
 
 class _Saving:
-    """What every rank saves. values: as the table describes them.  divided: tensors of which each rank has a block.
-    free: what may go to any rank.  homes: where a storage is in the new folder, by its id.
+    """What every rank saves. values: as the table describes them.  zips: of all of them.  free: those that may go to
+    any rank.  homes: where a storage is in the new folder, by its id.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
@@ -284,9 +238,9 @@ class _Saving:
     def __init__(self, flat: FlatNames, division: RankDivision) -> None:
         self.flat, self.division = flat, division
         self.values: dict[str, _Described] = {}
-        self.divided: list[_Divided] = []
-        self.files = [_RankFile(rank, self.divided) for rank in range(division.ranks)]
-        self.free: list[_BlockZip] = []
+        self.zips: list[_Zips] = []
+        self.files = [_RankFile(rank, self.zips) for rank in range(division.ranks)]
+        self.free: list[int] = []
         self.homes: dict[int, tree_pickle.Home] = {}
         self.views: dict[Any, str] = {}  # of tensors that are saved -> the first name
         self.checks: list[Storage] = []
@@ -299,8 +253,9 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.files[0].add(item := _ObjectZip(segments, plan.nbytes))
-        self.values[name] = _Described((), None, False, [Chunk((), (), item)], self.flat.paths[name])
+        self.zips.append(item := _Zips(lambda _: segments, lambda _: ((), ()), array("Q", [plan.nbytes])))
+        self.files[0].add(len(self.zips) - 1)
+        self.values[name] = _Described((), None, False, item, self.flat.paths[name])
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
 
@@ -312,9 +267,26 @@ class _Saving:
         if ranks == 1:
             self.add_whole(name, entry)
             return
-        self.divided.append(item := _Divided(name, entry, self.division.dim, ranks, step))
+        dim, shape = self.division.dim, entry.shape
+        sizes = [max(0, min(step, shape[dim] - rank * step)) for rank in range(ranks)]
+
+        def box(rank: int) -> Box:
+            before, behind = shape[:dim], shape[dim + 1 :]
+            begin = min(rank * step, shape[dim])
+            return (*(0 for _ in before), begin, *(0 for _ in behind)), (*before, sizes[rank], *behind)
+
+        def block(rank: int) -> TensorEntry:
+            return entry.narrow(dim, min(rank * step, shape[dim]), sizes[rank])
+
+        def make(rank: int) -> Iterator[Segment]:
+            return _zipped(name, _plain(block(rank)), row_major(resolved(block(rank))))
+
+        lengths = dict(zip(sizes, range(ranks), strict=True))  # one rank for each of the few sizes there are
+        for size, rank in lengths.items():
+            lengths[size] = _around(_plain(block(rank)), block(rank).nbytes).size
+        self.zips.append(item := _Zips(make, box, array("Q", map(lengths.__getitem__, sizes))))
         for file in self.files[:ranks]:
-            file.add_block(len(self.divided) - 1)
+            file.add(len(self.zips) - 1)
         self._describe(name, entry, item)
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
@@ -326,7 +298,7 @@ class _Saving:
         if not lazy and entry.is_contiguous:
             self._settle(entry.storage, tree_pickle.Home(name, start, stop))
         elif not lazy and in_storage_order(entry) and (start, stop) == (0, entry.storage.nbytes):
-            axes = sorted(range(len(entry.shape)), key=lambda axis: (-entry.stride[axis], -entry.shape[axis], axis))
+            axes = sorted(range(len(shape)), key=lambda axis: (-entry.stride[axis], -shape[axis], axis))
             self._settle(entry.storage, tree_pickle.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
@@ -334,16 +306,19 @@ class _Saving:
         start, stop = entry.span()
         storage, has_gaps = entry.storage, stop - start > entry.nbytes
         self.strides_lost = self.strides_lost or (name if has_gaps else "")
+        zipped: tuple[TensorEntry, Data, int | None]
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize or has_gaps:
-            item = _BlockZip(name, _plain(entry), row_major(resolved(entry)))
+            zipped = _plain(entry), row_major(resolved(entry)), None
         else:
             self._settle(storage, tree_pickle.Home(name, start, stop))
             data = subrange(storage.data, start, stop - start)
             if data is not storage.data and (storage.crc is not None or isinstance(storage.data, Computed)):
                 self.checks.append(storage)
-            item = _BlockZip(name, entry, data, storage.crc if data is storage.data else None)
-        self.free.append(item)
-        self._describe(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
+            zipped = entry, data, storage.crc if data is storage.data else None
+        length, box = _around(zipped[0], zipped[1].length).size, ((0,) * len(entry.shape), entry.shape)
+        self.zips.append(item := _Zips(lambda _: _zipped(name, *zipped), lambda _: box, array("Q", [length])))
+        self.free.append(len(self.zips) - 1)
+        self._describe(name, entry, item)
 
     def _describe(self, name: str, entry: TensorEntry, chunks: Iterable[Chunk]) -> None:
         trained = entry.flags.requires_grad
@@ -358,9 +333,9 @@ class _Saving:
         """The files of the ranks. What is not divided goes to the rank that has least by then."""
         heap = [(file.size, rank) for rank, file in enumerate(self.files)]
         heapq.heapify(heap)
-        for item in self.free:
-            _, rank = heap[0]
-            self.files[rank].add(item)
+        for number in self.free:
+            rank = self.zips[number].first = heap[0][1]
+            self.files[rank].add(number)
             heapq.heapreplace(heap, (self.files[rank].size, rank))
         return {_file_of(file.rank): file for file in self.files if file.size}
 

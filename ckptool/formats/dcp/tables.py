@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any, ClassVar
 
@@ -21,9 +21,9 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
+from ckptool.formats.boxes import Box, sizes_of
 from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.placements import Box, sizes_of
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 from ckptool.pickles.torch_objects import TakesState
@@ -31,6 +31,7 @@ from ckptool.pickles.torch_objects import TakesState
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
 _UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
+RANK_FILE = re.compile(r"__(\d{1,7})_")
 MAX_METADATA = 256 << 20
 
 # The rows ------------------------------------------------------------------------------------------------------------
@@ -144,6 +145,13 @@ def _builders(odd: list[Any]) -> dict[Global, Any]:
 
 
 # The tables ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(1 << 10)
+def owner_of(file: str) -> str:
+    """Who saved a file, for people."""
+    found = RANK_FILE.match(file)
+    return f"rank {int(found[1])} ({file})" if found else file
 
 
 @dataclass(slots=True, eq=False)

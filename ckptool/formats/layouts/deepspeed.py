@@ -31,11 +31,11 @@ from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
-from ckptool.formats.placements import Piece
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
@@ -198,10 +198,9 @@ def read(folder: Folder) -> Checkpoint:
         if states.get("param_shapes") is not None:
             what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
-        if not is_pipeline:
-            weights = zero.masters(tag.first, own)
-        elif any(stage.states.get("optimizer") is not None for stage in stages.values()):  # numbered by each for itself
-            optimizer = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
+        saved = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
+        if is_pipeline and any(each is not None for each in saved.values()):  # numbered by each for itself
+            optimizer = saved
         sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # the first rank of each saves alone
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
         return _checkpoint(tag, own, weights, optimizer, {}, 0, world, engine)

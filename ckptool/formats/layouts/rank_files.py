@@ -23,9 +23,10 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, arg, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
+from ckptool.formats.boxes import Piece, overlap
 from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import Piece, RankFile, distributed, overlap
+from ckptool.formats.placements import RankFile, distributed
 from ckptool.formats.rank_trees import joined_trees
 
 NAME = "rank-files"
@@ -95,7 +96,7 @@ class RankSets:
             one, other, *_ = worlds.values()
             raise mixed(folder, one, other, "their world sizes differ")
         self.sets = dict(sorted(sets.items(), key=lambda item: not item[0].startswith("model")))
-        self.world = max(*worlds, *(max(files) + 1 for files in sets.values()), 0)
+        self.world = max([0, *worlds, *(max(files) + 1 for files in sets.values())])
         names = [*chain(*(files.values() for files in self.sets.values()))]
         missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
         if missing:

@@ -16,12 +16,12 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
-from ckptool.checkpoint.nodes import Global, Object, brief, fields, inside, items
+from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import replace
+from ckptool.formats.boxes import Piece, sizes_of
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
-from ckptool.formats.pieces import Joiner, Vector, begin_alike, refuse_other
-from ckptool.formats.placements import Piece, sizes_of
+from ckptool.formats.pieces import Joiner, Vector, refuse_other
 from ckptool.pickles.torch_objects import BUILDERS
 
 STEPS = "steps-differ"  # of the note
@@ -308,29 +308,3 @@ def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) 
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
     local = 1 + max(int(each["number"]) for each in experts if each["module"] == found["module"])
     return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
-
-
-def masters(stage: StageFiles, own: dict[Any, Any]) -> dict[str, TensorEntry]:
-    """Stage 0 in bf16 or fp16: the f32 weights of its optimizer, which has them in the order of the model's, each by
-    itself or those of a group in a row."""
-    state, buffers = fields(stage.states.get("optimizer")), stage.states.get("buffer_names") or ()
-    single = [(each, False) for group in items(state.get("fp32_groups")) for each in items(group)]
-    left = {n: e for n, e in own.items() if isinstance(e, TensorEntry) and e.dtype.is_float and n not in buffers}
-    found: dict[str, TensorEntry] = {}
-    for wrapped, in_a_row in (*single, *((each, True) for each in items(state.get("fp32_groups_flat")))):
-        master, names, begin = bare(wrapped), list[str](), 0
-        if isinstance(master, TensorEntry) and in_a_row:  # the weights of other groups have other first values
-            for name, entry in left.items():
-                if entry.numel <= master.numel - begin and begin_alike(master.narrow(0, begin, entry.numel), entry):
-                    names.append(name)
-                    begin += entry.numel
-        elif isinstance(master, TensorEntry):  # between several of the shape (some may be frozen) these decide
-            alike = [name for name, entry in left.items() if entry.shape == master.shape]
-            names = [n for n in alike if len(alike) > 1 and begin_alike(master, left[n])][:1] or alike[:1]
-        if not names or sum(left[name].numel for name in names) != master.numel:
-            shown = brief(master, 100)
-            raise damaged(stage.folder, f"the optimizer has f32 weights {shown} that are none of the model's")
-        row = [Vector([(master.reshape((master.numel,)), "the optimizer")])]
-        for name, shape, _, at in _in_a_row(0, {name: left.pop(name).shape for name in names}, 1):
-            found[name] = stage.joiner.flat(name, shape, pieces(row, shape, at), own[name])
-    return found

@@ -24,6 +24,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
@@ -59,8 +60,8 @@ MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
 _WINDOW = 8 << 10  # bytes: a system call for every header would take longer than the rest
 SECTOR = 512  # bytes that a disk writes or loses together
-_REFUSED_FLAGS = {0x0001: "encrypted", 0x0020: "patched", 0x0040: "strongly encrypted", 0x2000: "masked"}
-_OTHER_METHODS = {9: "Deflate64", 12: "bzip2", 14: "LZMA", 93: "zstd", 95: "XZ", 98: "PPMd", 99: "AES encryption"}
+_ENCRYPTED = 0x2061  # flags: in one of three ways; or what it holds is a patch
+_OTHER_METHODS = (9, 12, 14, 93, 95, 98, 99)  # Deflate64, bzip2, LZMA, zstd, XZ, PPMd, AES
 _NEEDED, ZIP64_VERSION = 63, 45  # versions of the format: the last one; the first with 64 bits
 _HAS_DESCRIPTOR, _UTF8 = 0x0008, 0x0800  # flags
 _UNICODE_PATH = 0x7075  # Info-ZIP's extra field with another name for the record
@@ -93,7 +94,7 @@ class Archive:
     _window: tuple[int, bytes] = (0, b"")  # what was read last, and where
 
     def by_offset(self) -> list[Record]:
-        return sorted(self.records.values(), key=lambda record: record.header)
+        return sorted(self.records.values(), key=attrgetter("header"))
 
     def peek(self, at: int, length: int) -> bytes:
         """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
@@ -316,13 +317,11 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         _, length, _, _, *disks64, here, entries, size, offset = END64.unpack(raw)
         if (locator_disk, disks, *disks64) != (0, 1, 0, 0):
             raise _split(source)
-        if length != END64.size - 12:
-            raise Corrupt(f"{source}: the zip64 end record at byte {directory_end:,} is damaged")
-        long = here, entries, size, offset
-        for short, value, full in zip(counts, long, (FULL16, FULL16, FULL, FULL), strict=True):
-            if short not in (full, value):
-                raise Corrupt(f"{source}: the two end records of the archive disagree ({short:,} and {value:,})")
-        counts, records_end = [*long], directory_end + END64.size + LOCATOR.size + END.size
+        long = [here, entries, size, offset]
+        pairs = zip(counts, long, (FULL16, FULL16, FULL, FULL), strict=True)
+        if length != END64.size - 12 or any(short not in (full, value) for short, value, full in pairs):
+            raise Corrupt(f"{source}: the two end records of the archive disagree, or one is damaged")
+        counts, records_end = long, directory_end + END64.size + LOCATOR.size + END.size
     elif FULL in counts[2:]:
         raise Corrupt(f"{source}: the archive needs a zip64 end record and has none")
     elif behind < end_at and source.read(behind, END.size) == source.read(end_at, END.size):
@@ -352,7 +351,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
             )
             name_at = at + fixed
             raw, extra = directory[name_at : name_at + n], directory[name_at + n : name_at + n + m]
-            if sig != b"PK\x01\x02" or disk or flags & 0x2061 or method not in (0, 8) or needed & 0xFF > _NEEDED:
+            if sig != b"PK\x01\x02" or disk or flags & _ENCRYPTED or method not in (0, 8) or needed & 0xFF > _NEEDED:
                 _refuse_entry(archive, sig, flags, method, disk, raw)
             name = str(raw, "utf-8")
             if m or not (flags & _UTF8 or raw.isascii()):
@@ -414,20 +413,17 @@ def _check_folder(record: Record) -> None:
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
-    record = f"{archive.source}: the record {name.decode('utf-8', 'replace')}"
+    record, never = f"{archive.source}: the record {name.decode('utf-8', 'replace')}", "PyTorch files never do."
     if signature != b"PK\x01\x02":
         raise Corrupt(f"{archive.source}: entry {len(archive.records):,} of the zip directory is damaged")
-    for bit, word in _REFUSED_FLAGS.items():
-        if flags & bit:
-            raise Unsupported(f"{record} is {word}", "PyTorch files never are.")
     if disk:
         raise _split(archive.source)
-    why = "Stored and deflated records are read."
-    if method in _OTHER_METHODS:
-        raise Unsupported(f"{record} is compressed with method {method} ({_OTHER_METHODS[method]})", why)
+    if flags & _ENCRYPTED:
+        raise Unsupported(f"{record} is encrypted, or a patch of another file", never)
     if method not in (0, 8):
-        raise Corrupt(f"{record} is stored by the unknown method {method}", why)
-    raise Unsupported(f"{record} needs a newer version of the zip format", "PyTorch files never do.")
+        kind = Unsupported if method in _OTHER_METHODS else Corrupt
+        raise kind(f"{record} is compressed by method {method}", "Stored and deflated records are read.")
+    raise Unsupported(f"{record} needs a newer version of the zip format", never)
 
 
 def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:

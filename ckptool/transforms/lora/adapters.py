@@ -9,8 +9,7 @@ Written in a naming scheme, the scale stands
 
     PEFT        in adapter_config.json: r and lora_alpha, with patterns for modules that have others
     kohya       in a tensor `alpha` for each module
-    diffusers   in the metadata of the safetensors file, as JSON, in the fields of PEFT's (since 0.34); for older
-                readers, which take every scale for 1, multiplied into B (`fold`)
+    diffusers   in the metadata of the safetensors file, as JSON, in the fields of PEFT's (since 0.34)
 
 Sources: peft/tuners/{lora,loha,lokr}, kohya-ss/sd-scripts networks/lora.py, lycoris/functional.
 """
@@ -25,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, in_type
-from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
+from ckptool.checkpoint.arrays import TensorValues, in_type
+from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
 from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import (
@@ -398,10 +397,8 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
 # Converting ----------------------------------------------------------------------------------------------------------
 
 
-def convert(
-    adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]] = (), fold: bool = False
-) -> tuple[AdapterFile, list[str]]:
-    """The adapter in another scheme, and remarks; its factors as they are, but for a folded scale.
+def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]] = ()) -> tuple[AdapterFile, list[str]]:
+    """The adapter in another scheme, and remarks; its factors as they are.
 
     bases: state dicts of the models, whose names tell where kohya's underscores are dots.
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
@@ -421,16 +418,13 @@ def convert(
     for delta in adapter.deltas:
         module = modules.get(delta.module, delta.module)
         module = module.replace(".", "_") if scheme == KOHYA else module
-        made = replace(delta, component=names[delta.component], module=module, keys={})
-        deltas.append(_folded(made) if fold else made)
+        deltas.append(replace(delta, component=names[delta.component], module=module, keys={}))
     config = {"use_rslora": False} if scheme == PEFT else {}
     file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
     if adapter.config.get("use_rslora"):
         details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
     if scheme != PEFT and (unsaid := [old for old in components if not any(old in row for row in COMPONENTS.values())]):
         details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
-    if fold and (scales := sorted({delta.scale for delta in adapter.deltas} - {1.0})):
-        details.append(f"multiplied into B: {listed([f'{scale:g}' for scale in scales], 4)}")
     return file, details
 
 
@@ -498,20 +492,3 @@ def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
         for key in base:
             if type(key) is str and key.endswith(".weight"):
                 yield without_wrappers(key).removesuffix(".weight")
-
-
-def _folded(delta: Delta) -> Delta:
-    """The same change with scale 1: B is multiplied with it; a bias of its own, too."""
-    role = "B" if "B" in delta.factors else next(iter(delta.factors))
-    b = delta.factors[role]
-    if delta.scale == 1:
-        return replace(delta, alpha=float(delta.rank))
-    values, scale = TensorValues(b), delta.scale
-
-    def rows(start: int, stop: int) -> Array:
-        block: Array = values.rows(start, stop)
-        block *= block.dtype.type(scale)
-        return block
-
-    scaled = computed_rows(b.dtype, b.shape, rows, (b,), b.location)
-    return replace(delta, factors=delta.factors | {role: scaled}, alpha=float(delta.rank), scale=1.0)

@@ -233,15 +233,28 @@ class AdapterMerge:
             what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
             fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
             raise Unsupported(what, "Which tensors its library ties is not known here. Nothing was written.", fix)
+        apart = (
+            f"Write the base without ties first: {command('convert', self.base_name, ties='copy', out=OUT_SAFETENSORS)}"
+        )
         views: dict[tuple[Any, ...], list[str]] = {}
         for key, value in self.tensors.items():
             views.setdefault(value.view, []).append(key)
         for keys in views.values():
             if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
                 one = next(key for key in keys if key in self.changed)
-                apart = command("convert", self.base_name, ties="copy", out=OUT_SAFETENSORS)
-                others = listed([key for key in keys if key != one])
-                self._refuse_one_side(one, others, f"Write the base without ties first: {apart}")
+                self._refuse_one_side(one, listed([key for key in keys if key != one]), apart)
+        of_storage: dict[int, list[str]] = {}
+        for key, *_ in views.values():
+            of_storage.setdefault(id(self.tensors[key].storage), []).append(key)
+        for keys in of_storage.values():  # another view of the same values: a head that is transposed
+            furthest = furthest_changed = (0, "")  # end so far, and whose it is
+            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys if self.tensors[key].numel):
+                is_changed = key in self.changed
+                reach, other = furthest if is_changed else furthest_changed
+                if begin < reach:
+                    self._refuse_one_side(*((key, other) if is_changed else (other, key)), apart)
+                furthest = max(furthest, (end, key))
+                furthest_changed = max(furthest_changed, (end, key)) if is_changed else furthest_changed
         changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:

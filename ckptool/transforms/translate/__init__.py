@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageEr
 from ckptool.names.rules import Rule, Translation
 from ckptool.names.steps import Overs, Step
 from ckptool.transforms.optimizers import Slots
-from ckptool.transforms.rename import module_names
+from ckptool.transforms.rename import moved_metadata
 from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, plan_steps, refuse_unused
 
 Values = tuple[str, ...]
@@ -103,33 +103,14 @@ def _refuse_changed_codes(checkpoint: Checkpoint, root: TranslatedRoot) -> None:
 
 
 def _with_metadata(done: TranslatedRoot) -> Any:
-    """The new items with the `_metadata` of their modules: each module's is that of the first tensor's old one.
-
-    A module without tensors goes where the nearest module around it that has one new name goes.
-    """
+    """The new items with the `_metadata` of their modules."""
     node: Any = done.scope.node
-    before = node.metadata if isinstance(node, OrderedDict) else None
-    if before is None:
+    if not isinstance(node, OrderedDict) or node.metadata is None:
         return same_kind(node, done.items)
     origins = {name: step.keys[0] for step in done.steps for name in step.outputs}
-    modules: dict[str, Any] = {"": before.get("", {"version": 1})}
-    for name in done.items:
-        if type(name) is not str:
-            continue
-        parts = name.split(".")[:-1]
-        for depth in range(1, len(parts) + 1):
-            modules.setdefault(".".join(parts[:depth]), {"version": 1})
-        if parts and (found := before.get(origins.get(name, name).rpartition(".")[0])) is not None:
-            modules[".".join(parts)] = found
-    renamed = module_names({step.keys[0]: step.outputs[0] for step in done.steps if len(step.outputs) == 1})
-    around = {key[:at] for step in done.steps for key in step.keys for at, letter in enumerate(key) if letter == "."}
-    for path, value in before.items():
-        if type(path) is str and path not in around:  # no tensor is in it
-            above = path
-            while above and above not in renamed:
-                above = above.rpartition(".")[0]
-            modules.setdefault((renamed[above] + path[len(above) :]).lstrip(".") if above else path, value)
-    return OrderedDict(done.items, {**(node.attributes or {}), "_metadata": same_kind(before, modules)})
+    moved = {name: origins.get(name, name) for name in done.items if type(name) is str}
+    metadata = moved_metadata(node.metadata, (key for key in node if type(key) is str), moved)
+    return OrderedDict(done.items, {**(node.attributes or {}), "_metadata": metadata})
 
 
 # Keys that are missing -----------------------------------------------------------------------------------------------
@@ -308,10 +289,7 @@ def _through_steps(
 def _slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:
     """The slots of the parameters that a step makes."""
     slots = [state[key] for key in step.keys]
-    if any(op.name == "resize" for op in step.rule.chain):
-        what = f"{place}: the moments of {step.keys[0]} cannot be resized"
-        raise Unsupported(what, "Squares that are interpolated may be negative.", WITHOUT)
-    moving = tuple(op for op in step.rule.chain if op.name not in ("add", "cast"))  # which change the weights alone
+    moving = tuple(op for op in step.rule.chain if op.name != "add")  # which changes the weights alone
     step = replace(step, rule=replace(step.rule, chain=moving))
     if not moving:
         return dict(zip(step.outputs, slots, strict=True))

@@ -18,18 +18,15 @@ from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.facts import dataclass, field, replace
-from ckptool.formats.pieces import assembled
-from ckptool.formats.placements import Piece
+from ckptool.facts import dataclass, field
+from ckptool.names.pattern import MAX_NUMBER
 from ckptool.names.rules import END, TAKEN_BEFORE, WHOLE_KEY, Operation, Translation, refuse_idle
 from ckptool.names.steps import Number, Overs, Scope, Step, steps_of
-from ckptool.transforms.casting import conversion, converted, parse_dtype
-from ckptool.transforms.resize import parse_resize, resized
-from ckptool.transforms.views import UNFIT, joined, padded, reshaped, woven, zeros
+from ckptool.transforms.views import UNFIT, joined, padded, woven, zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
-MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding and repeating may enlarge a tensor, to more bytes than this
+MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding may enlarge a tensor, to more bytes than this
 
 Tensors = list[TensorEntry]
 
@@ -291,7 +288,7 @@ class _Use:
     def reshape(self, tensor: TensorEntry) -> TensorEntry:
         if len(self.op.lists) > 1 and [*tensor.shape] != self._sizes(tensor.numel, prod, 1):
             raise UsageError(f"{list(tensor.shape)} is not the shape that the rule names", UNFIT)
-        return reshaped(tensor, self._sizes(tensor.numel, prod))
+        return _with_sizes(tensor, 0, len(tensor.shape), *self._sizes(tensor.numel, prod))
 
     def unflatten(self, tensor: TensorEntry) -> TensorEntry:
         axis = self._axis(tensor)
@@ -382,31 +379,6 @@ class _Use:
         refuse_growth(tensor, (*tensor.shape[:axis], wanted, *tensor.shape[axis + 1 :]))
         return padded(tensor, axis, wanted)
 
-    def repeat(self, tensor: TensorEntry) -> TensorEntry:
-        """Every index of a dimension several times in a row, as `torch.repeat_interleave`."""
-        axis, times = self._axis(tensor), self._number()
-        if times < 1:
-            raise UsageError(f"a tensor cannot be repeated {counted(times, 'time')}", UNFIT)
-        refuse_growth(tensor, (*tensor.shape, times))
-        shape, stride = ((*v[: axis + 1], n, *v[axis + 1 :]) for v, n in ((tensor.shape, times), (tensor.stride, 0)))
-        expanded = TensorEntry(tensor.storage, tensor.dtype, shape, stride, tensor.offset, tensor.flags)
-        return reshaped(expanded, (*shape[:axis], shape[axis] * times, *shape[axis + 2 :]))
-
-    def unrepeat(self, tensor: TensorEntry) -> TensorEntry:
-        """The first of each few that have to be equal, which is verified when they are read."""
-        axis, times = self._axis(tensor), self._number()
-        if times < 1 or tensor.shape[axis] % times:
-            raise UsageError(f"{tensor.shape[axis]:,} is not a multiple of {times:,}", UNFIT)
-        if not tensor.numel or times == 1:
-            return tensor.narrow(axis, 0, tensor.shape[axis] // times)
-        apart = _with_sizes(tensor, axis, 1, tensor.shape[axis] // times, times)
-        order = [at for at in range(len(apart.shape)) if at != axis + 1]
-        first, *others = (
-            Piece(resolved(apart.narrow(axis + 1, n, 1).permute(order)), (0,) * len(order), f"copy {n}")
-            for n in range(times)
-        )
-        return assembled(first.entry.shape, [replace(first, replicas=tuple(others))], "repeated rows")
-
     def add(self, tensor: TensorEntry) -> TensorEntry:
         """A whole number added to every value, computed in f32: norms that store w - 1."""
         if not tensor.dtype.is_float:
@@ -416,31 +388,16 @@ class _Use:
             return tensor
         return each(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
 
-    def cast(self, tensor: TensorEntry) -> TensorEntry:
-        dtype = parse_dtype(self.op.words)
-        if conversion(tensor.dtype, dtype) is None:
-            raise UsageError(f"{tensor!r} cannot be cast to {dtype}", UNFIT)
-        return converted(tensor, dtype)
-
-    def resize(self, tensor: TensorEntry) -> TensorEntry:
-        """The tensor in another size, as `warm-start --resize` makes it; -1 is a dimension that stays."""
-        sizes = [self.number(size) for size in self.op.lists[0]]
-        if len(sizes) != len(tensor.shape) or any(size < -1 for size in sizes):
-            raise UsageError(f"{list(tensor.shape)} cannot become {sizes}", UNFIT)
-        shape = tuple(old if new == -1 else new for old, new in zip(tensor.shape, sizes, strict=True))
-        refuse_growth(tensor, shape)
-        try:
-            return resized(tensor, shape, parse_resize(self.op.words), "the tensor")
-        except CkptoolError as error:
-            raise type(error)(error.what, error.why) from None  # its advice is for warm-start
-
     interleave = deinterleave = weave
     unrope = rope
 
 
 def _with_sizes(tensor: TensorEntry, axis: int, count: int, *sizes: int) -> TensorEntry:
     """The tensor with these sizes in the place of so many dimensions."""
-    return reshaped(tensor, (*tensor.shape[:axis], *sizes, *tensor.shape[axis + count :]))
+    shape = (*tensor.shape[:axis], *sizes, *tensor.shape[axis + count :])
+    if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
+        raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
+    return tensor.reshape(shape)
 
 
 def applied(op: Operation, tensors: Tensors, number: Number) -> Tensors:
