@@ -41,10 +41,10 @@ TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doub
 
 
 class Served(NamedTuple):
-    """The bytes of a range as they came, the size of the object that they are of, what tells it from another of the
-    same name (its ETag, or when it was changed), and when it was changed."""
+    """The bytes of a range, the size of the object that they are of, what tells it from another of the same name (its
+    ETag, or when it was changed), and when it was changed."""
 
-    blocks: list[bytes]
+    data: bytes
     size: int
     tag: str
     when: Any
@@ -122,7 +122,7 @@ def asking(url: str) -> tuple[Ask, bool]:
         stop = min(stop, size)
         data = await _asked(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
         facts = [known[name] for name in _FACTS if known.get(name)] or [""]
-        return Served([data], size, str(facts[0]), facts[-1])
+        return Served(data, size, str(facts[0]), facts[-1])
 
     return ask, is_kind(fs, "hf")
 
@@ -158,10 +158,10 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
         if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
             raise
         head = await fs._call_s3("head_object", **asked)  # there are no bytes there: it is empty, or was cut
-        return Served([], head["ContentLength"], head["ETag"], 0)
+        return Served(b"", head["ContentLength"], head["ETag"], 0)
     async with found["Body"] as body:
         size = int(found["ContentRange"].rpartition("/")[2])
-        return Served([await body.read()], size, found["ETag"], found["LastModified"])
+        return Served(await body.read(), size, found["ETag"], found["LastModified"])
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
@@ -181,7 +181,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             when = given.get("Last-Modified", "")
             tag = given.get("ETag", "").removeprefix("W/") or when
             if status == 416 and size:
-                return Served([], int(size), tag, when)
+                return Served(b"", int(size), tag, when)
             if status in (200, 206):
                 whole = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
@@ -197,7 +197,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                     blocks.append(block)
                     if (length := length + len(block)) > stop - start:
                         raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
-                return Served(blocks, int(size) if whole is None else whole, tag, when)
+                return Served(b"".join(blocks), int(size) if whole is None else whole, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
             said = given.get("X-Error-Message") or f"{status} {answer.reason}"
@@ -253,12 +253,12 @@ def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 class _Piece(NamedTuple):
-    """The bytes of an object from `start` to `stop`, there or on their way: as one, or where they are read once, and
-    dropped when their end was read, in the blocks in which they came."""
+    """The bytes of an object from `start` to `stop`, there or on their way. once: they are dropped when their end was
+    read."""
 
     start: int
     stop: int
-    blocks: Future[list[bytes]]
+    data: Future[bytes]
     once: bool
 
 
@@ -275,7 +275,7 @@ class RemoteObject:
         self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
-        first: Future[list[bytes]] = Future()
+        first: Future[bytes] = Future()
         first.set_result(_begun(self.fetch(0, END)).result())
         if self.size:
             self._keep(_Piece(0, min(END, self.size), first, False))
@@ -284,10 +284,10 @@ class RemoteObject:
         for piece in getattr(self, "pieces", ()):
             kept.pop(id(piece), None)
 
-    async def fetch(self, start: int, stop: int, in_blocks: bool = False) -> list[bytes]:
+    async def fetch(self, start: int, stop: int) -> bytes:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
 
-        async def once() -> list[bytes]:
+        async def once() -> bytes:
             answer = await self.ask(start, stop)
             if self.size < 0:
                 self.size, self.tag = answer.size, answer.tag
@@ -297,9 +297,9 @@ class RemoteObject:
             if (answer.size, answer.tag) != (self.size, self.tag):
                 raise file_changed(self.url)
             wanted = max(0, min(stop, self.size) - start)
-            if (came := sum(map(len, answer.blocks))) != wanted:
-                raise _Again(f"only {came:,} of {wanted:,} bytes arrived")
-            return answer.blocks if in_blocks else [b"".join(answer.blocks)]
+            if len(answer.data) != wanted:
+                raise _Again(f"only {len(answer.data):,} of {wanted:,} bytes arrived")
+            return answer.data
 
         return await _tried(self.url, once)
 
@@ -328,7 +328,7 @@ class RemoteObject:
         if self.process != os.getpid():  # forked: the connections are the parent's
             _parents.append(self.ask)
             self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
-            self.pieces = [piece for piece in self.pieces if piece.blocks.done()]
+            self.pieces = [piece for piece in self.pieces if piece.data.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
                 begin, before = self.readers.pop(threading.get_ident(), (0, -1))
@@ -343,17 +343,13 @@ class RemoteObject:
                 piece = piece or self._at(at)[0]
             assert piece is not None
             try:
-                blocks = piece.blocks.result()
+                data = memoryview(piece.data.result())
             except BaseException:
                 self._drop(piece)
                 raise
-            place = piece.start
-            for block in blocks:
-                first, last = max(at, place), min(end, place + len(block))
-                if first < last:
-                    buffer[first - offset : last - offset] = memoryview(block)[first - place : last - place]
-                place += len(block)
-            at = min(end, piece.stop)
+            last = min(end, piece.stop)
+            buffer[at - offset : last - offset] = data[at - piece.start : last - piece.start]
+            at = last
             if piece.once and at == piece.stop:
                 self._drop(piece)
 
@@ -397,8 +393,7 @@ class RemoteObject:
             piece, after = self._at(start)
             if piece is None:
                 after = min(stop, after, start + most)
-                later = _begun(self.fetch(start, after, most == PART))
-                self._keep(_Piece(start, after, later, most == PART))
+                self._keep(_Piece(start, after, _begun(self.fetch(start, after)), most == PART))
             start = after
 
     def _keep(self, piece: _Piece) -> None:
@@ -406,11 +401,10 @@ class RemoteObject:
         with _lock:
             _kept[id(piece)] = ref(self), piece
             kept = [*_kept.values()]  # whoever ends meanwhile drops its own
-            total, count = sum(each.stop - each.start for _, each in kept), len(kept)
-            for owner, oldest in kept[:-1]:
-                if total <= KEPT and count <= MOST_KEPT:
-                    break
-                total, count = total - (oldest.stop - oldest.start), count - 1
+            total = sum(each.stop - each.start for _, each in kept)
+            while len(kept) > 1 and (total > KEPT or len(kept) > MOST_KEPT):
+                owner, oldest = kept.pop(0)
+                total -= oldest.stop - oldest.start
                 if (other := owner()) is not None:
                     other._drop(oldest)
                 _kept.pop(id(oldest), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.graph import visit
@@ -15,24 +15,16 @@ from ckptool.formats import marks
 from ckptool.formats.damaged import LostTensor, Salvaged
 
 
-class Restored(NamedTuple):
-    """A checkpoint that can be written.
-    lost: the tensors that it lacks.  dropped: addresses of what had to go along with them."""
-
-    checkpoint: Checkpoint
-    lost: list[LostTensor]
-    dropped: list[str]
-
-
-def restored(done: Salvaged) -> Restored:
-    """The checkpoint without what is lost; marked if anything is."""
+def restored(done: Salvaged) -> tuple[Checkpoint, list[LostTensor], list[str]]:
+    """The checkpoint without what is lost, marked if anything is; what that is, and the addresses of what had to go
+    along with it."""
     checkpoint, lost = done.checkpoint, done.lost_tensors()
     tree, dropped = without_lost(checkpoint.tree, lost) if lost else (checkpoint.tree, [])
     metadata = dict(checkpoint.metadata)
     if lost:
         before = str(metadata.get(marks.RECOVERED, ""))
         metadata[marks.RECOVERED] = marks.recovered_mark([item.address for item in lost], before)
-    return Restored(replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped)
+    return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
 
 
 def without_lost(tree: Any, lost: Sequence[LostTensor]) -> tuple[Any, list[str]]:

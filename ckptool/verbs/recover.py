@@ -127,35 +127,34 @@ def recover(
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    found = restored(done)
+    found, lost, dropped = restored(done)
     original = done.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
-        tree = found.checkpoint.tree
-        part = replace(found.checkpoint, part=as_part(found.checkpoint))
-        refuse_placeholders(part, tree.items() if isinstance(tree, dict) else ())
+        values = found.tree.items() if isinstance(found.tree, dict) else ()
+        refuse_placeholders(replace(found, part=as_part(found)), values)
     formats.refuse_name(target, container, original, str(source))
     if done.prefix is not None and original == container.name and isinstance(source, Source):
         plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
     else:
         try:  # without its source: no other verb takes that, to drop what would run
             with no_collection():
-                plan = container.write(replace(found.checkpoint, source=None), keep_unknown=keep_unknown)
+                plan = container.write(replace(found, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:
             raise error.within(source.path) from None
     notes: tuple[Note, ...] = ()
     if not dry_run:
         notes = replace_file(plan, target, overwrite=overwrite, inputs=[source], progress=progress)
-    lost = []
-    for each in found.lost:
-        values = each.storage if isinstance(each.node, StorageRef) else each.node
-        lost.append(LostTensorRow(each.address, each.record.name, each.record.offset, values.nbytes, each.record.why))
+    rows = []
+    for each in lost:
+        nbytes = (each.storage if isinstance(each.node, StorageRef) else each.node).nbytes
+        rows.append(LostTensorRow(each.address, each.record.name, each.record.offset, nbytes, each.record.why))
     return Recovery(
         damage=damage.what if damage is not None else "",
         tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
-        back=sum(1 for _ in tensors(found.checkpoint.tree)),
-        lost=tuple(lost),
-        dropped=tuple(found.dropped),
+        back=sum(1 for _ in tensors(found.tree)),
+        lost=tuple(rows),
+        dropped=tuple(dropped),
         how=done.how,
         records=done.records,
         whole=done.whole,
@@ -185,5 +184,5 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 def all_of(file: CheckpointLike) -> Checkpoint | None:
     """The checkpoint in a damaged file; None where a part of it is lost."""
     done, _ = _salvaged(open_source(file)[0])
-    found = restored(done)
-    return replace(found.checkpoint, source=None) if not found.lost else None
+    found, lost, _ = restored(done)
+    return replace(found, source=None) if not lost else None
