@@ -6,7 +6,6 @@ import collections
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +17,9 @@ from ckptool.conventions.state_dicts import (
     PLAIN,
     WEIGHTS,
     find_state_dicts,
-    one_state_dict,
     without_wrappers,
     wrappers,
 )
-from ckptool.errors import UsageError
 from ckptool.formats import read
 from fixtures.make import PRODUCERS, make
 from tests.support.files import opened, weights
@@ -127,12 +124,6 @@ def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------
-
-
-def test_names_are_escaped(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        one_state_dict(opened({"net\x1b[31m": MODEL, "net\n": OTHER}, tmp_path))
-    assert "\x1b" not in str(caught.value) and "net\\n" in caught.value.what
 
 
 # Wrapper prefixes of keys, one by one ---------------------------------------------------------------------------------

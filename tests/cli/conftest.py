@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from fixtures.make import make_all
 from tests.support.repositories import git_output, own_home
@@ -39,18 +38,6 @@ def files(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "CKPTOOL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-@pytest.fixture
-def hostile(tmp_path: Path) -> Path:
-    """Names and values that would move a cursor, break a line, or turn the reading direction."""
-    path = tmp_path / "hostile.pt"
-    names = ["\x1b[31mred", "line\nbreak", "bell\x07", "bidi\u202eflip", "back\x08space", "c1\x9b31m"]
-    state = {f"{name}.weight": torch.ones(2) for name in names}
-    torch.save(
-        {"state_dict": state, "text": "\x1b]0;title\x07", "\x1b[2Jkey": 1, "more": {"\x1b[2J": "\r\x1b[A"}}, path
-    )
-    return path
 
 
 @pytest.fixture

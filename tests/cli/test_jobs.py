@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import random
@@ -26,14 +25,12 @@ import torch
 from safetensors.torch import load_file
 
 import ckptool
-from ckptool import errors
 from ckptool.checkpoint import workers
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.jobs import MAX_JOBS
 from ckptool.checkpoint.workers import in_turn
 from ckptool.cli import main
-from ckptool.commands import FILE, INTO, OUT, command, other_program
-from ckptool.errors import CkptoolError, RunFailed, Text, UsageError
+from ckptool.errors import RunFailed, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.errors import three_parts
@@ -214,22 +211,6 @@ def test_a_cluster_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 # Errors and ends -----------------------------------------------------------------------------------------------------
-
-
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CkptoolError)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_errors_keep_their_parts_and_commands_on_the_way(kind: type[CkptoolError]) -> None:
-    line = other_program("cat", "a b", into="c d")
-    fix = Text("See: ", command("inspect", FILE / "a", out=OUT), "; or ", line)
-    error = kind("what", "why", fix)
-    got = ForkingPickler.loads(ForkingPickler.dumps(error))
-    assert type(got) is kind and (got.what, got.why, got.fix) == ("what", "why", fix) and str(got) == str(error)
-    assert got.fix.commands == fix.commands and str(got.fix.commands[1]) == str(line) == f"cat 'a b' {INTO} 'c d'"
-    assert got.fix.commands[0].writes and not got.fix.commands[1].writes
-    filled = [each.with_words({FILE / "a": "f", "OUT": "o"}) for each in (got.fix.commands[0], fix.commands[0])]
-    assert filled[0] == filled[1]
 
 
 def test_a_folder_is_sent_as_the_way_to_it(tmp_path: Path) -> None:

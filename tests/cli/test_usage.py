@@ -270,29 +270,6 @@ def test_every_error_of_a_verb_keeps_its_code(files: Path, run: Run, monkeypatch
             assert ran.code == each.exit_code and ran.err.startswith(f"error[{each.code}]: it failed"), (line, each)
 
 
-def test_an_interrupt_ends_with_130(files: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*args: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ckptool.verbs.inspect.listing", stopped)
-    assert run("inspect", "dp.pt") == Ran(130, "", "interrupted\n")
-
-
-def test_nothing_hostile_reaches_the_terminal(hostile: Path, run: Run) -> None:
-    lines = (
-        "inspect {f}; inspect {f} --all; inspect {f} --stats; inspect {f} --json; inspect '{f}#{e}'; show {f}; "
-        "show {f}#text; show {f}#state_dict --json; rename {f} '*weight => *w{e}' -o {o}; diff {f} {o}; "
-        "diff {f} {o} --json; rename {f} '* => x' -o {o} -f; edit {f} --drop text -o {o} -f; "
-        "convert {f} -o {o}.safetensors; remap {f} --to '{e}' -o {o} -f; inspect 'missing{e}\n.pt'; '{e}'; "
-        "inspect '--{e}'"
-    ).format(f=hostile, o=hostile.with_name("out.pt"), e="\x1b[5m")
-    for command in map(shlex.split, lines.split("; ")):
-        ran = run(*command)
-        raw = {c for c in ran.out + ran.err if not c.isprintable()} - {"\n"}
-        assert not raw, f"{command}: {raw}"
-        assert "break" not in [line.strip() for line in ran.out.split("\n")]
-
-
 # Demo ----------------------------------------------------------------------------------------------------------------
 
 

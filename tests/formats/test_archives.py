@@ -17,7 +17,6 @@ from safetensors.torch import save
 import ckptool
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from tests.support.cli import Run
-from tests.support.engine_cases import ROOT
 from tests.support.errors import unreadable
 from tests.support.looped import looped
 
@@ -177,13 +176,3 @@ def test_a_file_that_is_cut_or_none_is_named_with_its_place(tmp_path: Path) -> N
     unreadable(zipped(tmp_path / "a.zip", {"policy.pth": saved(WEIGHTS)[:200]}), Truncated, "policy.pth")
     unreadable(zipped(tmp_path / "b.zip", {"policy.pth": b"hello"}), Unsupported, "policy.pth", "unzip")
     unreadable(zipped(tmp_path / "c.zip", {"x.txt": b"x", "y.png": b"y"}), NotACheckpoint, "zip archive")
-
-
-def test_the_real_policy_is_read() -> None:
-    real = ROOT / "stable-baselines3" / "checkpoint"
-    with zipfile.ZipFile(real) as archive:
-        expected = torch.load(io.BytesIO(archive.read("policy.pth")), weights_only=True)
-    found = ckptool.open(real)["policy.pth"]
-    assert {name: entry.bytes() for name, entry in found.items()} == {
-        name: value.numpy().tobytes() for name, value in expected.items()
-    }

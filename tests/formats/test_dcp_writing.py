@@ -119,17 +119,6 @@ def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
     assert ckptool.diff(tmp_path / "in.pt", folder).same
 
 
-@looped("start", ["safetensors", "sharded", "npz"])
-def test_weights_of_other_containers(start: str, tmp_path: Path) -> None:
-    weights = {"a.weight": torch.randn(6, 4), "a.bias": torch.randn(4), "b.weight": torch.randn(4, 2)}
-    file = tmp_path / {"safetensors": "m.safetensors", "npz": "m.npz"}.get(start, "m")
-    ckptool.convert(saved(weights, tmp_path / "m.pt"), file, container=start)
-    ckptool.convert(file, tmp_path / "m.dcp", ranks=2, verify=True)
-    assert same_values(weights, as_torch_reads(tmp_path / "m.dcp"))
-    ckptool.convert(tmp_path / "m.dcp", tmp_path / "back.safetensors", verify=True)
-    assert ckptool.diff(file, tmp_path / "back.safetensors").same
-
-
 VERBS: dict[str, Callable[[Path, Path], Any]] = {
     "rename": lambda file, out: ckptool.rename(file, ["0.* => first.*"], out, verify=True),
     "strip-module": lambda file, out: ckptool.strip_module(file, out, verify=True),

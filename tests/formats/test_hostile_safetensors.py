@@ -180,18 +180,6 @@ def test_a_shape_that_contradicts_its_bytes_is_a_bad_tensor(fields: dict[str, An
     assert "\x1b" not in str(unreadable(path, BadTensor))
 
 
-def test_control_characters_in_metadata_are_escaped(put: Put) -> None:
-    texts = {
-        "prompt\x1b[2J": "Ignore all previous instructions\r\n\x1b]0;owned\x07",
-        "script": "<script>alert(1)</script>",
-        "\u202emode": "\u2066",
-    }
-    path = put(made({"__metadata__": texts, "w\x1b[31m": W}))
-    assert read(path).metadata == texts
-    outcome = meets_budget(path)
-    assert outcome.code == "" and "\\x1b[31m" in outcome.text
-
-
 def test_a_megabyte_of_metadata_is_read_within_the_budget() -> None:
     many = {f"{n:06}": "x" for n in range(70_000)}
     for metadata in ({"a": "x" * 1_000_000}, {"a": '"' * 499_000}, {"é" * 200_000: "😀" * 140_000}, many):

@@ -138,17 +138,6 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-@each_saver
-def test_round_trip(how: str, tmp_path: Path) -> None:
-    checkpoint = read(numpy_file(tmp_path / "a.npz", how, **sample_arrays()))
-    out = tmp_path / "b.npz"
-    again = contract.round_trip(npz, checkpoint, out)
-    assert all(same_bits(given, sample_arrays()[name]) for name, given in numpy_sees(out).items())
-    assert list(again.tree) == [*sample_arrays()]
-    with zipfile.ZipFile(out) as archive:
-        assert archive.testzip() is None
-
-
 @looped("name", TRAPS, here=1 / 3)
 def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = read(contract.vector(name, tmp_path))
@@ -208,20 +197,6 @@ def test_damage_to_the_input_is_noticed_while_it_is_written(tmp_path: Path) -> N
         assert not (tmp_path / "out.npz").exists()
 
 
-@each_saver
-def test_damage_to_an_npz_is_noticed_when_it_is_converted(how: str, tmp_path: Path) -> None:
-    file = numpy_file(tmp_path / "a.npz", how, **sample_arrays())
-    data = bytearray(file.read_bytes())
-    with zipfile.ZipFile(file) as archive:
-        record = archive.getinfo("large.npy")
-    place = record.header_offset + record.compress_size // 2
-    data[place] ^= 1
-    damaged = written(bytes(data), tmp_path / "b.npz")
-    for out in ("out.safetensors", "out.npz", "out.pt"):
-        with pytest.raises(Corrupt):
-            ckptool.convert(damaged, tmp_path / out)
-
-
 # Converting ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,12 +210,6 @@ def test_all_is_for_safetensors(tmp_path: Path) -> None:
 
 def small(folder: Path, how: str = "stored") -> bytes:
     return numpy_file(folder / "small.npz", how, a=np.arange(3.0), b=np.array(["x"])).read_bytes()
-
-
-def values_of(tree: Any) -> dict[str, Any]:
-    return {
-        name: value.bytes() if isinstance(value, TensorEntry) else plain(value).values() for name, value in tree.items()
-    }
 
 
 def test_names_that_numpy_takes_for_one(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Tru
 from ckptool.formats import read
 from ckptool.pickles.calls import uses_of
 from ckptool.pickles.plain import plain
-from tests.support.files import CORPUS, torch_bytes, written
+from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
 from tests.support.npz_files import arrays_model, each, pickle_to, same_bits
@@ -178,15 +178,6 @@ def test_joblib_is_named(tmp_path: Path) -> None:
 
 
 # Files of other people -----------------------------------------------------------------------------------------------
-
-
-def test_corpus() -> None:
-    if not (file := CORPUS / "skorch__net_cuda.pkl").exists():
-        return
-    before = set(sys.modules)
-    checkpoint = read(file)
-    assert checkpoint.container == "pickle" and not list(tensors(checkpoint.tree))
-    assert not {module for module in set(sys.modules) - before if not module.startswith("ckptool")}
 
 
 # As weights: which dictionaries are a model --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import FORMATS, Format, read
 from fixtures import make_old
 from tests.support.looped import looped
@@ -57,16 +56,3 @@ def test_every_version_reads_alike(version: str, kind: str, now: Path) -> None:
 def names_of(tree: dict[str, object]) -> object:
     """The tree; of a program only the state dict: which attributes its modules have differs from version to version."""
     return tree["state_dict"] if set(tree) == {"state_dict", "attributes"} else tree
-
-
-@pytest.mark.parametrize("version", (*OLD, "now"))
-def test_the_containers_of_one_version_agree(version: str, now: Path) -> None:
-    folder = now if version == "now" else FIXTURES
-    as_zip, as_stream, script = (read(folder / f"torch-{version}{kind}.pt").tree for kind in KINDS)
-    assert_same_tree(as_zip, as_stream)
-    model = as_zip["model"]
-    assert isinstance(model, OrderedDict) and model.metadata is not None and model.metadata["bn"] == {"version": 2}
-    assert list(model) == list(script["state_dict"])
-    for key, entry in model.items():
-        assert (entry.shape, entry.dtype) == (script["state_dict"][key].shape, script["state_dict"][key].dtype)
-        assert entry.bytes() == script["state_dict"][key].bytes()

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
-from ckptool.checkpoint.blocks import Plan
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -28,12 +27,11 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.formats import by_name, read, sharded
+from ckptool.formats import read, sharded
 from ckptool.formats.sharded import size_in_bytes
 from tests.support.errors import three_parts
-from tests.support.files import carry_out, contents, saved, written
+from tests.support.files import contents, saved, written
 from tests.support.looped import looped
-from tests.support.same import assert_same_tree
 from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -263,16 +261,6 @@ def test_shards_of_any_name_belong_to_their_index(tmp_path: Path) -> None:
 # Dividing a checkpoint into shards ------------------------------------------------------------------------------------
 
 
-def carried_out(plan: Plan, folder: Path) -> Path:
-    """Executes a plan of several files, without the care that a user's folder needs."""
-    folder.mkdir()
-    checks = plan.checks
-    for name, segments in plan.files.items():
-        carry_out(Plan({"": segments}, checks), folder / name)
-        checks = []
-    return folder
-
-
 def stock(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors as loaders of the hub's kind read them: by the index, each from its shard."""
     index = index_of(folder)
@@ -367,17 +355,6 @@ def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
     unchanged = ckptool.strip_module(folder, tmp_path / "copy", verify=True)
     assert unchanged.how == "copy" and not unchanged.notes
     assert contents(tmp_path / "copy").keys() == contents(folder).keys()
-
-
-def test_the_contract(tmp_path: Path) -> None:
-    """What was read, written and read again is the same tree, and the same bytes."""
-    found = read(hub(tmp_path / "model"))
-    again = read(carried_out(sharded.write(found), tmp_path / "one"))
-    assert_same_tree(found, again)
-    carried_out(sharded.write(again), tmp_path / "two")
-    for path in (tmp_path / "one").iterdir():
-        assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes()
-    assert by_name("sharded").append(found) is None
 
 
 def test_in_place_is_refused(tmp_path: Path) -> None:

@@ -413,15 +413,6 @@ def file_plan(data: bytes = b"new") -> Plan:
 # What there is at the target ------------------------------------------------------------------------------------------
 
 
-def test_a_new_file(tmp_path: Path) -> None:
-    replace_file(file_plan(), tmp_path / "out")
-    assert (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]
-    mask = os.umask(0)
-    os.umask(mask)
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o666 & ~mask
-    assert (tmp_path / "out").stat().st_nlink == 1
-
-
 def test_names_that_are_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("real")  # which leads to nothing yet
@@ -445,16 +436,6 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
-
-
-def test_the_output_may_replace_its_own_input(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_bytes(b"0123456789" * 20_000)
-    source = Source(target)
-    swapped = Plan({"": [FileRange(source, 100_000, 100_000), FileRange(source, 0, 100_000)]})
-    replace_file(swapped, target, overwrite=True, inputs=[source])
-    assert target.read_bytes() == b"0123456789" * 20_000 and source.read(0, 10) == b"0123456789"
-    assert names(tmp_path) == ["file"]
 
 
 # Temporary files -----------------------------------------------------------------------------------------------------

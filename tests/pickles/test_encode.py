@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import io
 import pickle
 import pickletools
 import random
@@ -189,20 +188,6 @@ def test_every_traps_pickle_comes_back_as_torch_wrote_it(name: str, tmp_path: Pa
         assert ours == theirs
     assert without_recalled_texts(ours) == without_recalled_texts(theirs)
     assert again.discarded == ()
-
-
-def test_a_large_random_tree_agrees_with_python() -> None:
-    chosen = random.Random(5)
-    nodes: list[Any] = [[] for _ in range(400)] + [{} for _ in range(400)]
-    for node in nodes:
-        parts = [
-            chosen.choice(nodes) if chosen.random() < 0.5 else chosen.choice(["a", 1, 2.5, None, (1, "b")])
-            for _ in range(chosen.randrange(6))
-        ]
-        node.extend(parts) if isinstance(node, list) else node.update(enumerate(parts))
-    buffer = io.BytesIO()
-    pickle.Pickler(buffer, 2).dump(nodes)
-    assert without_recalled_texts(to_bytes(as_tree(nodes))) == without_recalled_texts(buffer.getvalue())
 
 
 @looped("seed", range(8))

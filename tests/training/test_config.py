@@ -85,18 +85,6 @@ def test_errors_name_line_and_key() -> None:
     assert {change: configuration_error(BASE, change) for change in WRONG_CHANGES} == WRONG_CHANGES
 
 
-def test_every_problem_is_told_at_once() -> None:
-    with pytest.raises(UsageError) as raised:
-        parsed("train: {steps: 0}\nsede: 1\n")
-    assert raised.value.what == "run.yaml: 3 problems"
-    assert raised.value.why.splitlines() == [
-        "run.yaml: run is missing",
-        "run.yaml:1: train.steps: should be greater than 0 (it is 0)",
-        "run.yaml:2: unknown key sede; did you mean seed?",
-        "Nothing was started.",
-    ]
-
-
 def test_what_is_no_configuration(tmp_path: Path) -> None:
     for text in ("", "- 1\n", "word\n", "3\n"):
         assert configuration_error(text) == "run.yaml is not a configuration"

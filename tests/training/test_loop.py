@@ -23,7 +23,7 @@ from ckptool.training.rng import seed_all
 from ckptool.training.tasks import classify, gan, lm, regress
 from ckptool.training.trainer import Trainer, rehearse
 from tests.support.several_processes import processes
-from tests.support.small_runs import GAN, TEXT, config, own, run_to_end, take, toy, trainer
+from tests.support.small_runs import GAN, config, own, run_to_end, take, trainer
 
 NO_DROPOUT = "models.main.args.dropout=0.0"
 
@@ -56,12 +56,6 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(parts: int, batch: i
     for one, other in zip(whole, divided, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
-
-
-def test_the_loss_of_a_step_is_the_mean_over_its_samples() -> None:
-    changes = (NO_DROPOUT, "data.batch=13", "optim.main.name=sgd", "optim.main.lr=1e-30")
-    whole, divided = take(trainer(*changes), 4), take(trainer(*changes, "train.accumulate=4"), 4)
-    assert whole == pytest.approx(divided, rel=1e-5)
 
 
 def test_a_partial_last_batch_is_left_out_or_taken() -> None:
@@ -197,15 +191,6 @@ def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
     assert [fact["step"] for fact in facts if fact["event"] == "save"] == list(range(1, 21))
 
 
-def test_the_best_is_remembered_by_the_metric_and_the_metric_has_to_be_there(tmp_path: Path) -> None:
-    made = run_to_end(tmp_path, "eval.metric=val_acc", "eval.mode=max", "save.every=20")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    best = max((line for line in lines if "val_acc" in line), key=lambda line: line["val_acc"])
-    tree = torch.load(tmp_path / "run/checkpoints/step-00000020.pt", weights_only=True)
-    assert tree["best"] == {"metric": "val_acc", "value": best["val_acc"], "step": best["step"]}
-    assert (made.status, made.exit_code) == ("done", 0)
-
-
 def test_epochs_count_steps(tmp_path: Path) -> None:
     made = trainer(train={"epochs": 2})
     assert made.total_steps == 2 * 6
@@ -268,22 +253,6 @@ def test_metrics_are_weighted_by_samples() -> None:
     assert classify().evaluate(models, []) == {}
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"task": "regress", "data": {"name": toy("data.py:linear"), "args": {"samples": 60}}},
-        {"task": "classify", "data": {"name": toy("data.py:spirals"), "args": {"samples": 60}}},
-        TEXT,
-        {"task": own("net"), "models": {"net": {"name": "mlp"}}, "optim": {"net": {}}},
-    ],
-    ids=["regress", "classify", "lm", "own"],
-)
-def test_tasks_learn(sections: dict[str, Any]) -> None:
-    rate = next(iter(sections.get("optim", {"main": {}})))
-    losses = take(trainer(f"optim.{rate}.lr=0.02", "train.steps=30", **sections), 30)
-    assert sum(losses[-5:]) < sum(losses[:5])
-
-
 # Two models ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,21 +293,6 @@ def test_only_the_model_of_a_phase_gets_gradients() -> None:
         assert not any(p.requires_grad for p in made.models["generator"].parameters())
         assert all(p.requires_grad for p in made.models["discriminator"].parameters())
     assert all(p.requires_grad for model in made.models.values() for p in model.parameters())
-
-
-def test_what_is_frozen_stays_so_after_the_other_models_phase() -> None:
-    models = {**GAN["models"], "generator": {"name": toy("models.py:Generator"), "freeze": ["0.*"]}}
-    made = trainer(**{**GAN, "models": models})
-    before = made.models["generator"].state_dict()["0.weight"].clone()
-    take(made, 3)
-    assert torch.equal(before, made.models["generator"].state_dict()["0.weight"])
-
-
-def test_a_gan_writes_both_models_under_their_names(tmp_path: Path) -> None:
-    run_to_end(tmp_path, "train.ema=0.9", **GAN)
-    tree = torch.load(tmp_path / "run/checkpoints/step-00000020.pt", weights_only=True)
-    for kind in ("model", "optimizer", "ema"):
-        assert {f"{kind}_generator_state_dict", f"{kind}_discriminator_state_dict"} <= set(tree)
 
 
 # Rehearsals ----------------------------------------------------------------------------------------------------------

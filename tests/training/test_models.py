@@ -30,22 +30,6 @@ def built(data: str, of_data: dict[str, Any] = {}, name: str = "mlp", **args: An
     return build_model(settings, load_data(Data.model_validate({"name": data, "args": of_data}), 0))
 
 
-def test_models_take_from_the_data_what_they_need() -> None:
-    assert built("blobs", {"inputs": 5, "classes": 3})[-1].out_features == 3
-    assert built(toy("data.py:linear"))[-1].out_features == 1
-    conv = built(toy("data.py:images"), {"channels": 3}, toy("models.py:Conv"))
-    assert conv(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
-    tokens = built(toy("data.py:modadd"), {"modulus": 5}, width=4)
-    assert tokens(torch.zeros(2, 2, dtype=torch.int64)).shape == (2, 5)
-    assert built("blobs", classes=9)[-1].out_features == 9
-
-
-def test_all_models_are_the_same_for_a_seed() -> None:
-    one, again, other = (trainer(f"seed={seed}", **TEXT).models["main"].state_dict() for seed in (3, 3, 4))
-    assert all(torch.equal(value, again[name]) for name, value in one.items())
-    assert not torch.equal(one["head.weight"], other["head.weight"])
-
-
 # First values --------------------------------------------------------------------------------------------------------
 
 

@@ -176,14 +176,6 @@ def changed(made: Any, path: Path, **sections: Any) -> Any:
     return new
 
 
-def test_a_declared_rate_is_the_one_that_is_used(tmp_path: Path) -> None:
-    made = trainer(optim={"main": {"lr": 0.01}})
-    take(made, 4)
-    new = changed(made, tmp_path / "a.pt", optim={"main": {"lr": 0.5}})
-    assert new.optimizers["main"].param_groups[0]["lr"] == 0.5
-    assert int(new.optimizers["main"].state_dict()["state"][0]["step"]) == 4
-
-
 @pytest.mark.parametrize("before", [None, "ExponentialLR", "OneCycleLR"])
 @pytest.mark.parametrize("after", ["StepLR", "warmup_cosine", "OneCycleLR", "CosineAnnealingLR"])
 def test_a_declared_schedule_goes_on_as_if_it_had_been_so(tmp_path: Path, before: str | None, after: str) -> None:

@@ -20,15 +20,13 @@ from torch import nn
 import ckptool
 from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import MemoryNeeds, memory_needs
-from ckptool.errors import Conflict
-from ckptool.training.configfile import recorded_config
 from ckptool.training.store import name_of
 from ckptool.training.trainer import start
 from tests.support.cli import Run
 from tests.support.files import opened, saved, weights
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
-from tests.support.small_runs import Typed, config, create, cut_short, flip_a_bit, train_typed
+from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, train_typed
 
 
 def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) -> None:
@@ -126,24 +124,6 @@ def test_a_sidecar_of_anything(run_folder: Path) -> None:
         path.write_text(json.dumps(told | facts))
         assert "\x1b" not in str(ckptool.inspect_run(run_folder))
         json.dumps(ckptool.inspect_run(run_folder).to_dict(), allow_nan=False)
-
-
-def test_a_run_that_never_saved_begins_again_and_one_that_did_does_not(tmp_path: Path) -> None:
-    """As one is left whose model raised: mended, it is started by the same command."""
-    made = create(config(run=tmp_path / "run"))
-    made.note("changed", config=config("seed=9").dumped())
-    with pytest.raises(Conflict, match="is being written"):
-        create(config(run=made.folder))
-    assert made.lock is not None
-    made.lock.release()
-    again = create(config("seed=4", run=made.folder))
-    assert again.lock is not None
-    assert (recorded_config(made.folder)[1].seed, list(again.history.read())) == (4, [])
-    again.commit(1, {"step": 1}, {})
-    again.lock.release()
-    with pytest.raises(Conflict, match="is a run already"):
-        create(config(run=made.folder))
-    assert recorded_config(made.folder)[0] == again.id
 
 
 def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@ named."""
 
 import pickle
 import re
-import shlex
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.cli import main
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, OutputExists, UsageError
 from ckptool.formats import marks, read
 from ckptool.verbs.recover import recover
-from fixtures.make import make
 from fixtures.traps import TRAPS
 from tests.support.cli import Run, command_lines
 from tests.support.files import load, saved, torch_bytes, weights, written
@@ -35,37 +32,6 @@ def cut(path: Path, share: float, out: Path) -> Path:
 
 def notes(path: Path) -> list[str]:
     return [note.code for note in ckptool.inspect(path).notes]
-
-
-def test_a_64_tensor_zip_cut_at_half(tmp_path: Path) -> None:
-    """Every whole record comes back, byte for byte, and nothing wrong does; stock torch opens what is written."""
-    torch.manual_seed(1)
-    model = {f"layer{i}.weight": torch.randn(50 + i, 16) for i in range(64)}
-    path = cut(saved({"model": model, "epoch": 3}, tmp_path / "a.pt"), 0.5, tmp_path / "cut.pt")
-    before = path.read_bytes()
-    done = recover(path, tmp_path / "out.pt")
-    ends = {name: start for name, start in record_starts(tmp_path / "a.pt").items() if "/data/" in name}
-    fits = [ends[f"archive/data/{i}"] + 64 * (50 + i) + 16 <= len(before) for i in range(64)]
-    whole = [name for name, is_whole in zip(model, fits, strict=True) if is_whole]
-    for mmap in (False, True):
-        found = load(tmp_path / "out.pt", mmap=mmap)
-        assert_same_objects(found, {"model": {name: model[name] for name in whole}, "epoch": 3})
-    assert (done.tensors, done.back, len(done.lost)) == (64, len(whole), 64 - len(whole)) and not done.complete
-    assert [item.address for item in done.lost] == [f"model/{name}" for name in model if name not in whole]
-    assert path.read_bytes() == before and done.proven
-    assert "incomplete" in str(done) and "recovered-file" in notes(tmp_path / "out.pt")
-
-
-@pytest.mark.parametrize("remove", [1, 22, 42, 98, 200])
-def test_a_lost_directory_loses_nothing(remove: int, tmp_path: Path) -> None:
-    path = make("training.pt", tmp_path)
-    expected = load(path)
-    short = written(path.read_bytes()[:-remove], tmp_path / "short.pt")
-    done = recover(short, tmp_path / "out.pt")
-    assert done.complete and not done.lost and done.proven and "everything was recovered" in str(done)
-    assert_same_objects(load(tmp_path / "out.pt"), expected)
-    assert "recovered-file" not in notes(tmp_path / "out.pt") and ckptool.verify(tmp_path / "out.pt").fine
-    assert main(["recover", str(short), "-o", str(tmp_path / "again.pt")]) == 0
 
 
 NUMBERS = torch.arange(12.0).reshape(3, 4)
@@ -140,18 +106,6 @@ def test_a_program_is_not_recovered(tmp_path: Path, run: Run) -> None:
     said = run("recover", written(bytes(data), path), "-o", tmp_path / "out.pt")
     assert said.code == 2 and "a program of TorchScript" in said.err and not (tmp_path / "out.pt").exists()
     assert "ckptool recover" not in run("verify", path).out + run("doctor", path).out
-
-
-def test_a_cut_safetensors_file(tmp_path: Path) -> None:
-    tree = weights(*"abcdef")
-    ckptool.convert(saved(tree, tmp_path / "a.pt"), tmp_path / "a.safetensors", at="")
-    path = cut(tmp_path / "a.safetensors", 0.9, tmp_path / "cut.safetensors")
-    done = recover(path, tmp_path / "out.safetensors")
-    assert 0 < done.back < 6 and not done.proven and "no checksums" in str(done)
-    found = load_file(tmp_path / "out.safetensors")
-    assert sorted(found) == sorted(set(tree) - {item.address for item in done.lost})
-    assert all(torch.equal(value, tree[name]) for name, value in found.items())
-    assert "recovered-file" in notes(tmp_path / "out.safetensors")
 
 
 def test_a_file_that_lost_its_mark_of_an_earlier_recovery_is_marked_all_the_same(tmp_path: Path) -> None:
@@ -300,21 +254,6 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     np.savez(tmp_path / "a.npz", a=np.zeros(9), b=np.ones(9))
     done = run("recover", cut(tmp_path / "a.npz", 0.6, tmp_path / "cut.npz"), "-o", tmp_path / "some.npz")
     assert done.code == 2 and "directory is missing" in done.err
-
-
-def test_names_from_the_file_are_escaped(tmp_path: Path) -> None:
-    path = damaged(saved({"\x1b[31mred\n": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pt"), 0)
-    done = recover(path, tmp_path / "out.pt")
-    assert "\x1b" not in str(done) and "\\x1b[31mred\\n" in str(done)
-
-
-def test_the_command_that_errors_and_verify_print_works(tmp_path: Path, run: Run) -> None:
-    whole = saved({"model": weights(*"abcd")}, tmp_path / "a name.pt")
-    path = written(whole.read_bytes()[: record_starts(whole)["archive/data/2"]], tmp_path / "cut name.pt")
-    found = run("verify", path)
-    (line,) = [line.strip() for line in found.out.splitlines() if line.strip().startswith("ckptool recover")]
-    assert found.code == 1 and run(*shlex.split(line)[1:]).code == 1
-    assert ckptool.inspect(tmp_path / "cut name.fixed.pt").tensors
 
 
 def test_every_verb_says_that_a_file_was_recovered(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

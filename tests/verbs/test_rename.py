@@ -19,7 +19,7 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from fixtures.make import make
 from fixtures.traps import TRAPS, batch_norm_model
 from tests.support.errors import refused
-from tests.support.files import load, saved, weights
+from tests.support.files import load, weights
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
 
@@ -179,14 +179,6 @@ def test_an_error_in_a_rules_file_points_at_its_line(text: str, line: int, tmp_p
     with pytest.raises((UsageError, NoMatch)) as caught:
         ckptool.rename({"a": 0}, rules_file=str(path), at="")
     assert f"rules.yaml, line {line}" in caught.value.what, caught.value
-
-
-def test_there_and_back_in_place(tmp_path: Path) -> None:
-    state = weights("blocks.0.attn.q.weight", "blocks.10.mlp.weight", "head.weight")
-    before = load(file := saved({"state_dict": state, "epoch": 1}, tmp_path / "in.pt"))
-    ckptool.rename(file, ["blocks.* => layers.*"], in_place=True, verify=True)
-    ckptool.rename(file, ["layers.* => blocks.*"], in_place=True, verify=True)
-    assert_same_objects(before, load(file))
 
 
 # `strip-module` and `add-module`.

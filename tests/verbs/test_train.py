@@ -165,15 +165,6 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
     assert {len(line.rstrip("\n")) for line in drawn} == {60}
 
 
-def test_early_stopping(typed: Typed) -> None:
-    code, out, _ = train_typed(typed, "stop.patience=1", "optim.main.lr=1e-30")
-    why = "  val_loss has not improved in 1 evaluation, best at step 5; go on all the same: "
-    command = "ckptool resume runs/x --set stop.patience=null"
-    assert (code, out) == (0, f"stopped early: 10 steps → runs/x\n{why}{command}\n")
-    assert "stopped early at step 10; go on all the same: ckptool resume runs/x" in typed("inspect", "runs/x")[1]
-    assert typed("resume", "runs/x", "--set", "stop.patience=null", "-q")[1] == "done: 20 steps → runs/x\n"
-
-
 @pytest.mark.parametrize(
     ("step", "rate", "words"),
     [

@@ -134,14 +134,6 @@ def test_a_file_that_cannot_be_opened_is_damaged_not_unreadable(tmp_path: Path) 
     assert codes(found) == ["truncated", "lost"] and found.problems[1].tensors in (("a",), ("b",))
 
 
-def test_an_interrupted_edit_is_said(tmp_path: Path) -> None:
-    path = saved({"m": weights("a.w"), "n": 1}, tmp_path / "a.pt")
-    tail = path.read_bytes()[-42:]
-    path.write_bytes(path.read_bytes() + bytes(3000) + tail)
-    found = verify(path)
-    assert found.fine and [note.code for note in found.notes] == ["interrupted-edit"]
-
-
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 
 

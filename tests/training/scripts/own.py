@@ -214,13 +214,6 @@ def ones(model):
 # Tasks and hooks -----------------------------------------------------------------------------------------------------
 
 
-def net():
-    def loss(models, batch):
-        return models["net"](batch.data[0]).pow(2).mean()
-
-    return Task([Phase("net", loss)], lambda models, batches: {"val_loss": loss(models, next(iter(batches)))})
-
-
 def odd_metrics():
     found = dict.fromkeys(("every", "seconds", "step", "self", "val_loss"), 0.5) | {"odd": float("nan")}
     return Task(classify().phases, lambda models, batches: found)
