@@ -287,7 +287,7 @@ class _Shown(str):
 # Types of parameters that are checked in Python: what is accepted for each, and what it is called.
 _ACCEPTED: dict[Any, tuple[type, str]] = {str: (str, "a string"), os.PathLike: (os.PathLike, "a path")}
 _ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
-_ACCEPTED |= {bool: (Integral, "True or False"), Callable: (Callable, "a function")}  # "no" would be true
+_ACCEPTED |= {bool: (Integral, "True or False")}  # "no" would be true
 _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
 
 

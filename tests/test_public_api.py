@@ -233,7 +233,8 @@ space = {}
 exec("from ckptool import *", space)
 assert {*ckptool.__all__} <= {*space}
 numpy.savez("a.npz", a=numpy.zeros(3))
-calls = {name: (lambda name=name: space[name](1, 2)) for name in ("Run", "load_into", "save_for_cpu")}
+calls = {name: (lambda name=name: space[name]({}, "a.pt")) for name in ("load_into", "save_for_cpu")}
+calls["Run"] = lambda: ckptool.Run("run")
 calls |= {"spec": lambda: ckptool.spec("torch.nn:Linear"), "open": lambda: ckptool.open("a.npz")["a"].torch()}
 for name, call in calls.items():
     for error in (ImportError, ckptool.CkptoolError):

@@ -234,7 +234,7 @@ _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state"
 
 def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
-    and dictionaries of numpy arrays."""
+    and dictionaries of numpy arrays, whose inside is."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -258,7 +258,7 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
             root = _array_root(place, node)
         if root is not None:
             yield replace(root, path=path, base=base)
-        elif not is_opaque:
+        if not is_opaque and (root is None or root.arrays is not None):  # weights may lie beside their scales
             stack += reversed([((*path, key), value) for key, value in _containers(node)])
 
 
