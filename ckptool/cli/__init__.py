@@ -216,7 +216,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         return (work(each) for each in every), separate, "" if shows_own else label
     from ckptool.verbs._many_files import each_file, write_many
 
-    words = ("written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
+    words = ("would be written" if given.get("dry_run") else "written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
     words = words if declared.exits else ("read", "", "not read")
     results: Iterator[Any]
     if is_output:
