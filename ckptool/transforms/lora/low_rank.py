@@ -62,7 +62,8 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
     height, width = tuned.shape[0], prod(tuned.shape[1:])
     rank = min(rank, height, width)
     if rank * (height + width) > MAX_FACTORS:
-        what = f"{key} in rank {rank:,} takes {counted(rank * (height + width), 'element')}"
+        name = f"{key} in rank {rank:,}"
+        what = f"{name} takes {counted(rank * (height + width), 'element')}"
         raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
     inputs, sides = (tuned, base), (TensorValues(tuned), TensorValues(base))
 
