@@ -108,7 +108,9 @@ def flat_names(tree: Any) -> FlatNames:
         for key, value in items:
             here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
             where = (*place, key)
-            if not _is_gone_into(value):
+            parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+            goes_on = isinstance(value, dict) or any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts)
+            if not goes_on:
                 flat.add(here, where, value)
                 continue
             if id(value) in holders or len(stack) > MAX_DEPTH:
@@ -127,13 +129,6 @@ def flat_names(tree: Any) -> FlatNames:
     if with_optimizers(tree)[0] is not tree:
         flat.lost.setdefault(OPTIMIZERS, "")
     return flat
-
-
-def _is_gone_into(value: Any) -> bool:
-    if type(value) is not list:
-        return isinstance(value, dict)
-    lists = visit(value, lambda node: node if type(node) is list else ())
-    return any(isinstance(part, (dict, TensorEntry, Composite)) for part in lists)
 
 
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
