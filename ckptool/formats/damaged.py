@@ -24,36 +24,13 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import address, storages, stored_parts, walk
 from ckptool.commands import OUT, command, other_program
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    FileProblem,
-    Truncated,
-    Unsupported,
-    UsageError,
-    counted,
-    form,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, Unsupported, UsageError, counted
 from ckptool.facts import LIVE, Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import (
-    CENTRAL,
-    DESCRIPTOR,
-    DESCRIPTOR64,
-    END,
-    END64,
-    FULL,
-    LOCAL,
-    LOCATOR,
-    Archive,
-    Record,
-    extra_fields,
-    zip64_values,
-)
+from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Record
 from ckptool.pickles.decode import decode
 
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
@@ -180,9 +157,9 @@ def with_whole_count(error: Truncated) -> Truncated:
         walk = _Walk(source, QUICK, COUNTED)
         whole = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
         if walk.sizes:
-            storages = counted(len(walk.sizes), "storage")
-            found = f"{len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
-            why = f"{error.why} {found} Copy or download it again if you can."
+            every = counted(len(walk.sizes), "storage")
+            found = counted(len(whole), f"of its {every} looks whole", f"of its {every} look whole")
+            why = f"{error.why} {found}. Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
             return Truncated(error.what, why, f"Save what is whole: {save}")
     return error
@@ -338,11 +315,11 @@ class _Walk:
         tail = self._peek(at + LOCAL.size, name_size + extra_size)
         name, extra = tail[:name_size].decode("utf-8", "replace"), tail[name_size:]
         # A wrong length of the extra field would lead to another record's data.
-        is_whole = len(tail) == name_size + sum(4 + len(content) for _, content in extra_fields(extra))
+        is_whole = len(tail) == name_size + sum(4 + len(content) for _, content in directory.extra_fields(extra))
         if not (name and is_whole and len(extra) == extra_size) or flags & 0x2061 or method not in (0, 8):
             return at
         if FULL in (stored, size):
-            size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
+            size, stored, _ = directory.zip64_values(extra, size, stored, 0) or (size, stored, 0)
         data_at = at + LOCAL.size + name_size + extra_size
         record = Record(self.archive, name, b"", flags, method, crc, stored, size, at, data_at=data_at)
         record.is_confirmed = True
@@ -412,7 +389,7 @@ class _Walk:
             sizes = CENTRAL.unpack(line)[10:13]
             self.listed.append(self._peek(at + CENTRAL.size, sizes[0]).decode("utf-8", "replace"))
             at += CENTRAL.size + sum(sizes)
-        for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
+        for signature, layout in directory.END_RECORDS:
             at += layout.size if self._peek(at, 4) == signature else 0
         if begin < at < self.source.size and self.states < directory.MAX_EDITS:
             self.states += 1

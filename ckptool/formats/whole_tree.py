@@ -72,7 +72,9 @@ class PickledStorages:
             raise TypeError("a storage")
         if key not in self._known:
             name, axes = json.loads(key)
-            entry = self.entry(name)
+            if name not in self.values:
+                raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
+            entry = self.values[name]
             if not isinstance(entry, TensorEntry):
                 raise TypeError("a storage")
             data, crc = entry.storage.data, entry.storage.crc
@@ -84,11 +86,6 @@ class PickledStorages:
             if self._known[key].nbytes // (dtype.itemsize if dtype else 1) != count:
                 raise Conflict(f"{name} has another size than the pickle says", _CHANGED)
         return StorageRef(self._known[key], dtype)
-
-    def entry(self, name: str) -> Any:
-        if name not in self.values:
-            raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
-        return self.values[name]
 
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:

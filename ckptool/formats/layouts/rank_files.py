@@ -23,9 +23,8 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, arg, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.boxes import Piece, overlap
 from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.pieces import Joiner, Piece, overlap
 from ckptool.formats.placements import RankFile, distributed
 from ckptool.formats.rank_trees import joined_trees
 
