@@ -17,13 +17,15 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import address, storages, stored_parts, walk
+from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.nodes import Set, same_kind
+from ckptool.checkpoint.tree import address, rebuild, storages, stored_parts, walk
 from ckptool.commands import OUT, command, other_program
+from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -123,6 +125,44 @@ class Salvaged:
                 nbytes = (storage if isinstance(node, StorageRef) else node).nbytes
                 lost.append(LostTensor(address(path), record.name, record.offset, nbytes, record.why, node, record))
         return lost
+
+    def restored(self) -> tuple[Checkpoint, list[LostTensor], list[str]]:
+        """The checkpoint without what is lost, marked if anything is; what that is; and the addresses of an optimizer's
+        states that had to go along with it."""
+        checkpoint, lost = self.checkpoint, self.lost_tensors()
+        if not lost:
+            return replace(checkpoint, origin=None), lost, []
+        tree, dropped = _without(checkpoint.tree, {id(each.node) for each in lost})
+        before = str(checkpoint.metadata.get(marks.RECOVERED, ""))
+        mark = marks.recovered_mark([each.address for each in lost], before)
+        metadata = {**checkpoint.metadata, marks.RECOVERED: mark}
+        return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
+
+
+def _without(tree: Any, gone: set[int]) -> tuple[Any, list[str]]:
+    """The tree without the nodes of these ids, and the addresses of an optimizer's states that had to go along.
+
+    An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
+    The state that an optimizer keeps for a parameter goes as a whole: half of it is worse than none.
+    """
+    slots, names = set(), []
+    for path, optimizer in optimizers(tree):
+        state = optimizer["state"]
+        for key, slot in state.items():
+            if isinstance(slot, dict) and any(id(value) in gone for value in slot.values()):
+                slots.add((id(state), key))
+                names.append(address((*path, "state", key)))
+    replaced: dict[int, Any] = {}
+    for node in visit(tree):  # inside of objects too
+        if isinstance(node, dict):
+            kept = {key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots}
+            if len(kept) < len(node):
+                replaced[id(node)] = same_kind(node, kept)
+        elif isinstance(node, Set) and any(id(item) in gone for item in node.items):
+            replaced[id(node)] = Set([item for item in node.items if id(item) not in gone], node.frozen)
+        elif isinstance(node, (list, tuple)) and any(id(item) in gone for item in node):
+            replaced[id(node)] = type(node)(None if id(item) in gone else item for item in node)
+    return rebuild(tree, lambda node: None if id(node) in gone else node, replaced), names
 
 
 @dataclass(frozen=True, slots=True)
