@@ -20,23 +20,101 @@ from ckptool.checkpoint import (
     NO_FLAGS,
     Checkpoint,
     Computed,
+    FileRange,
     InlineBytes,
     Note,
     Storage,
     TensorEntry,
     row_major_strides,
 )
-from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.facts import dataclass, field, replace
-from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_SPLIT = 8  # axes along which one tensor is divided
+MAX_DIMENSIONS = 64
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a block on every axis, and its sizes."""
+
+
+class Stored:
+    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
+    it is asked for, once. crc: the checksum of its bytes."""
+
+    __slots__ = ("_entry", "begin", "crc", "file", "like")
+
+    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
+        self.like, self.file, self.begin, self.crc = like, file, begin, crc
+        self._entry: TensorEntry | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        if self._entry is None:
+            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
+            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
+        return self._entry
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A tensor that is the block of another one which begins at `offsets`, counted in elements.
+
+    owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
+    """
+
+    tensor: TensorEntry | Stored
+    offsets: tuple[int, ...]
+    owner: str = "a block"
+    replicas: tuple[Piece, ...] = ()
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
+
+    @property
+    def like(self) -> TensorEntry:
+        """A tensor of its type, shape and strides."""
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for pieces that are the same values at the same place."""
+        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
+        return self.offsets, tensor, len(self.replicas)
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.like.shape
+
+    def part(self, box: Box) -> TensorEntry:
+        """The part of it that is in a box which lies within it."""
+        entry = self.entry
+        steps = zip(box[0], self.offsets, entry.stride, strict=True)
+        return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The overlap of two boxes; None without one."""
+    edges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
+    if any(lo >= hi for lo, hi in edges):
+        return None
+    return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)
+
+
+def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `most`."""
+    if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    if not isinstance(node, (list, tuple)) or len(node) > most:
+        return None
+    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
 
 
 class Vector:
@@ -315,42 +393,38 @@ class _Assembly:
         return iter(storages if self.in_turn else {id(storage): storage for storage in storages}.values())
 
     def read(self, offset: int, length: int) -> bytes:
+        import numpy
+
         size = self.pieces[0].like.dtype.itemsize
         stop = min(offset + length, prod(self.shape) * size)
         if offset >= stop:
             return b""
         first, last = offset // size, -(-stop // size)
-        boxes = boxes_between(self.shape, row_major_strides(self.shape), first, last)
-        data = b"".join(self._block(box, size).tobytes() for box in boxes)
-        return data[offset - first * size : stop - first * size]
-
-    def _block(self, box: Box, size: int) -> Array:
-        """The elements in a box, from all pieces that it touches; their replicas have to have the same."""
-        import numpy
-
-        begin, sizes = box
-        out = numpy.empty(sizes, f"V{size}")
-        low, high = (
-            bisect_left(self.pieces, row, key=lambda piece: piece.offsets[0])
-            for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
-        )
-        for piece in self.pieces[low:high]:
-            if (common := overlap(box, piece.box)) is None:
-                continue
-            data = row_major(piece.part(common))
-            values = data.read(0, data.length)
-            for other in piece.replicas:
-                theirs = row_major(other.part(common))
-                if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                    raise Conflict(
-                        f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of the "
-                        f"elements from {list(common[0])}",
-                        "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
-                        "Copy all files of the folder again, or take another checkpoint.",
-                    )
-            place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
-            out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
-        return out
+        parts: list[bytes] = []
+        for box in boxes_between(self.shape, row_major_strides(self.shape), first, last):
+            begin, sizes = box
+            out = numpy.empty(sizes, f"V{size}")
+            low, high = (
+                bisect_left(self.pieces, row, key=lambda piece: piece.offsets[0])
+                for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
+            )
+            for piece in self.pieces[low:high]:
+                if (common := overlap(box, piece.box)) is None:
+                    continue
+                data = row_major(piece.part(common))
+                values = data.read(0, data.length)
+                for other in piece.replicas:  # which have to have the same
+                    theirs = row_major(other.part(common))
+                    if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of "
+                        what += f"the elements from {list(common[0])}"
+                        why = "Both have the same part of it, so one of the files was damaged or is of another "
+                        fix = "Copy all files of the folder again, or take another checkpoint."
+                        raise Conflict(what, f"{why}checkpoint.", fix)
+                place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
+                out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
+            parts.append(out.tobytes())
+        return b"".join(parts)[offset - first * size : stop - first * size]
 
 
 def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
