@@ -273,13 +273,13 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
     """All tensors as base64 of deflated columns of JSON: ten thousand of them, with pictures, have to fit in 3 MB."""
     rows: list[tuple[Any, ...]] = []
     names: list[dict[str, Any]] = []
-    change = _change_of(compared) if compared is not None else lambda side, row: 0
     for side, file in enumerate(report.files):
         for part in _parts_of(file):
             names.append({"file": side, "at": part.root.address, "model": part.root.is_model, "is": part.root.kind})
             for index, row in enumerate(part.rows):
                 tied = part.rows[part.tied[index]].address if index in part.tied else 0
-                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change(side, row)))
+                change = compared.change(side, row) if compared is not None else 0
+                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change))
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": compared is not None, "columns": columns}
@@ -339,6 +339,8 @@ class _Compared:
         for paths_of, part in zip(self.places, parts, strict=True):
             for path, tensor in tensors(part.tree):
                 paths_of.setdefault(tensor.view, []).append(path)
+        self.only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
+        self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
         """That of a tensor of a file, the first or the second; None where it was not compared."""
@@ -348,28 +350,20 @@ class _Compared:
             path = paths[0]
         return None if path is None else address(bare(path) if "prefix" in self.diff.ignored else path)
 
-
-def _change_of(compared: _Compared) -> Any:
-    """What tells of a tensor of a file how it changed: a word; elements that moved and all of them; then the largest
-    difference and the cosine, where they are known."""
-    diff = compared.diff
-    only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
-    changed = {change.address: change for change in diff.changed}
-
-    def change(side: int, row: TensorRow) -> list[Any]:
-        if (name := compared.name(side, row)) is None:
+    def change(self, side: int, row: TensorRow) -> list[Any]:
+        """How a tensor of a file changed: a word; elements that moved and all of them; then the largest difference and
+        the cosine, where they are known."""
+        if (name := self.name(side, row)) is None:
             return ["not compared"]
-        if (found := changed.get(name)) is None:
+        if (found := self.changed.get(name)) is None:
             above = [name[:at] for at, sign in enumerate(f"{name}/") if sign == "/"]
-            if any(part in changed for part in above):  # of another type in the other file
+            if any(part in self.changed for part in above):  # of another type in the other file
                 return ["not compared"]
-            return ["only here" if any(part in only for part in above) else f"same: {diff.evidence}"]
+            return ["only here" if any(part in self.only for part in above) else f"same: {self.diff.evidence}"]
         word = ", ".join(name for name in found.aspects if name != "values") or "values"
         values = found.values
         facts = () if values is None else (values.changed, values.total, _plain(values.max_abs), _plain(values.cosine))
         return [word, *facts]
-
-    return change
 
 
 def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
