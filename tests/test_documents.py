@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -97,21 +97,49 @@ def test_search_works_in_a_browser_from_the_disk(typed: str, page: str, site: Pa
 # docs/adding.md ------------------------------------------------------------------------------------------------------
 
 
-def test_a_verb_is_one_file_and_one_line(tmp_path: Path) -> None:
-    source, line = re.findall(r"```py\n(.*?)```", (HOME / "docs" / "adding.md").read_text(), re.DOTALL)[:2]
-    package = tmp_path / "ckptool"
-    shutil.copytree(HOME / "ckptool", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "verbs" / "count.py").write_text(source)
-    table = package / "commands.py"
-    table.write_text(table.read_text().replace("[look takes]\n", f"[look takes]\n{line}", 1))
-    torch.save({"a": torch.ones(3), "b": {"c": torch.ones(2, dtype=torch.float16)}}, tmp_path / "m.pt")
+def grown(home: Path, file: str, table: str, at: str, *, after: bool = False) -> Callable[..., str]:
+    """A copy of the package with the file of an example of the page, and its line in a table at this text; gives what
+    runs it."""
+    blocks = re.findall(r"```py\n(.*?)```", (HOME / "docs" / "adding.md").read_text(), re.DOTALL)
+    name = Path(file).stem.replace("_", "-")
+    number = next(number for number, block in enumerate(blocks) if block.startswith(f'"""`{name}`'))
+    shutil.copytree(HOME / "ckptool", home / "ckptool", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "ckptool" / file).write_text(blocks[number])
+    rows, line = home / "ckptool" / table, blocks[number + 1]
+    text = rows.read_text()
+    assert at in text
+    rows.write_text(text.replace(at, at + line if after else line + at, 1))
 
     def run(*words: str, code: int = 0) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment = {**os.environ, "PYTHONPATH": str(home)}
         program = [sys.executable, *words] if words[0] == "-c" else [sys.executable, "-m", "ckptool", *words]
-        ended = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        ended = subprocess.run(program, cwd=home, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == code, ended.stderr
         return ended.stdout or ended.stderr
+
+    return run
+
+
+def test_a_layout_is_one_file_and_one_line(tmp_path: Path) -> None:
+    run = grown(tmp_path, "formats/layouts/row_files.py", "formats/__init__.py", '    Format("folder", "members"')
+    whole = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.arange(5)}
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for rank, rows in enumerate((slice(0, 2), slice(2, 4), slice(4, 5))):
+        torch.save({name: tensor[rows].clone() for name, tensor in whole.items()}, folder / f"rows_{rank}_of_3.pt")
+    assert "row-files" in run("inspect", "saved") and "rows by rank" in run("inspect", "saved", "--json")
+    run("convert", "saved", "-o", "joined.pt")
+    joined = torch.load(tmp_path / "joined.pt")
+    assert list(joined) == list(whole) and all(torch.equal(joined[name], whole[name]) for name in whole)
+    (folder / "rows_1_of_3.pt").rename(folder / "rows_3_of_3.pt")
+    assert "beyond the 3" in run("inspect", "saved", code=2)
+    (folder / "rows_3_of_3.pt").unlink()
+    assert "lacks the files of 1 rank of 3: rank 1" in run("inspect", "saved", code=2)
+
+
+def test_a_verb_is_one_file_and_one_line(tmp_path: Path) -> None:
+    run = grown(tmp_path, "verbs/count.py", "commands.py", "[look takes]\n", after=True)
+    torch.save({"a": torch.ones(3), "b": {"c": torch.ones(2, dtype=torch.float16)}}, tmp_path / "m.pt")
 
     assert run("count", "m.pt") == "m.pt: 2 tensors, 16 B\n"
     assert run("count", "m.pt#b", "m.pt", "-q", "--dtype", "f16") == "1\n1\n"

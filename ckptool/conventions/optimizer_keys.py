@@ -56,28 +56,23 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
         state = inside.setdefault("state", {})
         inside.setdefault("param_groups", [])
         if text.startswith(f"{place}state."):
-            _add(state, text.removeprefix(f"{place}state."), value, options[place])
+            # NAME.KEY…: the name is the longest of a group's that it begins with, else all but the last part.
+            name, _, last = text.removeprefix(f"{place}state.").rpartition(".")
+            below, known = [last], name
+            while known not in options[place] and len(below) < MAX_LEVELS and "." in known:
+                known, _, part = known.rpartition(".")
+                below.append(part)
+            if known not in options[place]:
+                known, below = name, [last]
+            for part in (known, *below[:0:-1]):
+                state = state.setdefault(part, {})
+                if not isinstance(state, dict):
+                    shown = text.removeprefix(f"{place}state.")[:200]
+                    raise Corrupt(f"an optimizer's key {shown} runs through another value", "It was damaged.")
+            state[last] = value
     for place, names in options.items():
         (result[place[:-1]] if place else result)["param_groups"] += _groups(names)
     return result
-
-
-def _add(state: dict[str, Any], key: str, value: Any, names: Mapping[str, Any]) -> None:
-    """Puts `NAME.KEY…` into the state; the name is the longest of a group's that it begins with, else all but the
-    last part."""
-    name, _, last = key.rpartition(".")
-    below, known = [last], name
-    while known not in names and len(below) < MAX_LEVELS and "." in known:
-        known, _, part = known.rpartition(".")
-        below.append(part)
-    if known not in names:
-        known, below = name, [last]
-    node = state
-    for part in (known, *below[:0:-1]):
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise Corrupt(f"an optimizer's key {key[:200]} runs through another value", "It was damaged.")
-    node[last] = value
 
 
 def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,20 +81,18 @@ def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     numbers: dict[int | str, int] = {}  # the same for equal values, by their ids and by their texts
     for name, values in options.items():
         for value in values.values():
-            if id(value) not in numbers:
-                numbers[id(value)] = numbers.setdefault(_comparable(value), len(numbers))
+            if id(value) in numbers:
+                continue
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            text = f"<{id(value)}>"  # plain values, and lists of them, have the same if they are equal
+            if isinstance(value, TensorEntry):
+                text = repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
+            elif all(part is None or type(part) in (str, int, float, bool) for part in parts):
+                text = repr(value)
+            numbers[id(value)] = numbers.setdefault(text, len(numbers))
         key = tuple(sorted((option, numbers[id(value)]) for option, value in values.items()))
         groups.setdefault(key, {**values, "params": []})["params"].append(name)
     return list(groups.values())
-
-
-def _comparable(value: Any) -> str:
-    """The same text for equal plain values, and lists of them; for anything else one of its own."""
-    if isinstance(value, TensorEntry):
-        return repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
-    parts = value if isinstance(value, (list, tuple)) else (value,)
-    plain = all(part is None or type(part) in (str, int, float, bool) for part in parts)
-    return repr(value) if plain else f"<{id(value)}>"
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,11 +131,20 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     unknown = next(_unknown(method, forms, config, divided, weights), "")
     nodes = [] if config.get("dynamic") else [*nodes, *weights]  # GPTQModel: other facts by module
     bits = (node.get(name) for node in nodes for name in ("num_bits", "bits"))
+    blocks = set[tuple[int, int]]()
+    for node in nodes:
+        sizes, group = node.get("weight_block_size") or node.get("block_structure"), node.get("group_size")
+        if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
+            blocks.add((sizes[0], sizes[1]))
+        elif type(group) is int and group < 1 << 40:
+            blocks.add((1, max(group, 0)))
+        elif (strategy := node.get("strategy")) in ("tensor", "channel"):
+            blocks.add((int(strategy == "channel"), 0))
     signs = {sign for node in nodes for name in ("symmetric", "sym") if type(sign := node.get(name)) is bool}
     return Scheme(
         method,
         frozenset(number for number in bits if type(number) is int),
-        frozenset(block for node in nodes for block in _blocks_of(node)),
+        frozenset(blocks),
         signs.pop() if len(signs) == 1 else None,
         any(node.get("desc_act") is True or node.get("actorder") in ("group", "dynamic") for node in nodes),
         forms,
@@ -160,17 +169,6 @@ def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any],
         form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
         if kind in ("int", "float") and _TYPES.get(form, kind) != kind:
             yield odd.format(f"type={kind}")
-
-
-def _blocks_of(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The rows and columns that share a scale, as far as the configuration says."""
-    sizes, group = fields.get("weight_block_size") or fields.get("block_structure"), fields.get("group_size")
-    if isinstance(sizes, list) and len(sizes) == 2 and are_sizes(sizes):
-        return [(sizes[0], sizes[1])]
-    if type(group) is int and group < 1 << 40:
-        return [(1, max(group, 0))]
-    strategy = fields.get("strategy")
-    return [(0, 0)] if strategy == "tensor" else [(1, 0)] if strategy == "channel" else []
 
 
 def _text(value: Any) -> str:
@@ -470,8 +468,24 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
             except CkptoolError as error:
                 problem = f"{name}: {error.what}"
         found.problems += [problem] if problem else []
-    if found or scheme.method or _is_scaled(tree):
-        _add_leftovers(tree, taken, found)
+    if not (found or scheme.method or _is_scaled(tree)):
+        return found
+    # Scales of activations; and the parts of weights, and codes, that belong to nothing that is known.
+    names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
+    modules = {name[: dot.start()] for name in names for dot in re.finditer("[.]", name[:1000])}
+    for key, value in tree.items():
+        if isinstance(value, Composite) and "quantized" in value.kind:
+            found.problems.append(f"{key!s} is a {value.kind} tensor")
+        if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
+            continue
+        begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
+        module = key.rpartition(".")[0]
+        if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
+            found.left_out.append(key)
+        elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
+            found.problems.append(f"{key} belongs to no weight that is there")
+        elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
+            found.problems.append(f"{key} is of type {value.dtype}, and has no scale that is known")
     return found
 
 
@@ -543,22 +557,3 @@ def _is_scaled(tree: Mapping[Any, Any]) -> bool:
         for key, value in (tree.items() if modules else ())
         if type(key) is str and not _is_f8(value)
     )
-
-
-def _add_leftovers(tree: Mapping[Any, Any], taken: Mapping[str, str], found: Quantized) -> None:
-    """Adds scales of activations; and the parts of weights, and codes, that belong to nothing that is known."""
-    names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
-    modules = {name[: dot.start()] for name in names for dot in re.finditer("[.]", name[:1000])}
-    for key, value in tree.items():
-        if isinstance(value, Composite) and "quantized" in value.kind:
-            found.problems.append(f"{key!s} is a {value.kind} tensor")
-        if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
-            continue
-        begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
-        module = key.rpartition(".")[0]
-        if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
-            found.left_out.append(key)
-        elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
-            found.problems.append(f"{key} belongs to no weight that is there")
-        elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
-            found.problems.append(f"{key} is of type {value.dtype}, and has no scale that is known")

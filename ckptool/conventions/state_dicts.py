@@ -259,15 +259,12 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
         if root is not None:
             yield replace(root, path=path, base=base)
         if not is_opaque and (root is None or root.arrays is not None):  # weights may lie beside their scales
-            stack += reversed([((*path, key), value) for key, value in _containers(node)])
-
-
-def _containers(node: Any) -> list[tuple[Any, Any]]:
-    """The parts of a dictionary, list, tuple or object that have parts themselves, with their keys; no arguments."""
-    below: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else children(node)
-    if isinstance(node, Object):
-        below = [part for part in below if type(part[0]) is not str or not part[0].startswith("(")]
-    return [(key, value) for key, value in below if type(value) in _HOLDERS and value]
+            # The parts that have parts themselves; of an object, not the arguments that made it.
+            below: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, dict) else children(node)
+            if isinstance(node, Object):
+                below = [part for part in below if type(part[0]) is not str or not part[0].startswith("(")]
+            parts = [((*path, key), value) for key, value in below if type(value) in _HOLDERS and value]
+            stack += reversed(parts)
 
 
 MANY_STATE_DICTS = 20  # that are named where one of them has to be chosen

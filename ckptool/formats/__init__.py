@@ -163,11 +163,14 @@ def read_source(source: Input) -> Checkpoint:
     with while_open(), unchanged(source):
         found = read_alone(source)
         part = found.part or as_part(found)
-        if part is None and isinstance(source, Folder) and _may_have_members(found, source):
-            from ckptool.formats.members import with_members
+        if part is None and isinstance(source, Folder) and found.container != "folder":
+            own = found.source
+            opened = own.files if isinstance(own, Folder) else [os.path.basename(own.path)] if own else []
+            if not {*source.names} <= {name.partition("/")[0] for name in opened}:  # it may have members, too
+                from ckptool.formats.members import with_members
 
-            found = with_members(found, Folder(source.path))
-            part = found.part
+                found = with_members(found, Folder(source.path))
+                part = found.part
     if part is not None:
         fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
@@ -180,13 +183,6 @@ def read_source(source: Input) -> Checkpoint:
             found = replace(found, notes=(*found.notes, note))
         found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
     return found
-
-
-def _may_have_members(found: Checkpoint, folder: Folder) -> bool:
-    """True for the checkpoint of a folder in which is more than its own format opened."""
-    source = found.source
-    opened = source.files if isinstance(source, Folder) else [os.path.basename(source.path)] if source else []
-    return found.container != "folder" and not {*folder.names} <= {name.partition("/")[0] for name in opened}
 
 
 def read_alone(source: Input) -> Checkpoint:

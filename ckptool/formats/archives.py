@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
-from ckptool.formats import ZIP, safetensors, torch_legacy, torch_tar, torch_zip
+from ckptool.formats import HEAD, ZIP, safetensors, torch_legacy, torch_tar, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import LEADS_ELSEWHERE
 
@@ -60,17 +60,41 @@ def read(source: Source) -> Checkpoint:
     discarded: list[Any] = []
     names, others = set[str](), list[str]()
     pickles = 0
-    for full_name, part in _zipped(source, notes) if source.read(0, 2) == b"PK" else _in_tar(source):
+    for full_name, part in _files(source, notes):
         name = full_name.removeprefix("./")
-        _check(source, name, names)
+        if name in names:
+            raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
+        if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
+            what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
+            raise Corrupt(what, "No program writes such names; the archive is malicious.")
+        if name.endswith(".distcp"):
+            what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
+            raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
         names.add(name)
         if _WEIGHTS.search(name):
-            found = _checkpoint(source, name, part)
+            head = part.read(0, min(HEAD, part.size))
+            try:
+                if head[:4] in ZIP:
+                    found = torch_zip.read(part)
+                elif torch_legacy.begins_stream(head):
+                    stream = FileRange(part.file, part.start, part.size)
+                    found, _ = torch_legacy.read_stream(stream, name=str(part))
+                elif name.endswith(safetensors.SUFFIXES):
+                    found = safetensors.read(part)
+                else:
+                    why = "It is no file of torch.save or safetensors, or of an old kind."
+                    raise Unsupported(f"{source}: {name} is not read inside of an archive", why, _unpack(source))
+            except CkptoolError as error:
+                raise error.within(f"{source}: {name}") from None
             notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
             discarded += found.discarded
             values[name] = found.tree
             continue
-        if (text := _text(part)) is None:
+        try:
+            text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:  # or larger than the texts of a checkpoint are
             others.append(name)
             continue
         values[name] = text
@@ -106,52 +130,29 @@ def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
     return tree
 
 
-def _text(part: Readable) -> str | None:
-    """The text that a file is; None for anything else, and for what is larger than the texts of a checkpoint are."""
-    try:
-        text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else None
-    except UnicodeDecodeError:
-        return None
-    return None if text is None or "\0" in text else text
-
-
-def _check(source: Source, name: str, before: set[str]) -> None:
-    """Raises `Ambiguous` for a name that was there before, `Corrupt` for one that leads elsewhere."""
-    if name in before:
-        raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
-    if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
-        what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
-        raise Corrupt(what, "No program writes such names; the archive is malicious.")
-    if name.endswith(".distcp"):
-        what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
-        raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
-
-
-def _checkpoint(source: Source, name: str, part: Readable) -> Checkpoint:
-    head = part.read(0, min(512, part.size))
-    try:
-        if head[:4] in ZIP:
-            return torch_zip.read(part)
-        if torch_legacy.begins_stream(head):
-            return torch_legacy.read_stream(FileRange(part.file, part.start, part.size), name=str(part))[0]
-        if name.endswith(safetensors.SUFFIXES):
-            return safetensors.read(part)
-    except CkptoolError as error:
-        raise error.within(f"{source}: {name}") from None
-    what = f"{source}: {name} is not read inside of an archive"
-    raise Unsupported(what, "It is no file of torch.save or safetensors, or of an old kind.", _unpack(source))
-
-
 def _unpack(source: Source) -> str:
-    program = "tar xf" if torch_tar.is_tar(source.read(0, min(512, source.size))) else "unzip"
+    program = "tar xf" if torch_tar.is_tar(source.read(0, min(HEAD, source.size))) else "unzip"
     return f"Unpack it, and name the file: {other_program(program, source.path)}"
 
 
 # The files -----------------------------------------------------------------------------------------------------------
 
 
-def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
-    """The files in a zip, by name."""
+def _files(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
+    """The files in an archive, by name. Raises `Unsupported` for compressed ones, links and the like."""
+    if source.read(0, 2) != b"PK":
+        tar = torch_tar.Tar(source)
+        for header in tar.headers():
+            kind = torch_tar.odd_kind(header)
+            if kind is None:
+                yield header.name, source.part(header.offset_data, header.size)
+            elif not header.isdir():
+                what = f"{source}: {header.name[:120]!r} in it is {kind}"
+                raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
+        if tar.end != source.size:
+            what = f"{source} has {source.size - tar.end:,} bytes after its end"
+            raise Ambiguous(what, "Some readers would see another archive there.")
+        return
     archive = directory.read_archive(source)
     notes += archive.notes
     for record in archive.records.values():
@@ -162,18 +163,3 @@ def _zipped(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]
     for name, record in archive.records.items():
         if not name.endswith("/"):
             yield name, source.part(record.data_at, record.stored)
-
-
-def _in_tar(source: Source) -> Iterator[tuple[str, Readable]]:
-    """The files in a tar, by name. Raises `Unsupported` for links and the like."""
-    archive = torch_tar.Tar(source)
-    for header in archive.headers():
-        kind = torch_tar.odd_kind(header)
-        if kind is None:
-            yield header.name, source.part(header.offset_data, header.size)
-        elif not header.isdir():
-            what = f"{source}: {header.name[:120]!r} in it is {kind}"
-            raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
-    if archive.end != source.size:
-        what = f"{source} has {source.size - archive.end:,} bytes after its end"
-        raise Ambiguous(what, "Some readers would see another archive there.")

@@ -38,7 +38,21 @@ def checksums(stretches: Sequence[Data]) -> list[Sum]:
     placed = groupby(zip(pieces, ends, strict=True), lambda pair: pair[1] // BATCH)
 
     def sums_of(batch: list[Piece]) -> list[tuple[int, int, Sum]]:
-        return [(index, length, _sum(stretches[index], at, length)) for index, at, length in batch]
+        found: list[tuple[int, int, Sum]] = []
+        for index, at, length in batch:
+            value = 0
+            try:
+                for block in blocks(stretches[index], at, at + length):
+                    value = zlib.crc32(block, value)
+                found.append((index, length, value))
+            except FileChanged:
+                raise
+            except CkptoolError as error:
+                found.append((index, length, error))
+            except ValueError:  # fewer bytes came than were expected
+                what = f"it ends before its {stretches[index].length:,} bytes"
+                found.append((index, length, Corrupt(what, "What it is made from is damaged.")))
+        return found
 
     sums: list[Sum] = [0] * len(stretches)
     total = sum(data.length for data in stretches)
@@ -51,20 +65,6 @@ def checksums(stretches: Sequence[Data]) -> list[Sum]:
                 if not isinstance(before, CkptoolError):
                     sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
     return sums
-
-
-def _sum(data: Data, at: int, length: int) -> Sum:
-    value = 0
-    try:
-        for block in blocks(data, at, at + length):
-            value = zlib.crc32(block, value)
-    except FileChanged:
-        raise
-    except CkptoolError as error:
-        return error
-    except ValueError:  # fewer bytes came than were expected
-        return Corrupt(f"it ends before its {data.length:,} bytes", "What it is made from is damaged.")
-    return value
 
 
 def checksummed(data: Data, total: Crc) -> Iterator[Segment]:

@@ -17,43 +17,22 @@ import struct
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.graph import no_collection
-from ckptool.checkpoint.tree import address, storages, stored_parts, walk
+from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.nodes import Set, same_kind
+from ckptool.checkpoint.tree import address, rebuild, storages, stored_parts, walk
 from ckptool.commands import OUT, command, other_program
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    FileProblem,
-    Truncated,
-    Unsupported,
-    UsageError,
-    counted,
-    form,
-)
+from ckptool.conventions.state_dicts import optimizers
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, Unsupported, UsageError, counted
 from ckptool.facts import LIVE, Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import (
-    CENTRAL,
-    DESCRIPTOR,
-    DESCRIPTOR64,
-    END,
-    END64,
-    FULL,
-    LOCAL,
-    LOCATOR,
-    Archive,
-    Record,
-    extra_fields,
-    zip64_values,
-)
+from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Record
 from ckptool.pickles.decode import decode
 
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
@@ -124,6 +103,44 @@ class Salvaged:
                 lost.append(LostTensor(address(path), record.name, record.offset, nbytes, record.why, node, record))
         return lost
 
+    def restored(self) -> tuple[Checkpoint, list[LostTensor], list[str]]:
+        """The checkpoint without what is lost, marked if anything is; what that is; and the addresses of an optimizer's
+        states that had to go along with it."""
+        checkpoint, lost = self.checkpoint, self.lost_tensors()
+        if not lost:
+            return replace(checkpoint, origin=None), lost, []
+        tree, dropped = _without(checkpoint.tree, {id(each.node) for each in lost})
+        before = str(checkpoint.metadata.get(marks.RECOVERED, ""))
+        mark = marks.recovered_mark([each.address for each in lost], before)
+        metadata = {**checkpoint.metadata, marks.RECOVERED: mark}
+        return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
+
+
+def _without(tree: Any, gone: set[int]) -> tuple[Any, list[str]]:
+    """The tree without the nodes of these ids, and the addresses of an optimizer's states that had to go along.
+
+    An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
+    The state that an optimizer keeps for a parameter goes as a whole: half of it is worse than none.
+    """
+    slots, names = set(), []
+    for path, optimizer in optimizers(tree):
+        state = optimizer["state"]
+        for key, slot in state.items():
+            if isinstance(slot, dict) and any(id(value) in gone for value in slot.values()):
+                slots.add((id(state), key))
+                names.append(address((*path, "state", key)))
+    replaced: dict[int, Any] = {}
+    for node in visit(tree):  # inside of objects too
+        if isinstance(node, dict):
+            kept = {key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots}
+            if len(kept) < len(node):
+                replaced[id(node)] = same_kind(node, kept)
+        elif isinstance(node, Set) and any(id(item) in gone for item in node.items):
+            replaced[id(node)] = Set([item for item in node.items if id(item) not in gone], node.frozen)
+        elif isinstance(node, (list, tuple)) and any(id(item) in gone for item in node):
+            replaced[id(node)] = type(node)(None if id(item) in gone else item for item in node)
+    return rebuild(tree, lambda node: None if id(node) in gone else node, replaced), names
+
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
@@ -152,9 +169,18 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     with no_collection():
         if head[:2] == b"PK":
             return _salvaged_zip(source, error)
-        if safetensors.detect(head, source):
-            return _salvaged_safetensors(source)
-    raise error or _not_recovered(source)
+        if not safetensors.detect(head, source):
+            raise error or _not_recovered(source)
+        # The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones.
+        checkpoint, every, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
+        for storage in reversed([*storages(checkpoint.tree)]):
+            for part in storage.below():
+                if isinstance(data := part.data, FileRange):
+                    every.add(data.offset)
+                    if data.offset + data.length > source.size:
+                        lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
+                        part.data = Computed(data.length, NotThere(lost[data.offset]))
+        return Salvaged(checkpoint, len(every), len(every) - len(lost), tuple(lost.values()), False)
 
 
 def _not_recovered(source: Source) -> UsageError:
@@ -171,32 +197,23 @@ def with_whole_count(error: Truncated) -> Truncated:
         walk = _Walk(source, QUICK, COUNTED)
         whole = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
         if walk.sizes:
-            storages = counted(len(walk.sizes), "storage")
-            found = f"{len(whole):,} of its {storages} {form(len(whole), 'looks', 'look')} whole."
-            why = f"{error.why} {found} Copy or download it again if you can."
+            every = counted(len(walk.sizes), "storage")
+            found = counted(len(whole), f"of its {every} looks whole", f"of its {every} look whole")
+            why = f"{error.why} {found}. Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
             return Truncated(error.what, why, f"Save what is whole: {save}")
     return error
-
-
-def _salvaged_safetensors(source: Source) -> Salvaged:
-    """The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones."""
-    checkpoint, every, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
-    for storage in reversed([*storages(checkpoint.tree)]):
-        for part in storage.below():
-            if isinstance(data := part.data, FileRange):
-                every.add(data.offset)
-                if data.offset + data.length > source.size:
-                    lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
-                    part.data = Computed(data.length, NotThere(lost[data.offset]))
-    return Salvaged(checkpoint, len(every), len(every) - len(lost), tuple(lost.values()), False)
 
 
 # The records of a zip ------------------------------------------------------------------------------------------------
 
 
 def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
-    """From the directory if it can be read, or that of the state before an edit, else from the records' own headers."""
+    """From the directory if it can be read, or that of the state before an edit, else from the records' own headers.
+
+    Raises `Corrupt` where the pickle is lost, or the record of the byte order, which may have said: big; `Unsupported`
+    for a program of TorchScript.
+    """
     state: Archive | None = None
     try:
         state = directory.read_archive(source, case_matters=True, confirm=False)
@@ -214,7 +231,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
                 raise error or _not_recovered(source)
         elif before is not None and min((at for at in headers if at >= before.end), default=-1) == before.end:
             state, root = before, _root(before.records)  # that of an edit of which not all was written
-    is_exact = state is not None and all(_agrees(record) for record in state.records.values())
+    # A record that begins the file may be none of the state's any more; torch looks at its first bytes all the same.
+    is_exact = source.read(0, 4) == b"PK\x03\x04" and state is not None and all(map(_agrees, state.records.values()))
     if state is not None:
         archive, records = state, state.by_offset()
         how = UNDONE if state.end < source.size else ""
@@ -242,11 +260,30 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         for record in records
         if record.name not in archive.records and (record in why or not record.name.startswith(root))
     ]
-    whole, found = len(archive.records), _opened(archive, root, lost)
-    names = {record.name for record in records} | {record.name for record in found.lost_records}
+    # The tree, of the whole records alone.
+    whole = dict(archive.records)
+    unzip = f"Unpack it: {other_program('unzip -d', f'{source.path}.unpacked', source.path)}"
+    if f"{root}data.pkl" not in whole:
+        what = f"{source}: its pickle is lost, which says what the bytes of the other records are"
+        raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
+    if f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
+        raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
+    # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
+    sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
+    others = (f"{root}version", f"{root}data.pkl")
+    short = any(size == len("big") for name, size in sizes.items() if name not in others and f"{root}data/" not in name)
+    if short and f"{root}byteorder" not in whole:
+        unknown = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
+        raise Corrupt(f"{source}: its byteorder record is damaged", unknown)
+    lossy = _Lossy(archive, lost)
+    checkpoint = torch_zip.of_archive(archive, lossy.find)
+    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
+        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
+    every = {each.name: each for each in lost} | lossy.lost
+    count = len({record.name for record in records} | every.keys())
     # Where its headers and checksums all say the same, its bytes are good as they are.
-    prefix = state.end if state is not None and is_exact and not found.lost_records else None
-    return replace(found, records=len(names), whole=whole, proven=proven, how=how, prefix=prefix)
+    prefix = state.end if state is not None and is_exact and not every else None
+    return Salvaged(checkpoint, count, len(whole), tuple(every.values()), proven, how, prefix)
 
 
 def _is_pickle(name: str) -> bool:
@@ -319,11 +356,11 @@ class _Walk:
         tail = self._peek(at + LOCAL.size, name_size + extra_size)
         name, extra = tail[:name_size].decode("utf-8", "replace"), tail[name_size:]
         # A wrong length of the extra field would lead to another record's data.
-        is_whole = len(tail) == name_size + sum(4 + len(content) for _, content in extra_fields(extra))
+        is_whole = len(tail) == name_size + sum(4 + len(content) for _, content in directory.extra_fields(extra))
         if not (name and is_whole and len(extra) == extra_size) or flags & 0x2061 or method not in (0, 8):
             return at
         if FULL in (stored, size):
-            size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
+            size, stored, _ = directory.zip64_values(extra, size, stored, 0) or (size, stored, 0)
         data_at = at + LOCAL.size + name_size + extra_size
         record = Record(self.archive, name, b"", flags, method, crc, stored, size, at, data_at=data_at)
         record.is_confirmed = True
@@ -347,8 +384,17 @@ class _Walk:
             end += layout.size
         elif (size != stored and not method) or (not stored and self._peek(end, 2) not in (b"PK", b"")):
             self.why[record] = HEADER  # of no data, nothing proves that there is none
-        if not self.root and _is_pickle(name):
-            self._learn(record)
+        if not self.root and _is_pickle(name) and self.pickles < MOST_PICKLES:
+            self.pickles += 1
+            # The storages and their sizes, of a pickle that its checksum proves.
+            lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
+            with suppress(CkptoolError):
+                data = record.contents(torch_zip.inflated_limit(record.stored))
+                if record.crc in (0, zlib.crc32(data)):
+                    self.root = name.removesuffix("data.pkl")
+                    storages = torch_zip.RecordStorages(lossy.archive, f"{self.root}data/", False, lossy.find)
+                    decode(data, storages.load, BUILDERS, file_bytes=self.source.size)
+                    self.sizes = {name: record.size for name, record in lossy.archive.records.items()}
         return end
 
     def _searched(self, record: Record) -> int:
@@ -377,20 +423,6 @@ class _Walk:
         # That of an empty record may fit both.
         return next((each for each in fits if self._peek(at + each.size, 2) == b"PK"), fits[0] if fits else None)
 
-    def _learn(self, pickle: Record) -> None:
-        """Takes the storages and their sizes from a pickle that its checksum proves."""
-        self.pickles += 1
-        if self.pickles > MOST_PICKLES:
-            return
-        lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
-        with suppress(CkptoolError):
-            data = pickle.contents(torch_zip.inflated_limit(pickle.stored))
-            if pickle.crc in (0, zlib.crc32(data)):
-                self.root = pickle.name.removesuffix("data.pkl")
-                storages = torch_zip.RecordStorages(lossy.archive, f"{self.root}data/", False, lossy.find)
-                decode(data, storages.load, BUILDERS, file_bytes=self.source.size)
-                self.sizes = {name: record.size for name, record in lossy.archive.records.items()}
-
     def _past_directory(self, at: int) -> int:
         """Where the directory at `at` and the end records behind it end, as far as they are good."""
         begin = at
@@ -398,7 +430,7 @@ class _Walk:
             sizes = CENTRAL.unpack(line)[10:13]
             self.listed.append(self._peek(at + CENTRAL.size, sizes[0]).decode("utf-8", "replace"))
             at += CENTRAL.size + sum(sizes)
-        for signature, layout in ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END)):
+        for signature, layout in directory.END_RECORDS:
             at += layout.size if self._peek(at, 4) == signature else 0
         if begin < at < self.source.size and self.states < directory.MAX_EDITS:
             self.states += 1
@@ -448,31 +480,3 @@ class _Lossy:
             self.lost[name] = replace(why, nbytes=size)
             record._data, record.is_used = Computed(size, NotThere(self.lost[name])), True
         return record
-
-
-def _opened(archive: Archive, root: str, lost: list[LostRecord]) -> Salvaged:
-    """The tree of an archive that has its whole records alone.
-
-    Raises `Corrupt` where the pickle is lost, or the record of the byte order, which may have said: big; `Unsupported`
-    for a program of TorchScript.
-    """
-    source, whole = archive.source, dict(archive.records)
-    unzip = f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
-    if f"{root}data.pkl" not in whole:
-        what = f"{source}: its pickle is lost, which says what the bytes of the other records are"
-        raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
-    if f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
-        raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
-    # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
-    sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
-    others = (f"{root}version", f"{root}data.pkl")
-    short = any(size == len("big") for name, size in sizes.items() if name not in others and f"{root}data/" not in name)
-    if short and f"{root}byteorder" not in whole:
-        why = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
-        raise Corrupt(f"{source}: its byteorder record is damaged", why)
-    lossy = _Lossy(archive, lost)
-    checkpoint = torch_zip.of_archive(archive, lossy.find)
-    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
-        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
-    every = {each.name: each for each in lost} | lossy.lost
-    return Salvaged(checkpoint, 0, 0, tuple(every.values()), True)

@@ -26,7 +26,7 @@ from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
-from ckptool.facts import dataclass, replace
+from ckptool.facts import replace
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
@@ -207,7 +207,7 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     source = checkpoint.source
     # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
     path = "" if source is None or isinstance(source, Folder) else source.path  # empty: of no name
-    tree, facts, (folder, name) = checkpoint.tree, _facts_of(checkpoint.tree), os.path.split(path)
+    tree, facts, (folder, name) = checkpoint.tree, _Facts(checkpoint.tree), os.path.split(path)
     top = tree if isinstance(tree, dict) else {}
     # A rank's share of tensors that several ranks hold.
     named = OF_WORLD.fullmatch(name)
@@ -308,7 +308,6 @@ def _beside(path: str) -> list[str]:
     return names_in(os.path.dirname(path) or ".") if path else []
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class _Facts:
     """Counts of a tree.
 
@@ -317,48 +316,42 @@ class _Facts:
     its weights.
     """
 
-    tensors: int = 0
-    shared: int = 0
-    rank: int | None = None
-    world: int | None = None
-    flat: bool = False
-    empty: int = 0
-    named: int = 0
+    def __init__(self, tree: Any) -> None:
+        self.tensors = self.shared = self.empty = self.named = 0
+        self.rank: int | None = None
+        self.world: int | None = None
+        self.flat = False
+        stack, seen = [tree], set[int]()
+        while stack:
+            node = stack.pop()
+            if type(node) is Composite:
+                from ckptool.formats.placements import distributed  # which few files need
 
-
-def _facts_of(tree: Any) -> _Facts:
-    facts, stack, seen = _Facts(), [tree], set[int]()
-    while stack:
-        node = stack.pop()
-        if type(node) is Composite:
-            from ckptool.formats.placements import distributed  # which few files need
-
-            if (found := distributed(node)) is not None:
-                rank, world = found.rank, found.world
-                facts.tensors += 1
-                facts.shared += not found.is_whole
-                facts.rank = rank if facts.rank is None and type(rank) is int and rank >= 0 else facts.rank
-                facts.world = world if facts.world is None and type(world) is int and world > 0 else facts.world
-        elif type(node) in _SCALARS or id(node) in seen:
-            continue
-        elif isinstance(node, dict):
-            seen.add(id(node))
-            weights = empty = 0
-            for key, value in node.items():
-                if type(value) is not TensorEntry:
-                    stack += [value] if type(value) not in _SCALARS else []
-                elif type(key) is str:
-                    last = key.rpartition(".")[2]
-                    weights += last in ("weight", "bias")
-                    empty += last in ("weight", "bias") and value.shape == (0,)
-                    facts.flat |= last.lstrip("_").startswith("flat_param")
-            if empty > facts.empty:
-                facts.empty, facts.named = empty, weights
-        else:
-            seen.add(id(node))
-            is_object = isinstance(node, Object)
-            stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
-    return facts
+                if (found := distributed(node)) is not None:
+                    rank, world = found.rank, found.world
+                    self.tensors += 1
+                    self.shared += not found.is_whole
+                    self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
+                    self.world = world if self.world is None and type(world) is int and world > 0 else self.world
+            elif type(node) in _SCALARS or id(node) in seen:
+                continue
+            elif isinstance(node, dict):
+                seen.add(id(node))
+                weights = empty = 0
+                for key, value in node.items():
+                    if type(value) is not TensorEntry:
+                        stack += [value] if type(value) not in _SCALARS else []
+                    elif type(key) is str:
+                        last = key.rpartition(".")[2]
+                        weights += last in ("weight", "bias")
+                        empty += last in ("weight", "bias") and value.shape == (0,)
+                        self.flat |= last.lstrip("_").startswith("flat_param")
+                if empty > self.empty:
+                    self.empty, self.named = empty, weights
+            else:
+                seen.add(id(node))
+                is_object = isinstance(node, Object)
+                stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:

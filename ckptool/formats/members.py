@@ -94,7 +94,30 @@ def detect(head: bytes, source: Input) -> bool:
 
 def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
-    return next((found for found in _alone(folder) if found.names), None) or _training(folder)
+    # Megatron's legacy layout: a folder for each rank.
+    ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
+    ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
+    files = tuple(f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt"))
+    if files:
+        lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
+        return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{r}/" for r in lost), by_rules=True)
+    # Llama's files, one for each rank of tensor parallelism; one alone is the model.
+    names = tuple(name for name in folder.names if CONSOLIDATED.fullmatch(name))
+    if len(names) > 1:
+        return MemberFiles("a Llama checkpoint", "", names, tuple(missing_names(names, CONSOLIDATED)), by_rules=True)
+    # A diffusers pipeline: `model_index.json` names its components, each in a folder of its own. What has weights has a
+    # config.json; schedulers and tokenizers have others.
+    there = dict(_components(folder, "model_index.json"))
+    names = tuple(name for name, what in there.items() if what == "weights")
+    if names:
+        lost = [name for name, what in there.items() if what in ("", CONFIG)]
+        return MemberFiles("a diffusers pipeline", "diffusers", names, tuple(lost))
+    # ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest.
+    sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state") if name in folder}
+    names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
+    if "model" in names and len(names) > 1:
+        return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names)
+    return _training(folder)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
@@ -285,32 +308,6 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
 # The kinds of folders ------------------------------------------------------------------------------------------------
 
 
-def _alone(folder: Folder) -> Iterator[MemberFiles]:
-    """What a folder is that no other format reads: of each kind the members that are there, and those that are missing;
-    no members where it is another."""
-    # Megatron's legacy layout: a folder for each rank.
-    ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
-    ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
-    lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
-    files = tuple(f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt"))
-    yield MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{rank}/" for rank in lost), by_rules=True)
-    # Llama's files, one for each rank of tensor parallelism; one alone is the model.
-    names = tuple(name for name in folder.names if CONSOLIDATED.fullmatch(name))
-    lost = missing_names(names, CONSOLIDATED)
-    yield MemberFiles("a Llama checkpoint", "", names if len(names) > 1 else (), tuple(lost), by_rules=True)
-    # A diffusers pipeline: `model_index.json` names its components, each in a folder of its own. What has weights has a
-    # config.json; schedulers and tokenizers have others.
-    there = dict(_components(folder, "model_index.json"))
-    names = tuple(name for name, what in there.items() if what == "weights")
-    lost = [name for name, what in there.items() if what in ("", CONFIG)]
-    yield MemberFiles("a diffusers pipeline", "diffusers", names, tuple(lost))
-    # ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest.
-    sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state") if name in folder}
-    names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
-    is_one = "model" in names and len(names) > 1
-    yield MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names if is_one else ())
-
-
 def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
@@ -321,7 +318,13 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     beside: another format reads the folder, and stands for it.
     """
     names = [name for name in folder.names if BESIDE_WEIGHTS.fullmatch(name) and not _is_folder(folder, name)]
-    sets = [name for name in folder.names if _FOLDERS.fullmatch(name) and _is_set(folder, name)]
+    sets = []
+    for name in folder.names:
+        if _FOLDERS.fullmatch(name) and _is_folder(folder, name):
+            inner = Folder(os.path.join(folder.path, name))
+            others = (each for each in FORMATS if each.name != NAME and each.is_folder)
+            is_read = any(each.detect(b"", inner) for each in others)  # by another format
+            sets += [name] if is_read or any(each.endswith("_states.pt") for each in inner.names) else []
     modules = list(_components(folder, "modules.json"))
     weights = [name for name, what in modules if what == "weights"]
     missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
@@ -352,15 +355,6 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     elif modules:
         kind, engine = "a model of sentence-transformers", "sentence-transformers"
     return MemberFiles(kind, engine, tuple(there), tuple(missing), beside) if known else None
-
-
-def _is_set(folder: Folder, name: str) -> bool:
-    """True for a folder in it that another format reads."""
-    if not _is_folder(folder, name):
-        return False
-    inner = Folder(os.path.join(folder.path, name))
-    found = (each for each in FORMATS if each.name != NAME and each.is_folder)
-    return any(each.detect(b"", inner) for each in found) or any(each.endswith("_states.pt") for each in inner.names)
 
 
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:

@@ -96,7 +96,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
         reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
         return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
     files: dict[str, Data] = {}
-    left, changes = [], list[str]()
+    left, changes = list[str](), list[str]()
     for name in names:
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
@@ -106,9 +106,18 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
                 left.append(f"{printable(name)} ({data})")
                 continue
             files[name] = data
-            if name == CONFIG:
-                config, changes = _made_true(data.read(0, data.length), tree, dequantized)
-                files[name] = InlineBytes(config) if changes else data
+    if CONFIG in files:  # which is to name the one float type of the weights, and no quantization that they lost
+        dtypes = {each.dtype.torch for each in tree.values() if isinstance(each, TensorEntry) and each.dtype.is_float}
+        with suppress(ValueError, RecursionError):  # what is not UTF-8, or nested a thousand levels deep, stays
+            config = json.loads(files[CONFIG].read(0, files[CONFIG].length))
+            if len(dtypes) == 1 and (made := with_dtype(config, *dtypes)) != config:
+                changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
+                config = made
+            sections = _sections(config) if dequantized else []
+            taken = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
+            changes += [f"{CONFIG}: without its {taken[0]}"] if taken else []
+            if changes:
+                files[CONFIG] = InlineBytes(json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n")
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
@@ -204,25 +213,6 @@ def _companion(place: str, name: str) -> FileRange | str:
 # The configuration of changed weights ---------------------------------------------------------------------------------
 
 QUANTIZATION = ("quantization_config", "compression_config")  # the second is an old name of compressed-tensors'
-
-
-def _made_true(raw: bytes, tree: dict[Any, Any], dequantized: bool) -> tuple[bytes, list[str]]:
-    """A configuration with the one float type of the weights; and without the quantization that they no longer have.
-
-    With what was changed, in words: nothing in what is not UTF-8, or nested a thousand levels deep.
-    """
-    dtypes = {entry.dtype.torch for entry in tree.values() if isinstance(entry, TensorEntry) and entry.dtype.is_float}
-    changes: list[str] = []
-    with suppress(ValueError, RecursionError):
-        config = json.loads(raw)
-        if len(dtypes) == 1 and (made := with_dtype(config, *dtypes)) != config:
-            changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
-            config = made
-        sections = _sections(config) if dequantized else []
-        taken = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
-        changes += [f"{CONFIG}: without its {taken[0]}"] if taken else []
-        raw = json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n" if changes else raw
-    return raw, changes
 
 
 def with_dtype(config: Any, dtype: str) -> Any:

@@ -175,11 +175,7 @@ def spelled(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
     fortran = not entry.is_contiguous and turned.is_contiguous
     order = "|" if entry.dtype.itemsize == 1 else "<"
     data = (turned if fortran else entry).row_major()
-    return _header(order + code, fortran, entry.shape), data, entry.storage.crc if data is entry.storage.data else None
-
-
-def _header(descr: str, fortran: bool, shape: tuple[int, ...]) -> bytes:
-    """The header as numpy writes it, padded so that the data is aligned."""
-    text = f"{{'descr': '{descr}', 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
-    size = -(-(len(text) + 11) // ALIGNMENT) * ALIGNMENT - 10
-    return MAGIC + b"\1\0" + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"
+    text = f"{{'descr': '{order}{code}', 'fortran_order': {fortran}, 'shape': {entry.shape}, }}".encode()
+    size = -(-(len(text) + 11) // ALIGNMENT) * ALIGNMENT - 10  # padded so that the data is aligned
+    header = MAGIC + b"\1\0" + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"
+    return header, data, entry.storage.crc if data is entry.storage.data else None

@@ -93,26 +93,11 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     Ties are written once for each name. Raises `Unsupported` naming everything that cannot be kept.
     """
-    arrays = _holdable(checkpoint.tree)
-    if not arrays:
-        return Plan({"": [InlineBytes(writer.end_records(0, 0, 0)[-END.size :])]})
-    layout, checks = ZipLayout(ALIGNMENT), []
-    for name, (header, data, crc) in arrays.items():
-        layout.add(name + ENDING, data, crc, header)
-        storage = checkpoint.tree[name].storage
-        if storage.crc is not None and crc is None:
-            checks.append(storage)  # of which only a part is written, or another order
-    if mark := checkpoint.metadata.get(marks.RECOVERED):
-        layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
-    return Plan({"": layout}, checks)
-
-
-def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
-    """The result of `spelled` for each name; raises `Unsupported` with everything that numpy cannot hold."""
+    tree = checkpoint.tree
     if not isinstance(tree, dict):
         what = "an .npz file holds a dictionary of arrays, nothing else"
         raise Unsupported(what, "", f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_NPZ)}")
-    arrays, wrong = {}, []
+    arrays, wrong = dict[str, tuple[bytes, Data, int | None]](), list[str]()
     for name, value in tree.items():
         if not (why := _bad_name(name)):
             if isinstance(value, TensorEntry) and (found := spelled(value)) is not None:
@@ -130,7 +115,17 @@ def _holdable(tree: Any) -> dict[str, tuple[bytes, Data, int | None]]:
         helps = all(isinstance(tree[name], TensorEntry) and not _bad_name(name) for name in tree.keys() - arrays.keys())
         fix = f"{cast if helps else 'Leave them out'}: {left_out}"
         raise Unsupported(f"an .npz file cannot hold {listed(wrong)}", why, fix)
-    return arrays
+    if not arrays:
+        return Plan({"": [InlineBytes(writer.end_records(0, 0, 0)[-END.size :])]})
+    layout, checks = ZipLayout(ALIGNMENT), []
+    for name, (header, data, crc) in arrays.items():
+        layout.add(name + ENDING, data, crc, header)
+        storage = tree[name].storage
+        if storage.crc is not None and crc is None:
+            checks.append(storage)  # of which only a part is written, or another order
+    if mark := checkpoint.metadata.get(marks.RECOVERED):
+        layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
+    return Plan({"": layout}, checks)
 
 
 def _bad_name(name: Any) -> str:

@@ -26,7 +26,7 @@ from ckptool.checkpoint import (
     TensorEntry,
     row_major_strides,
 )
-from ckptool.checkpoint.dtypes import Array, DType, by_name, has_numbers
+from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
@@ -315,42 +315,38 @@ class _Assembly:
         return iter(storages if self.in_turn else {id(storage): storage for storage in storages}.values())
 
     def read(self, offset: int, length: int) -> bytes:
+        import numpy
+
         size = self.pieces[0].like.dtype.itemsize
         stop = min(offset + length, prod(self.shape) * size)
         if offset >= stop:
             return b""
         first, last = offset // size, -(-stop // size)
-        boxes = boxes_between(self.shape, row_major_strides(self.shape), first, last)
-        data = b"".join(self._block(box, size).tobytes() for box in boxes)
-        return data[offset - first * size : stop - first * size]
-
-    def _block(self, box: Box, size: int) -> Array:
-        """The elements in a box, from all pieces that it touches; their replicas have to have the same."""
-        import numpy
-
-        begin, sizes = box
-        out = numpy.empty(sizes, f"V{size}")
-        low, high = (
-            bisect_left(self.pieces, row, key=lambda piece: piece.offsets[0])
-            for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
-        )
-        for piece in self.pieces[low:high]:
-            if (common := overlap(box, piece.box)) is None:
-                continue
-            data = row_major(piece.part(common))
-            values = data.read(0, data.length)
-            for other in piece.replicas:
-                theirs = row_major(other.part(common))
-                if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                    raise Conflict(
-                        f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of the "
-                        f"elements from {list(common[0])}",
-                        "Both have the same part of it, so one of the files was damaged or is of another checkpoint.",
-                        "Copy all files of the folder again, or take another checkpoint.",
-                    )
-            place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
-            out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
-        return out
+        parts: list[bytes] = []
+        for box in boxes_between(self.shape, row_major_strides(self.shape), first, last):
+            begin, sizes = box
+            out = numpy.empty(sizes, f"V{size}")
+            low, high = (
+                bisect_left(self.pieces, row, key=lambda piece: piece.offsets[0])
+                for row in (begin[0] - self.tallest + 1, begin[0] + sizes[0])
+            )
+            for piece in self.pieces[low:high]:
+                if (common := overlap(box, piece.box)) is None:
+                    continue
+                data = row_major(piece.part(common))
+                values = data.read(0, data.length)
+                for other in piece.replicas:  # which have to have the same
+                    theirs = row_major(other.part(common))
+                    if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of "
+                        what += f"the elements from {list(common[0])}"
+                        why = "Both have the same part of it, so one of the files was damaged or is of another "
+                        fix = "Copy all files of the folder again, or take another checkpoint."
+                        raise Conflict(what, f"{why}checkpoint.", fix)
+                place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
+                out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
+            parts.append(out.tobytes())
+        return b"".join(parts)[offset - first * size : stop - first * size]
 
 
 def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:

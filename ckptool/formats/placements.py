@@ -167,7 +167,21 @@ class RankFile:
             if isinstance(local, TensorEntry) and local.dtype != dtype:
                 raise another_run(self.path, f"{name} is {dtype}, and its values here are {local.dtype}")
         if not found.is_dtensor:
-            places, chunks = self._shards(name, found, shape)
+            if sizes_of(found.facts.get("size")) not in (None, shape):
+                raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
+            places = tuple(map(_place, items(found.facts.get("shards_metadata"))))  # of the shards of all ranks
+            chunks: list[Piece] = []
+            for local, metadata in found.local:
+                place = _place(metadata)
+                if not isinstance(local, TensorEntry) or place is None:
+                    raise damaged(self.path, f"{name} has a shard without values or without a place")
+                begin, sizes, rank = place
+                if sizes != local.shape or place[:2] not in [each[:2] for each in places if each]:
+                    what = f"{name} has {list(local.shape)} at {list(begin)}, where its metadata has no shard"
+                    raise another_run(self.path, what)
+                if rank not in (None, self.rank):
+                    raise another_run(self.path, f"{name} was saved by rank {rank:,}")
+                chunks.append(Piece(local, begin, self.owner))
             return RankShare(self, shape, dtype, places, (), [chunks], found.flags)
         ((local, _),) = found.local
         if not isinstance(local, TensorEntry):
@@ -263,25 +277,6 @@ class RankFile:
             said = f"is at {brief(tuple(saved), 60)} of its mesh, whose table says {mesh.coordinate}"
             raise another_run(self.path, f"{name} {said}")
         return mesh
-
-    def _shards(self, name: str, found: Distributed, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], list[Piece]]:
-        """Where the shards of all ranks are in a ShardedTensor, and those that are here."""
-        if sizes_of(found.facts.get("size")) not in (None, shape):
-            raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
-        places = tuple(map(_place, items(found.facts.get("shards_metadata"))))
-        chunks: list[Piece] = []
-        for local, metadata in found.local:
-            place = _place(metadata)
-            if not isinstance(local, TensorEntry) or place is None:
-                raise damaged(self.path, f"{name} has a shard without values or without a place")
-            begin, sizes, rank = place
-            if sizes != local.shape or place[:2] not in [each[:2] for each in places if each]:
-                what = f"{name} has {list(local.shape)} at {list(begin)}, where its metadata has no shard"
-                raise another_run(self.path, what)
-            if rank not in (None, self.rank):
-                raise another_run(self.path, f"{name} was saved by rank {rank:,}")
-            chunks.append(Piece(local, begin, self.owner))
-        return places, chunks
 
 
 def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
@@ -388,19 +383,12 @@ def _divided(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
         size = min(step, total - begin)
         low = min(size, -(-size // count) * index)
         high = min(size, low - (-size // count))
-        for first, length in _between(runs, begin + low, begin + high):
-            if share and sum(share[-1]) == first:
-                share[-1] = share[-1][0], share[-1][1] + length
+        for at, first, length in _with_offsets(runs):  # the indices from place `low` to `high` among them
+            start, stop = max(begin + low, at), min(begin + high, at + length)
+            if start >= stop:
+                continue
+            if share and sum(share[-1]) == first + start - at:
+                share[-1] = share[-1][0], share[-1][1] + stop - start
             else:
-                share.append((first, length))
+                share.append((first + start - at, stop - start))
     return share
-
-
-def _between(runs: list[Run], low: int, high: int) -> list[Run]:
-    """The part of the indices from place `low` to `high` among them."""
-    found = []
-    for at, first, length in _with_offsets(runs):
-        begin, end = max(low, at), min(high, at + length)
-        if begin < end:
-            found.append((first + begin - at, end - begin))
-    return found

@@ -46,7 +46,10 @@ def joined_trees(
     """
     walk, before = _SideBySide(joiner, described), dict(joiner.different)
     tree = walk.join((name,), files, trees)
-    if unjoinable := walk.unjoinable():
+    differing = [] if walk.distributed else list(walk.differing.values())  # they may be parts of larger ones
+    unjoinable = [what for entry, what in differing if entry.dtype.kind != "uint" and what[-1:] == ")"]  # shapes differ
+    unjoinable = unjoinable or [what for entry, what in differing if entry.dtype.kind in ("float", "complex")]
+    if unjoinable:
         if not apart:
             raise Unsupported(
                 f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
@@ -59,7 +62,13 @@ def joined_trees(
         what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
         joiner.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
         return {f"rank {file.rank}": each for file, each in zip(files, trees, strict=True)}
-    walk.check()
+    for path, (entry, what) in walk.differing.items():  # that all ranks should have alike
+        last = str(path[-1]) if path else ""
+        if last in _STEPS and entry.numel == 1:
+            raise another_run(joiner.where, f"{address(path)} is one step by some ranks and another by others")
+        if last.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
+            what += " differs between ranks, is not divided over them, and looks like a weight"
+            raise another_run(joiner.where, what)
     if walk.others:
         shown = [f"{place} (not as in {listed(where, 2)})" for place, where in walk.others.items()]
         what = counted(len(shown), "value differs", "values differ")
@@ -169,23 +178,6 @@ class _SideBySide:
                 raise another_run(self.where, what)
             self.others.setdefault(name, other)
         return first
-
-    def unjoinable(self) -> list[str]:
-        """The plain tensors that differ where no tensor says how it is divided: they may be parts of larger ones."""
-        if self.distributed:
-            return []
-        shapes = [what for entry, what in self.differing.values() if entry.dtype.kind != "uint" and what[-1:] == ")"]
-        return shapes or [what for entry, what in self.differing.values() if entry.dtype.kind in ("float", "complex")]
-
-    def check(self) -> None:
-        """Raises `Conflict` for plain tensors that differ between ranks and that all ranks should have alike."""
-        for path, (entry, what) in self.differing.items():
-            name = str(path[-1]) if path else ""
-            if name in _STEPS and entry.numel == 1:
-                raise another_run(self.where, f"{address(path)} is one step by some ranks and another by others")
-            if name.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
-                what += " differs between ranks, is not divided over them, and looks like a weight"
-                raise another_run(self.where, what)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -146,7 +146,22 @@ class _Header:
             if len(self.ranges) > MAX_TENSORS:
                 raise LimitExceeded(f"{source}: more than {MAX_TENSORS:,} tensors")
         promised = max((end for _, end in self.ranges), default=0)
-        _check_cover(source, self.ranges, promised if cut else source.size - self.base)
+        at, there = 0, promised if cut else source.size - self.base
+        for begin, end in sorted(self.ranges):
+            if begin != at:
+                how = "overlap" if begin < at else "leave a hole"
+                raise Corrupt(f"{source}: tensors {how} at byte {at:,} of the data")
+            at = end
+        if at > there:
+            whole = sum(end <= there for _, end in self.ranges)
+            raise Truncated(
+                f"{source} ends {at - there:,} bytes short of the data that its header describes",
+                f"The file was cut off. Whole: {whole:,} of its {counted(len(self.ranges), 'tensor')}. "
+                "Copy or download it again if you can.",
+                f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
+            )
+        if at < there:
+            raise Corrupt(f"{source} has {there - at:,} bytes after its last tensor")
 
     def _take(self, pairs: Pairs) -> bool:
         """Adds many entries at once where each is as every writer writes it, and new; else none of them."""
@@ -220,24 +235,6 @@ def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
 def _layout(*sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """The shape as one object for all tensors that have it, its strides and number of elements."""
     return sizes, *_contiguous(list(sizes))
-
-
-def _check_cover(source: Readable, ranges: Sequence[tuple[int, int]], size: int) -> None:
-    at = 0
-    for begin, end in sorted(ranges):
-        if begin != at:
-            raise Corrupt(f"{source}: tensors {'overlap' if begin < at else 'leave a hole'} at byte {at:,} of the data")
-        at = end
-    if at > size:
-        whole = sum(end <= size for _, end in ranges)
-        raise Truncated(
-            f"{source} ends {at - size:,} bytes short of the data that its header describes",
-            f"The file was cut off. Whole: {whole:,} of its {counted(len(ranges), 'tensor')}. "
-            "Copy or download it again if you can.",
-            f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
-        )
-    if at < size:
-        raise Corrupt(f"{source} has {size - at:,} bytes after its last tensor")
 
 
 # Writing -------------------------------------------------------------------------------------------------------------

@@ -138,7 +138,16 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
         what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
         why = "The files come from two runs, or the index belongs to others."
         raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
-    shards = {file: _shard(index, source) for file, source in zip(files, folder.each(files), strict=True)}
+    shards: dict[str, Checkpoint] = {}
+    for file, source in zip(files, folder.each(files), strict=True):
+        # An index is no shard: it may lead back to itself.
+        shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
+        if shard is None or not isinstance(shard.tree, dict):
+            raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
+        if shard.container == safetensors.NAME and not shard.tensors_only:
+            what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
+            raise Unsupported(what, "The two cannot be combined.")
+        shards[file] = shard
     torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
     if 0 < len(torchs) < len(shards):
         what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"
@@ -203,17 +212,6 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     if len(names) > (most := safetensors.MAX_TENSORS):
         raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
     return names, metadata
-
-
-def _shard(index: str, source: Source) -> Checkpoint:
-    # An index is no shard: it may lead back to itself.
-    shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
-    if shard is None or not isinstance(shard.tree, dict):
-        raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
-    if shard.container == safetensors.NAME and not shard.tensors_only:
-        what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
-        raise Unsupported(what, "The two cannot be combined.")
-    return shard
 
 
 # Do they belong together? --------------------------------------------------------------------------------------------

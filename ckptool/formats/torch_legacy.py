@@ -94,9 +94,26 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     Raises `NotACheckpoint` (another magic number), `UnsafeObject` (a computed one), `Corrupt`, `BadTensor`,
     `Truncated`, `LimitExceeded` or `Unsupported`.
     """
-    head = _head(data, name)
-    little_endian: bool = head.root
-    made, tables = skeleton(data, head.end, name=name), LegacyStorages()
+    # The three pickles in front of the value.
+    if data.read(0, min(len(_USUAL), data.length)) == _USUAL:
+        little_endian, begin, aside = True, len(_USUAL), list[Any]()
+    else:
+        magic = small_pickle(data, 0, name)
+        if run := next(uses(magic.aside()), None):
+            what = f"{name}: its magic number is computed, by {run.name}"
+            why = "torch writes a number there; this file runs a program as soon as it is loaded."
+            raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
+        if magic.root != MAGIC or type(magic.root) is not int:
+            what = f"{name} is laid out as torch's legacy files, but its magic number is {brief(magic.root, 80)}"
+            raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
+        version = small_pickle(data, magic.end, name)
+        if version.root != VERSION or type(version.root) is not int:
+            what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
+            raise Corrupt(what, "No torch writes another.")
+        info = small_pickle(data, version.end, name)
+        little_endian, begin = machine_order(info.root, VERSION, name), info.end
+        aside = [*magic.discarded, *version.discarded, *info.aside()]
+    made, tables = skeleton(data, begin, name=name), LegacyStorages()
     decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
     if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
         what = f"{name}: a view of a storage stands by itself"
@@ -111,29 +128,8 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
-    calls = (*head.discarded, *decoded.discarded, *keys.aside())
+    calls = (*aside, *decoded.discarded, *keys.aside())
     return Checkpoint(decoded.root, NAME, metadata, notes=tuple(notes), discarded=calls), end
-
-
-def _head(data: Data, name: str) -> Decoded:
-    """The three pickles in front of the value; as their `root`, whether the machine was little-endian."""
-    if data.read(0, min(len(_USUAL), data.length)) == _USUAL:
-        return Decoded(True, (), 2, len(_USUAL))
-    magic = small_pickle(data, 0, name)
-    if run := next(uses(magic.aside()), None):
-        what = f"{name}: its magic number is computed, by {run.name}"
-        why = "torch writes a number there; this file runs a program as soon as it is loaded."
-        raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
-    if magic.root != MAGIC or type(magic.root) is not int:
-        what = f"{name} is laid out as torch's legacy files, but its magic number is {brief(magic.root, 80)}"
-        raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
-    version = small_pickle(data, magic.end, name)
-    if version.root != VERSION or type(version.root) is not int:
-        what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
-        raise Corrupt(what, "No torch writes another.")
-    info = small_pickle(data, version.end, name)
-    little_endian = machine_order(info.root, VERSION, name)
-    return Decoded(little_endian, (*magic.discarded, *version.discarded, *info.aside()), info.protocol, info.end)
 
 
 def small_pickle(data: Data, at: int, name: str) -> Decoded:
@@ -188,38 +184,30 @@ class LegacyStorages:
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
             raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
-        root = self._root(cls, key, location, numel)
-        return root if view is None else self._view(root, numel, view)
-
-    def _root(self, cls: Global, key: str, location: str, numel: int) -> StorageRef:
         known, dtype = storage_class(cls)
         if not known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
             raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
-        size = numel * (dtype.itemsize if dtype else 1)
-
-        def unplaced(offset: int, length: int) -> bytes:
-            raise AssertionError(f"{length} bytes at {offset} of the storage {key}, which is not placed yet")
-
+        itemsize = dtype.itemsize if dtype else 1
+        size = numel * itemsize
         if (first := self.roots.get(key)) is None:
-            first = self.roots[key] = StorageRef(Storage(Computed(size, unplaced), location), dtype)
+            first = self.roots[key] = StorageRef(Storage(Computed(size, _unplaced), location), dtype)
         storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
         alike = dtype is first.dtype or is_bytes or not size
         if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
             raise _contradiction(key, BadTensor if key in self.views else Corrupt)
-        return first if dtype is first.dtype else StorageRef(storage, dtype)
-
-    def _view(self, root: StorageRef, numel: int, view: Any) -> StorageView:
-        key, offset, size = map(as_text, view) if type(view) is tuple and len(view) == 3 else (None, None, None)
-        if type(key) is not str or type(offset) is not int or type(size) is not int:
+        if view is None:
+            return first if dtype is first.dtype else StorageRef(storage, dtype)
+        name, offset, count = map(as_text, view) if type(view) is tuple and len(view) == 3 else (None, None, None)
+        if type(name) is not str or type(offset) is not int or type(count) is not int:
             raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
-        if offset < 0 or size < 0 or offset + size > numel:
+        if offset < 0 or count < 0 or offset + count > numel:
             there = f"of a storage that has {numel:,}"
-            raise BadTensor(f"the view {key} is of the elements {offset:,} to {offset + size:,} {there}", _NO_TENSOR)
-        found = StorageView(root.storage, root.dtype, offset, size * (root.dtype.itemsize if root.dtype else 1))
-        if key in self.roots or self.views.setdefault(key, found) != found:
-            raise _contradiction(key, BadTensor if key in self.roots else Corrupt)
+            raise BadTensor(f"the view {name} is of the elements {offset:,} to {offset + count:,} {there}", _NO_TENSOR)
+        found = StorageView(storage, dtype, offset, count * itemsize)
+        if name in self.roots or self.views.setdefault(name, found) != found:
+            raise _contradiction(name, BadTensor if name in self.roots else Corrupt)
         return found
 
     def place(self, data: Data, keys: Any, at: int) -> int:
@@ -245,6 +233,10 @@ class LegacyStorages:
             storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
             at += 8 + size
         return at
+
+
+def _unplaced(offset: int, length: int) -> bytes:
+    raise AssertionError(f"{length} bytes at {offset} of a storage that is not placed yet")
 
 
 def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:

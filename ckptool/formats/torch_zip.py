@@ -11,7 +11,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.dtypes import DType
@@ -88,19 +88,12 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
 Find = Callable[[str, int], "Record | None"]
 
 
-class Pickled(NamedTuple):
-    """A zip of torch's and the pickle in it. small: the texts of the short records that are there, by name."""
-
-    root: str
-    small: dict[str, str]
-    storages: RecordStorages
-    decoded: Decoded
-
-
 def read_pickled(
     archive: Archive, builders: Mapping[Global, Builder] = BUILDERS, *, script: bool = False, find: Find | None = None
-) -> Pickled:
-    """The short records and the pickle of an archive. script: which may hold a program.  find: see `of_archive`.
+) -> tuple[str, dict[str, str], RecordStorages, Decoded]:
+    """The root folder of an archive, the texts of its short records by name, its storages and its pickle.
+
+    script: it may hold a program.  find: see `of_archive`.
 
     Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
     what `decode` raises.
@@ -145,7 +138,7 @@ def read_pickled(
     for record in records.values():
         if not (record.is_used or source.file.far):  # another reader may be asked for it; elsewhere each is a request
             record.confirm()
-    return Pickled(root, small, storages, decoded)
+    return root, small, storages, decoded
 
 
 def inflated_limit(stored: int) -> int:

@@ -76,10 +76,6 @@ class _ScriptClass(NamedTuple):
     parameters: frozenset[str]
     buffers: frozenset[str] | None
 
-    def keeps(self, name: str) -> bool:
-        """True if a tensor of this name is in the state dict."""
-        return self.buffers is None or name in self.buffers or name in self.parameters
-
 
 _UNKNOWN = _ScriptClass(True, frozenset(), None)
 # Compiled when a program is read: every torch zip is asked whether it is one.
@@ -107,9 +103,9 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
     others: dict[str, Any] = {}
     for prefix, attributes in walk_modules(top, attributes_of, below):
         declared = owners[id(attributes)]
-        kept = {
-            name: tensor for name, value in attributes.items() if (tensor := detached(value)) and declared.keeps(name)
-        }
+        named = None if declared.buffers is None else declared.buffers | declared.parameters
+        held = {name: tensor for name, value in attributes.items() if (tensor := detached(value))}
+        kept = {name: tensor for name, tensor in held.items() if named is None or name in named}
         for name in sorted(kept, key=lambda name: name not in declared.parameters):
             _add(names, prefix + name, kept[name])
         for name, value in attributes.items():

@@ -111,7 +111,12 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         what = f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero"
         why = "Their space was reserved but never written, or their data was lost in a crash."
         return Corrupt(what, why, "Copy or download it again.")
-    if not _is_text(head):
+    try:
+        getincrementaldecoder("utf-8")().decode(head)
+        is_text = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
+    except UnicodeDecodeError:
+        is_text = False
+    if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
     if re.match(_AS_TEXT + rb"[\[{]", head):
@@ -119,15 +124,6 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         why = "An index, a configuration or an error message, not the tensors."
         return NotACheckpoint(f"{source} is a JSON text", why, f"See which files with tensors are beside it: {beside}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
-
-
-def _is_text(head: bytes) -> bool:
-    """True for the beginning of a text in UTF-8."""
-    try:
-        getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------

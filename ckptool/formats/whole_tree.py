@@ -72,25 +72,20 @@ class PickledStorages:
             raise TypeError("a storage")
         if key not in self._known:
             name, axes = json.loads(key)
-            self._known[key] = self.used[name] = self._storage(self.entry(name), axes, str(location))
+            if name not in self.values:
+                raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
+            entry = self.values[name]
+            if not isinstance(entry, TensorEntry):
+                raise TypeError("a storage")
+            data, crc = entry.storage.data, entry.storage.crc
+            if axes is not None:
+                if sorted(axes) != list(range(len(entry.shape))):
+                    raise Conflict("a tensor has another number of dimensions than the pickle says", _CHANGED)
+                data, crc = row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), None
+            self._known[key] = self.used[name] = Storage(data, str(location), crc)
             if self._known[key].nbytes // (dtype.itemsize if dtype else 1) != count:
                 raise Conflict(f"{name} has another size than the pickle says", _CHANGED)
         return StorageRef(self._known[key], dtype)
-
-    def entry(self, name: str) -> Any:
-        if name not in self.values:
-            raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
-        return self.values[name]
-
-    def _storage(self, entry: Any, axes: list[int] | None, location: str) -> Storage:
-        if not isinstance(entry, TensorEntry):
-            raise TypeError("a storage")
-        old = entry.storage
-        if axes is None:
-            return Storage(old.data, location, old.crc)
-        if sorted(axes) != list(range(len(entry.shape))):
-            raise Conflict("a tensor has another number of dimensions than the pickle says", _CHANGED)
-        return Storage(row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), location)
 
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
@@ -135,7 +130,12 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         stored[name], keys[id(entry.storage)] = entry, key_of(name, axes)
 
     for path, node in trees.walk(tree):
-        if isinstance(node, TensorEntry) and id(node.storage) not in keys and _is_all_of_its_storage(node):
+        if not isinstance(node, TensorEntry) or id(node.storage) in keys:
+            continue
+        # One whose values in row-major order are all bytes of its storage, and that can be stored.
+        is_whole = not node.offset and 0 < node.nbytes == node.storage.nbytes and not any(node.flags.lazy)
+        is_held = node.dtype.safetensors is not None and (node.dtype.name != "f4_e2m1fn_x2" or bool(node.shape))
+        if is_whole and is_held and (node.is_contiguous or in_storage_order(node) is not None):
             plain = flat and len(path) == 1 and type(path[0]) is str
             axes = None if node.is_contiguous else storage_axes(node)
             store(path[0] if plain else trees.address(path), node, axes)
@@ -149,13 +149,6 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
 
 def as_bytes(storage: Storage) -> TensorEntry:
     return TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
-
-
-def _is_all_of_its_storage(entry: TensorEntry) -> bool:
-    """True for a tensor of which the values in row-major order are all bytes of its storage, and that can be stored."""
-    is_whole = not entry.offset and 0 < entry.nbytes == entry.storage.nbytes and not any(entry.flags.lazy)
-    is_held = entry.dtype.safetensors is not None and (entry.dtype.name != "f4_e2m1fn_x2" or bool(entry.shape))
-    return is_whole and is_held and (entry.is_contiguous or in_storage_order(entry) is not None)
 
 
 def unpack(

@@ -138,8 +138,14 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
             return _bounded(found, text)
         case ast.UnaryOp(operand=operand):
             return -number(operand)
-        case ast.BoolOp(values=values):
-            return _first(values, text, lookup, functions)
+        case ast.BoolOp(values=values):  # the first that has a value; the error names what can be set
+            errors = list[Unbound]()
+            for each in values:
+                try:
+                    return number(each)
+                except Unbound as error:
+                    errors.append(error)
+            raise next((error for error in errors if error.of_rules), errors[-1])
         case ast.Call(func=ast.Name(id=called), args=args):
             strings = [isinstance(each, ast.Constant) and isinstance(each.value, str) for each in args]
             pairs: Any = zip(args, strings, strict=True)
@@ -152,17 +158,6 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
         what = f"{left:,} cannot be divided by {right:,} in {text!r}"
         raise UsageError(what, "The numbers do not fit each other, or not this checkpoint. Nothing was written.")
     return _bounded(left // right if exact else _OPERATORS[type(node.op)](left, right), text)
-
-
-def _first(nodes: list[Any], text: str, lookup: Lookup, functions: Functions) -> int:
-    """The value of the first alternative that has one. The error names what can be set, where something of it can."""
-    errors = []
-    for node in nodes:
-        try:
-            return _value(node, text, lookup, functions)
-        except Unbound as error:
-            errors.append(error)
-    raise next((error for error in errors if error.of_rules), errors[-1])
 
 
 def _bounded(value: int, text: str) -> int:
@@ -196,6 +191,7 @@ MAX_NAMES = 4096  # that one side may stand for
 MANY_OPEN, MANY_WAYS = 8, 1 << 27  # variables that may end anywhere, and ways to divide a key among them: two seconds
 _TOKEN = re.compile(r"\*|\{([^{}]*)\}|\\(.)|(\{)", re.DOTALL)
 _WORD = re.compile(r"\w+")
+_CHOICE = re.compile(r"(?<!\\)\{([^{}]*,[^{}]*)\}")
 
 Groups = Mapping[str, str]
 """The texts that the variables of a name stand for, by `v_NAME`, and its stars by `star1`, `star2`, …"""
@@ -319,25 +315,32 @@ class Name:
         if self.expression is not None:
             match = self.expression.fullmatch(groups[""])
             return match.expand(self.text) if match else groups[""]
-        return "".join([piece if isinstance(piece, str) else _filled(piece, groups, lookup) for piece in self.pieces])
+        texts, known = list[str](), dict[str, str]()
+
+        def number_of(name: str) -> int | None:
+            return int(known[name]) if name in known else lookup(name)
+
+        for piece in self.pieces:
+            if isinstance(piece, str):
+                texts.append(piece)
+            elif isinstance(piece, Variable) and piece.group in groups:
+                texts.append(groups[piece.group])
+            else:
+                sum_ = parse_arithmetic(piece.name) if isinstance(piece, Variable) else piece
+                known = {name: groups[f"v_{name}"] for name in sum_.names if f"v_{name}" in groups}
+                if (number := sum_.value(number_of)) < 0:
+                    shown = sum_.text
+                    for name, text in known.items() if len(known) == 1 else ():
+                        shown = shown.replace(name, text)
+                    why = "Layers are not numbered like that. Nothing was written."
+                    raise UsageError(f"{shown} is below zero", why)
+                widths = [len(text) for text in known.values() if text.startswith("0")]
+                texts.append(str(number).zfill(widths[0] if len(known) == 1 and widths else 0))
+        return "".join(texts)
 
 
 def _number(known: Mapping[str, int], lookup: Lookup, name: str) -> int | None:
     return known[name] if name in known else lookup(name)
-
-
-def _filled(piece: Variable | Arithmetic, groups: Groups, lookup: Lookup) -> str:
-    if isinstance(piece, Variable):
-        if piece.group in groups:
-            return groups[piece.group]
-        piece = parse_arithmetic(piece.name)
-    texts = {name: groups[f"v_{name}"] for name in piece.names if f"v_{name}" in groups}
-    number = piece.value(lambda name: int(texts[name]) if name in texts else lookup(name))
-    if number < 0:
-        key = piece.text if len(texts) != 1 else piece.text.replace(next(iter(texts)), next(iter(texts.values())))
-        raise UsageError(f"{key} is below zero", "Layers are not numbered like that. Nothing was written.")
-    widths = [len(text) for text in texts.values() if text.startswith("0")]
-    return str(number).zfill(widths[0] if len(texts) == 1 and widths else 0)
 
 
 def split_names(side: str) -> list[str]:
@@ -351,21 +354,15 @@ def split_names(side: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += token
-    return [name for part in parts for name in _ways(part.strip())]
-
-
-_CHOICE = re.compile(r"(?<!\\)\{([^{}]*,[^{}]*)\}")
-
-
-def _ways(text: str) -> Iterator[str]:
-    fixed, choices = _CHOICE.split(text)[::2], [group.split(",") for group in _CHOICE.split(text)[1::2]]
-    ways = 1
-    for choice in choices:
-        ways *= len(choice)
-    if ways > MAX_NAMES:
-        raise UsageError(f"{counted(ways, 'name')} on one side", f"At most {MAX_NAMES:,} are possible.")
-    for words in product(*choices):
-        yield "".join([fixed[0], *(word.strip() + after for word, after in zip(words, fixed[1:], strict=True))])
+    names = list[str]()
+    for part in parts:
+        fixed, groups = _CHOICE.split(part.strip())[::2], _CHOICE.split(part.strip())[1::2]
+        choices = [group.split(",") for group in groups]
+        if (ways := prod(map(len, choices))) > MAX_NAMES:
+            raise UsageError(f"{counted(ways, 'name')} on one side", f"At most {MAX_NAMES:,} are possible.")
+        for words in product(*choices):
+            names.append("".join([fixed[0], *(w.strip() + after for w, after in zip(words, fixed[1:], strict=True))]))
+    return names
 
 
 def parse_name(text: str) -> Name:

@@ -97,22 +97,15 @@ def parse_operation(text: str) -> Operation:
         over, words = words[-1], words[:-2]
     if kind.of and words[-2:-1] == ["of"]:
         of, words = parse_arithmetic(words[-1]), words[:-2]
-    kinds = [_kind(word) for word in words]
+    kinds = [  # the letters of `OperationKind.words`
+        "l" if word.startswith("[") else "r" if ":" in word else "f" if word == "from" else "n" for word in words
+    ]
     if not re.fullmatch(kind.words, "".join(sorted(kinds))):
         raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
     lists, numbers = (
         [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in some] for some in ("lr", "n")
     )
     return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, of=of)
-
-
-def _kind(word: str) -> str:
-    """The letter for a word in `OperationKind.words`."""
-    if word.startswith("["):
-        return "l"
-    if ":" in word:
-        return "r"
-    return "f" if word == "from" else "n"
 
 
 def _words(text: str) -> list[str]:
@@ -387,7 +380,21 @@ def checked(rule: Rule) -> Rule:
     bound |= {name for each in rule.old for sum_ in each.sums for name in sum_.names}
     for place, op in enumerate(rule.chain):
         last = not any(after.name in ("split", "unstack") and not after.over for after in rule.chain[place + 1 :])
-        count, op = _counted(rule, op, count, bound, len(rule.new) if last else 0)
+        if op.over:
+            if (op.over in bound) != (op.name == "stack"):
+                side = "left" if op.name == "stack" else "right"
+                what = f"`{op}` is over a variable that is on the {side} side alone"
+                raise rule.error(what, "It is stacked or unstacked.")
+            bound ^= {op.over}
+        elif op.name in ("cat", "stack"):
+            if op.lists and len(op.lists[0]) != count:
+                raise rule.error(f"`{op}` names {counted(len(op.lists[0]), 'size')} for {counted(count, 'tensor')}")
+            count = 1
+        elif not op.kind.each:
+            if count != 1:
+                raise rule.error(f"`{op}` takes one tensor, not {count}")
+            count = len(op.lists[0]) if op.lists else len(rule.new) if last else 0
+            op = replace(op, parts=count)
         chain.append(op)
     if count != len(rule.new):
         made = counted(count, "tensor comes", "tensors come")
@@ -402,27 +409,6 @@ def checked(rule: Rule) -> Rule:
     digits = frozenset(name for each in (*rule.old, *rule.new) for sum_ in each.sums for name in sum_.names)
     digits |= {op.over for op in chain if op.over}
     return replace(rule, chain=tuple(chain), old=tuple(replace(name, digits=digits) for name in rule.old))
-
-
-def _counted(rule: Rule, op: Operation, count: int, bound: set[str], names: int) -> tuple[int, Operation]:
-    """The number of tensors after an operation, and the operation with the number of its parts; `bound` is kept up."""
-    if op.kind.each:
-        return count, op
-    if op.over:
-        if (op.over in bound) != (op.name == "stack"):
-            side = "left" if op.name == "stack" else "right"
-            what = f"`{op}` is over a variable that is on the {side} side alone"
-            raise rule.error(what, "It is stacked or unstacked.")
-        (bound.discard if op.name == "stack" else bound.add)(op.over)
-        return count, op
-    if op.name in ("cat", "stack"):
-        if op.lists and len(op.lists[0]) != count:
-            raise rule.error(f"`{op}` names {counted(len(op.lists[0]), 'size')} for {counted(count, 'tensor')}")
-        return 1, op
-    if count != 1:
-        raise rule.error(f"`{op}` takes one tensor, not {count}")
-    parts = len(op.lists[0]) if op.lists else names
-    return parts, replace(op, parts=parts)
 
 
 def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str] = ()) -> None:

@@ -197,25 +197,18 @@ def _dare(of: _Merged) -> Piece:
 
     def kept(delta: Array, number: int, start: int) -> Array:
         density = of.how.density(number)
-        if density < 1:
-            chosen = _drawn(f"{of.how.seed}\0{number}\0{of.name}", density, start, len(delta))
+        if density < 1:  # random bits of the counter that is the place (Philox, 32 bits each)
+            words = f"{of.how.seed}\0{number}\0{of.name}".encode("utf-8", "surrogatepass")
+            key = int.from_bytes(hashlib.sha256(words).digest()[:16], "little")
+            counter, skip = divmod(start, 8)
+            random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + len(delta)) // 2))
+            drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + len(delta)]
+            chosen = drawn < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
             numpy.multiply(delta, chosen, out=delta)
             numpy.divide(delta, delta.dtype.type(density), out=delta)
         return delta
 
     return _added(of, kept=kept)
-
-
-def _drawn(words: str, density: float, start: int, count: int) -> Array:
-    """True for the elements that are kept: random bits of the counter that is the place (Philox, 32 bits each)."""
-    import numpy
-
-    key = int.from_bytes(hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()[:16], "little")
-    counter, skip = divmod(start, 8)
-    random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + count) // 2))
-    drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + count]
-    chosen: Array = drawn < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
-    return chosen
 
 
 def _ties(of: _Merged) -> Piece:
@@ -328,22 +321,23 @@ def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
     if method not in METHODS:
         raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
     asked = {name: value for name, value in given.items() if value is not None}
-    for what, why in _problems(method, files, asked):
-        raise UsageError(what, why, "See ckptool average --help")
     density, t, decay = asked.get("density", 0.5), asked.get("t"), asked.get("ema")
+    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
+    for what, why in _problems(method, files, asked, densities):
+        raise UsageError(what, why, "See ckptool average --help")
     weights = asked.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
     if t is not None:
         weights = [1 - t, t]
     if decay is not None:  # a moving average over the files in order
         weights = [decay ** (files - 1), *((1 - decay) * decay ** (files - 1 - n) for n in range(1, files))]
-    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
     return Merge(method, list(weights), densities, asked.get("scale", 1.0), asked.get("seed", 0))
 
 
-def _problems(method: str, files: int, asked: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems(
+    method: str, files: int, asked: Mapping[str, Any], densities: Sequence[float]
+) -> Iterator[tuple[str, str]]:
     """What is wrong with a way to merge so many files, and why."""
-    density, scale, t = asked.get("density", 0.5), asked.get("scale", 1.0), asked.get("t", 0.5)
-    densities = (density,) if isinstance(density, (int, float)) else tuple(density)
+    scale, t = asked.get("scale", 1.0), asked.get("t", 0.5)
     has_base = "base" in METHODS[method].takes
     if has_base and "base" not in asked:
         yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
@@ -416,8 +410,12 @@ def average(
     tree = same_kind(last, {})
     kept, averaged = dict[str, str](), 0
     for key, value in last.items():
-        kind = _without_mean(value)
-        if kind and not all(_equal(node[key], value) for node in nodes[:-1]):
+        kind = value.kind if isinstance(value, Composite) else ""
+        array = None if isinstance(value, (TensorEntry, Composite)) else array_entry(value)
+        if array is not None and array.dtype.is_float:
+            kind = "an array of numpy"
+        alone = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
+        if kind and not all(diff(one, Checkpoint({"": value}, DEFAULT), statistics=False).same for one in alone):
             what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
             fix += "torch.from_numpy(array)"
@@ -452,19 +450,6 @@ def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
     (begin, end), (first, last) = part.span(), whole.span()
     is_there = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy
     return (part.stride, part.offset - whole.offset) if is_there else None
-
-
-def _without_mean(value: Any) -> str:
-    """What floating values are that are read, but not averaged: of a composite tensor, of an array beside tensors."""
-    if isinstance(value, Composite):
-        return value.kind
-    array = None if isinstance(value, TensorEntry) else array_entry(value)
-    return "an array of numpy" if array is not None and array.dtype.is_float else ""
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """True where both have the same values, which are read for that."""
-    return diff(Checkpoint({"": one}, DEFAULT), Checkpoint({"": other}, DEFAULT), statistics=False).same
 
 
 def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> Iterator[str]:

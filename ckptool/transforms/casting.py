@@ -71,9 +71,16 @@ class _Converted:
         before = numbers(raw, self.old, "cast before")
         after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
         if self.tally is not None:
-            for first, last in _unseen(self.seen, start, start + len(before)):
-                part = slice(first - start, last - start)
-                _count(self.tally, before[part], after[part], self.new if floats else None)
+            # `seen` has the sorted ends of ranges: an even place among them lies outside of every range.
+            stop = start + len(before)
+            first, last = bisect_left(self.seen, start), bisect_right(self.seen, stop)
+            opening, closing = [start] if first % 2 == 0 else [], [stop] if last % 2 == 0 else []
+            edges = [*opening, *self.seen[first:last], *closing]
+            self.seen[first:last] = [*opening, *closing]
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                part = slice(begin - start, end - start)
+                if begin < end:
+                    _count(self.tally, before[part], after[part], self.new if floats else None)
         return after
 
 
@@ -114,16 +121,6 @@ def _count(tally: CastTally, before: Array, after: Array, new: DType | None) -> 
     if not numpy.isfinite(largest):  # over values that are not zero
         largest = float((error[before != 0].astype("d") / abs(before[before != 0])).max(initial=0))
     tally.max_rel_error = max(tally.max_rel_error, largest)
-
-
-def _unseen(seen: list[int], start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of start:stop that are in none of the ranges of `seen` (their sorted ends), which then has them too."""
-    first, last = bisect_left(seen, start), bisect_right(seen, stop)
-    opening = [start] if first % 2 == 0 else []  # an even place lies outside of every range
-    closing = [stop] if last % 2 == 0 else []
-    edges = [*opening, *seen[first:last], *closing]
-    seen[first:last] = [*opening, *closing]
-    return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
 
 SAME, EXACT, LOSSY = "same", "exact", "lossy"
@@ -263,8 +260,19 @@ def cast_roots(
                 chosen[id(value)] = value
                 slots.add((id(root.node), key))
                 names.setdefault(id(value.storage), place)
-    _refuse_shared(checkpoint.tree, chosen, slots, names)
-    before = {id(entry.storage): entry for entry in chosen.values()}
+    before: dict[int, TensorEntry] = {}
+    for entry in chosen.values():
+        if before.setdefault(id(entry.storage), entry).dtype is not entry.dtype:
+            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
+            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
+    for path, node in walk(checkpoint.tree):
+        for segment, part in children(node):
+            clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
+            if clashes and (id(node), segment) not in slots:
+                name, other = names[id(clashes[0].storage)], address((*path, segment))
+                what = f"{name} shares its storage with {other}, which is not cast"
+                fix = f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}"
+                raise Conflict(what, "Both would change, or no longer be tied.", fix)
     tallies = {number: CastTally() for number in before}
     storages = {
         number: cast_storage(entry.storage, entry.dtype, target, tallies[number]) for number, entry in before.items()
@@ -282,21 +290,3 @@ def cast_roots(
         sum(storage.nbytes for storage in storages.values()),
         tuple(skipped),
     )
-
-
-def _refuse_shared(
-    tree: Any, chosen: dict[int, TensorEntry], slots: set[tuple[int, str]], names: dict[int, str]
-) -> None:
-    dtypes: dict[int, DType] = {}
-    for entry in chosen.values():
-        if dtypes.setdefault(id(entry.storage), entry.dtype) is not entry.dtype:
-            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
-            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
-    for path, node in walk(tree):
-        for segment, part in children(node):
-            clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
-            if clashes and (id(node), segment) not in slots:
-                name, other = names[id(clashes[0].storage)], address((*path, segment))
-                what = f"{name} shares its storage with {other}, which is not cast"
-                fix = f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}"
-                raise Conflict(what, "Both would change, or no longer be tied.", fix)

@@ -6,7 +6,7 @@ these is `_codes`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -18,7 +18,7 @@ from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import Array, DType
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address, rebuild
-from ckptool.conventions.quantized import Quantized, QuantizedWeight, parsed
+from ckptool.conventions.quantized import QuantizedWeight, parsed
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 
@@ -34,25 +34,19 @@ def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     configuration does not settle.
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
-    rows: tuple[int, ...] = prod(shape[:-1]), shape[-1]
-    if weight.codes == "bitsandbytes":
-        rows = (prod(shape),)
-    elif weight.codes == "gpt-oss":
-        rows = rows[0] // 32, 32 * rows[1]
-    return computed_rows(dtype, rows, _rows_of(weight), inputs, location).reshape(shape)
+    matrix: tuple[int, ...] = prod(shape[:-1]), shape[-1]
+    if weight.codes == "bitsandbytes":  # whose blocks run across rows: single elements
+        matrix, rows = (prod(shape),), _bitsandbytes(weight)
+    elif weight.codes == "gpt-oss":  # whose last two dimensions are exchanged: rows of [experts · groups, 32 · rows]
+        matrix, width, scale = (matrix[0] // 32, 32 * matrix[1]), shape[2], weight.parts["scale"]
+        grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
+        groups = _scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))
 
-
-def _rows_of(weight: QuantizedWeight) -> Numbers:
-    """Rows of the weight; of bitsandbytes, whose blocks run across rows, single elements; of gpt-oss, whose last two
-    dimensions are exchanged, rows of [experts · groups, 32 · rows]."""
-    if weight.codes == "bitsandbytes":
-        return _bitsandbytes(weight)
-    if weight.codes != "gpt-oss":
-        return _scaled(weight)
-    count, scale = weight.shape[2], weight.parts["scale"]
-    grid, parts = (scale.numel, 1), dict(weight.parts) | {"scale": scale.reshape((scale.numel, 1))}
-    groups = _scaled(replace(weight, codes="fp4", parts=parts, shape=(scale.numel, 32), grid=grid, block=(1, 32)))
-    return lambda start, stop: groups(start * count, stop * count).reshape(-1, count, 32).transpose(0, 2, 1)
+        def rows(start: int, stop: int) -> Array:
+            return groups(start * width, stop * width).reshape(-1, width, 32).transpose(0, 2, 1)
+    else:
+        rows = _scaled(weight)
+    return computed_rows(dtype, matrix, rows, inputs, location).reshape(shape)
 
 
 def _scaled(weight: QuantizedWeight) -> Numbers:
@@ -107,10 +101,6 @@ def _for_columns(weight: QuantizedWeight, table: Array) -> Array:
 # Codes ---------------------------------------------------------------------------------------------------------------
 
 
-def _rows(entry: TensorEntry) -> Numbers:
-    return TensorValues(entry.reshape((prod(entry.shape[:-1]), entry.shape[-1]))).rows
-
-
 def _table(entry: TensorEntry, start: int, stop: int) -> Array:
     """Some rows of a small table, which may be seen transposed."""
     part = entry.narrow(0, start, stop - start)
@@ -120,7 +110,8 @@ def _table(entry: TensorEntry, start: int, stop: int) -> Array:
 def _codes(weight: QuantizedWeight, role: str) -> Numbers:
     """Rows of the codes of a weight, or of its zero points, as numbers."""
     part, bits, awq = weight.parts[role], weight.bits, weight.codes == "awq"
-    raw = partial(_table, part) if role == "zeros" else _rows(part)
+    matrix = part.reshape((prod(part.shape[:-1]), part.shape[-1]))
+    raw = partial(_table, part) if role == "zeros" else TensorValues(matrix).rows
     if weight.codes == "fp4":
         return lambda start, stop: e2m1(raw(start, stop))
     if awq or (weight.codes == "bits" and role == "zeros"):
@@ -251,27 +242,22 @@ def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType)
     ]
     if not weights:
         raise NoMatch(f"{where} has no quantized weights", "None of its names and types is that of a known format.")
-    made: dict[tuple[Any, ...], TensorEntry] = {}
-    replaced = {id(root.node): _with_weights(root.node, each, dtype, made) for root, each in found}
+    made: dict[tuple[Any, ...], TensorEntry] = {}  # by views of their parts: ties stay
+    replaced: dict[int, Any] = {}
+    for root, each in found:
+        first = {weight.keys[0]: weight for weight in each.weights}
+        gone = {key for weight in each.weights for key in weight.keys} | set(each.left_out)
+        items: dict[Any, Any] = {}
+        for key, value in root.node.items():
+            if (weight := first.get(key)) is not None:
+                view = tuple((role, part.view) for role, part in sorted(weight.parts.items()))
+                items[weight.name] = made.setdefault(view, weight_of(weight, dtype))
+            elif key not in gone:
+                items[key] = value
+        replaced[id(root.node)] = same_kind(root.node, items)
     left_out = [address((*root.base, *root.path, key)) for root, each in found for key in each.left_out]
     typed = {*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"}  # torchao's
     typed = typed if any(weight.name in typed for _, weight in weights) else set()
     metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
     tree = rebuild(checkpoint.tree, replaced=replaced)
     return DequantizedCheckpoint(replace(checkpoint, tree=tree, metadata=metadata), tuple(weights), tuple(left_out))
-
-
-def _with_weights(
-    node: Mapping[Any, Any], found: Quantized, dtype: DType, made: dict[tuple[Any, ...], TensorEntry]
-) -> dict[Any, Any]:
-    """The state dict with weights in the places of their codes. made: by views of their parts; ties stay."""
-    first = {weight.keys[0]: weight for weight in found.weights}
-    gone = {key for weight in found.weights for key in weight.keys} | set(found.left_out)
-    items: dict[Any, Any] = {}
-    for key, value in node.items():
-        if (weight := first.get(key)) is not None:
-            view = tuple((role, part.view) for role, part in sorted(weight.parts.items()))
-            items[weight.name] = made.setdefault(view, weight_of(weight, dtype))
-        elif key not in gone:
-            items[key] = value
-    return same_kind(node, items)

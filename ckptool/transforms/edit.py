@@ -56,7 +56,7 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
 
     In place of a tensor, the values of a tensor or an array of its shape and type. Raises `UsageError` for an address
     that leads nowhere, names no entry or has dots where one has slashes, and where tensors would be lost, `Conflict`
-    for other values than the tensor can have.
+    for other values than the tensor can have, or where a part of another tensor's storage would change.
     """
     key: Any  # an existing key as it is, else a text
     above, _, key = place.strip("/").rpartition("/")
@@ -85,8 +85,20 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
             raise UsageError(what, "Addresses have slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")
     new = value if isinstance(value, TensorEntry) else array_entry(value)
-    if isinstance(old, TensorEntry) and new is not None:
-        return _with_values(tree, place, old, new)
+    if isinstance(old, TensorEntry) and new is not None:  # its values, also in those that are tied to it
+        if (new.dtype, new.shape) != (old.dtype, old.shape):
+            raise Conflict(f"{place} is {old!r}, and would be {new!r}", "New values are of the same type and shape.")
+        if any(old.flags.lazy):
+            raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
+        data = resolved(new).row_major()
+        if old.is_contiguous and old.nbytes == old.storage.nbytes:  # every tied name sees them, as it would in torch
+            fresh = Storage(data, old.location)
+            return map_storages(tree, lambda storage: fresh if storage is old.storage else storage)
+        for path, other in tensors(tree):
+            if other is not old and isinstance(other, TensorEntry) and other.storage is old.storage:
+                what = f"{place} shares its storage with {address(path)}, and covers only a part of it"
+                raise Conflict(what, "Writing it would change the other in parts.")
+        return rebuild(tree, lambda node: old.with_values(data) if node is old else node)
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"
         fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."
@@ -94,23 +106,3 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
     return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
-
-
-def _with_values(tree: Any, place: str, old: TensorEntry, new: TensorEntry) -> Any:
-    """The tree with the values of one tensor in another, and in those that are tied to it.
-
-    Raises `Conflict` for another shape or type, and where a part of another tensor's storage would change.
-    """
-    if (new.dtype, new.shape) != (old.dtype, old.shape):
-        raise Conflict(f"{place} is {old!r}, and would be {new!r}", "New values are of the same type and shape.")
-    if any(old.flags.lazy):
-        raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
-    data = resolved(new).row_major()
-    if old.is_contiguous and old.nbytes == old.storage.nbytes:  # every tied name sees them, as it would in torch
-        fresh = Storage(data, old.location)
-        return map_storages(tree, lambda storage: fresh if storage is old.storage else storage)
-    for path, other in tensors(tree):
-        if other is not old and isinstance(other, TensorEntry) and other.storage is old.storage:
-            what = f"{place} shares its storage with {address(path)}, and covers only a part of it"
-            raise Conflict(what, "Writing it would change the other in parts.")
-    return rebuild(tree, lambda node: old.with_values(data) if node is old else node)

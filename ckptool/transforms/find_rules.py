@@ -136,7 +136,16 @@ def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
         yield from ["transpose"] if rank > 1 else []
         yield from (f"transpose {a} {b}" for a, b in combinations(range(rank), 2) if rank > 2)
         yield from (f"permute {' '.join(map(str, order))}" for order in permutations(range(rank)) if 2 < rank < 5)
-        yield from _reorderings(shape)
+        for axis, size in enumerate(shape):  # rows in another order: rotary halves, columns that take turns, blocks
+            divisors = _divisors(size)
+            heads = [number for number in divisors if axis == 0 and size % (2 * number) == 0]
+            yield from (f"{op} {number}" for number in heads for op in ("rope", "unrope"))
+            yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
+            pairs = ((a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size)
+            for number, parts in pairs:
+                inner = size // number // parts
+                apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
+                yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
         return
     for before in ("", "transpose | ") if rank > 1 else ("",):
         joins = list(_joins([each[::-1] if before and rank == 2 else each for each in shapes])) or [""]
@@ -156,20 +165,6 @@ def _joins(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
                 yield f"cat {axis}{parts}"
             else:
                 yield f"unflatten {axis} [{number}, -1] | cat {axis + 1}{parts} | flatten {axis} [{number}, -1]"
-
-
-def _reorderings(shape: Sequence[int]) -> Iterator[str]:
-    """Rows in another order: rotary halves of so many heads, columns that take turns, blocks."""
-    for axis, size in enumerate(shape):
-        divisors = _divisors(size)
-        if axis == 0:
-            yield from (f"{op} {heads}" for heads in divisors if size % (2 * heads) == 0 for op in ("rope", "unrope"))
-        yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
-        pairs = ((a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size)
-        for number, parts in pairs:
-            inner = size // number // parts
-            apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
-            yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
 
 
 @cache
@@ -271,8 +266,9 @@ class ValueSearch:
 
     def _accept(self, link: Link) -> None:
         self.links.append(link)
-        for free, names in zip(self.free, _ends(link), strict=True):
-            for name in names:
+        names = {name for goal in link.goals.values() for name in goal[1:]}
+        for free, gone in zip(self.free, (link.goals.keys(), names), strict=True):
+            for name in gone:
                 free.pop(name, None)
 
     def _join(self, splits: bool, vary: int) -> None:
@@ -292,33 +288,27 @@ class ValueSearch:
                     claims[one].add(frozenset(use.keys))
             if 2 * len(uses) > len(group) and len({use.whole for use in uses}) == len(uses):
                 hopeful.append(uses)
-        for uses in hopeful:
+        ours, whole = self.sides[splits], self.sides[not splits]
+        for uses in hopeful:  # each is accepted where operations are found that say so
             free = self.free[splits].keys()
-            self._relate(
-                [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}], splits
-            )
-
-    def _relate(self, uses: Sequence[Pairing], splits: bool) -> None:
-        """Accepts that some tensors each are one of the other side, where operations are found that say so."""
-        parts, whole = self.sides[splits], self.sides[not splits]
-        columns = []
-        for use in uses:
-            count = len(use.keys) // len(use.names)
-            columns.append([[parts[key] for key in use.keys[at : at + count]] for at in range(0, len(use.keys), count)])
-        tried = (self._way(each, whole[use.whole]) for each, use in zip(columns, uses, strict=True))
-        if (way := next(filter(None, tried), None)) is None:
-            return
-        chain, order = way
-        proved = []
-        for each, use in zip(columns, uses, strict=True):
-            made = applied(chain, [each[at] for at in order])
-            if made is not None and is_same(made, whole[use.whole]):
-                proved.append(use._replace(names=tuple(use.names[at] for at in order)))
-        link = link_of(proved, chain, splits)
-        if link is not None:
-            self._accept(link)
-            for key in (key for use in proved for key in use.keys):
-                self.free[splits].pop(key, None)
+            uses = [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}]
+            columns = []
+            for use in uses:
+                count, keys = len(use.keys) // len(use.names), use.keys
+                columns.append([[ours[key] for key in keys[at : at + count]] for at in range(0, len(keys), count)])
+            tried = (self._way(each, whole[use.whole]) for each, use in zip(columns, uses, strict=True))
+            if (way := next(filter(None, tried), None)) is None:
+                continue
+            chain, order = way
+            proved = []
+            for each, use in zip(columns, uses, strict=True):
+                made = applied(chain, [each[at] for at in order])
+                if made is not None and is_same(made, whole[use.whole]):
+                    proved.append(use._replace(names=tuple(use.names[at] for at in order)))
+            if (link := link_of(proved, chain, splits)) is not None:
+                self._accept(link)
+                for key in (key for use in proved for key in use.keys):
+                    self.free[splits].pop(key, None)
 
     def _extend(self, link: Link) -> None:
         """Adds to a link with operations what else its rules make right: tensors whose values others have, too."""
@@ -356,11 +346,6 @@ def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
     """The keys with what they have, family by family: of names that differ in one number."""
     for family in families(keys, 1):
         yield from zip(family.traits, family.keys.values(), strict=True)
-
-
-def _ends(link: Link) -> tuple[Iterable[str], set[str]]:
-    """The keys of a link on both sides."""
-    return link.goals.keys(), {name for goal in link.goals.values() for name in goal[1:]}
 
 
 # Proof ---------------------------------------------------------------------------------------------------------------

@@ -63,11 +63,20 @@ def export(
     behind += ["_metadata"] if metadata and not keep_metadata else []
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
     refuse_packed(checkpoint, root)
-    if wrong := list(_not_plain(root.node, keys)):
+    plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
+    wrong = list[str]()  # tensors of several parts, and what holds tensors
+    for key, value in root.node.items():
+        if isinstance(value, Composite):
+            wrong += [f"{key} ({value.kind})"] if key in keys else []
+        elif not isinstance(value, TensorEntry) and (type(key) is not str or key in keys) and not is_beside(key, value):
+            word = type(value).__name__ if isinstance(value, (list, tuple)) else "object"
+            word = "dictionary" if isinstance(value, dict) else word
+            if count := len(lost_tensors(value, [*plain.values()])):
+                wrong.append(f"{key!s} (a {word} with {counted(count, 'tensor')})")
+    if wrong:
         why = "It holds only plain tensors, each under its name. Nothing was written."
         fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
         raise Unsupported(f"{container} cannot hold {listed(wrong)}", why, fix)
-    plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
@@ -78,20 +87,6 @@ def export(
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
     flat = replace(checkpoint, tree=tree, tensors_only=True, extras={})
     return Exported(flat, tuple(behind), tuple(lost_views(plain, copy_ties)))
-
-
-def _not_plain(node: dict[Any, Any], keys: set[str]) -> Iterator[str]:
-    """The entries of a root that are tensors of several parts, or hold tensors, with what they are."""
-    written = [value for key, value in node.items() if type(key) is str and key in keys and type(value) is TensorEntry]
-    for key, value in node.items():
-        if isinstance(value, (TensorEntry, Composite)):
-            if isinstance(value, Composite) and key in keys:
-                yield f"{key} ({value.kind})"
-        elif (type(key) is not str or key in keys) and not is_beside(key, value):
-            word = type(value).__name__ if isinstance(value, (list, tuple)) else "object"
-            word = "dictionary" if isinstance(value, dict) else word
-            if count := len(lost_tensors(value, written)):
-                yield f"{key!s} (a {word} with {counted(count, 'tensor')})"
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:

@@ -100,9 +100,19 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
     tensors; `Truncated` for missing ranks; `Conflict` for replicas that differ, and files of two iterations.
     """
     source = open_input(path)
-    if isinstance(source, Folder) and megatron.is_run(source):
-        source = megatron.latest(source)
-    if not isinstance(source, Folder) or not (names := _files(source)):
+    if not isinstance(source, Folder):
+        return None
+    source = megatron.latest(source) if megatron.is_run(source) else source
+    names = list[tuple[tuple[int, ...], str]]()  # the files of ranks, with the numbers in their names
+    for name in source.names:
+        if match := CONSOLIDATED.fullmatch(name):
+            names.append(((int(match["rank"]),), name))
+        elif MODEL_PARALLEL.fullmatch(name) and folder_at(inside := os.path.join(source.path, name)):
+            own = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(inside)]
+            if not set(own) & set(WEIGHTS):
+                raise Truncated(f"{source}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
+            names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in own]
+    if not names:
         return None
     joiner, found = Joiner(source), []
     for place, name in names:
@@ -125,20 +135,6 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
 
 
 # The ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _files(folder: Folder) -> list[tuple[tuple[int, ...], str]]:
-    """The files of ranks, with the numbers in their names."""
-    found: list[tuple[tuple[int, ...], str]] = []
-    for name in folder.names:
-        if match := CONSOLIDATED.fullmatch(name):
-            found.append(((int(match["rank"]),), name))
-        elif MODEL_PARALLEL.fullmatch(name) and folder_at(path := os.path.join(folder.path, name)):
-            inside = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(path)]
-            if not set(inside) & set(WEIGHTS):
-                raise Truncated(f"{folder}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
-            found += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in inside]
-    return found
 
 
 def _checked(folder: Folder, files: Iterable[tuple[tuple[int, ...], str, Any]]) -> list[_Rank]:

@@ -116,7 +116,15 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         operations = tuple(replace(parse_operation(each), parts=len(made)) for each in step.operations.split(" | "))
         group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], made)
         found.groups.append(group)
-        found.tree |= dict(zip(made, _applied(group, file, name), strict=True))
+        parts = [[file[key] for key in keys] for keys in group.old]
+        try:
+            for op in operations:
+                together = parts if op.name == "stack" else [[each for part in parts for each in part]]
+                parts = [applied(op, each, _number) for each in together]
+        except UsageError as error:
+            what = f"{name}: {made[0]} cannot be made of {listed(group.old[0], 2)}"
+            raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
+        found.tree |= dict(zip(made, (each for part in parts for each in part), strict=True))
     return replace(found, names=names, ties=_ties(config, found.tree))
 
 
@@ -128,18 +136,6 @@ def as_named(root: StateDict, checkpoint: Checkpoint, names: Container[str]) -> 
         return root  # what does not fit is reported with the file's own names
     found, before = (sum(key in names for key in tree) for tree in (memory.tree, root.node))
     return replace(root, node=same_kind(root.node, memory.tree)) if found > before else root
-
-
-def _applied(group: _Group, file: Mapping[Any, Any], name: str) -> list[TensorEntry]:
-    parts = [[file[key] for key in keys] for keys in group.old if keys]
-    try:
-        for op in group.operations:
-            together = parts if op.name == "stack" else [[each for part in parts for each in part]]
-            parts = [applied(op, each, _number) for each in together]
-    except UsageError as error:
-        what = f"{name}: {group.new[0]} cannot be made of {listed(group.old[0], 2)}"
-        raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
-    return [each for part in parts for each in part]
 
 
 def _number(value: Arithmetic) -> int:

@@ -21,7 +21,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import OUT, arg, command
 from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import StateDict, find_state_dicts, optimizers
+from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 
@@ -57,7 +57,26 @@ def with_optimizers(
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in found:
         place = address((*part.base, *path))
-        changed, line = _in_form(Slots(optimizer, place), form, whole, target)
+        slots = Slots(optimizer, place)
+        count, changed = counted(len(slots.slots), "parameter"), slots.tree
+        if form == IDS and not any(type(slot) is str for slot in slots.slots):
+            line = f"numbers as keys, {count}"
+        elif form == IDS:
+            if strange := [slot for slot in slots.tree["state"] if slot not in {*slots.slots}]:
+                what = f"{place} has state for {listed(strange, 3)}"
+                raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
+            changed, line = slots.numbered(), f"{count} by number"
+        else:
+            line = f"{count} by name"
+            if not slots.is_named:
+                if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
+                    what = f"{slots.called} is LBFGS, whose state is not of single parameters"
+                    why = "Its vectors run over all parameters at once."
+                    raise Unsupported(what, why, f"Keep its numbers: without {OPTION}")
+                line += "" if slots.own_names() is not None else ", known by order"
+                changed = slots.renamed(slots.names(whole, target)).tree
+            if form == FLAT:
+                changed, line = flattened(changed), f"{line}, flattened"
         if changed is not optimizer:
             tree = replaced_at(tree, path, changed) if path else changed
         as_it_was = "" if changed is not optimizer else ", as it was"
@@ -73,30 +92,9 @@ def _elsewhere(whole: Checkpoint, form: str) -> str:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    ids, names = (
-        command("convert", member, optimizer_as="ids", out=OUT),
-        command("convert", member, optimizer_as="names", out=OUT),
-    )
+    ids = command("convert", member, optimizer_as="ids", out=OUT)
+    names = command("convert", member, optimizer_as="names", out=OUT)
     return f"It is beside them: {ids if form == IDS else names}"
-
-
-def _in_form(slots: Slots, form: str, whole: Checkpoint, target: Target | None) -> tuple[dict[str, Any], str]:
-    count = counted(len(slots.slots), "parameter")
-    if form == IDS:
-        if not any(type(slot) is str for slot in slots.slots):
-            return slots.tree, f"numbers as keys, {count}"
-        if strange := [slot for slot in slots.tree["state"] if slot not in {*slots.slots}]:
-            what = f"{slots.place} has state for {listed(strange, 3)}"
-            raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-        return slots.numbered(), f"{count} by number"
-    line = f"{count} by name"
-    if not slots.is_named:
-        if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
-            what, why = f"{slots.called} is LBFGS, whose state is not of single parameters", "Its vectors run over all"
-            raise Unsupported(what, f"{why} parameters at once.", f"Keep its numbers: without {OPTION}")
-        line += "" if slots.own_names() is not None else ", known by order"
-        slots = slots.renamed(slots.names(whole, target))
-    return (flattened(slots.tree), f"{line}, flattened") if form == FLAT else (slots.tree, line)
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------
@@ -170,7 +168,12 @@ class Slots:
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             beside = holder.get("buffer_names") if isinstance(holder, dict) else None
             buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
-            own = _parameters_of(root, buffer_names)
+            first: dict[Any, str] = {}  # each tensor once
+            for key, value in root.node.items():
+                if type(key) is str and isinstance(value, (TensorEntry, Composite)):
+                    first.setdefault(value.view, key)
+            those = {key: root.node[key] for key in first.values() if key not in buffer_names}
+            own = {key: one.shape or () for key, one in those.items() if kind_by_name(key, one.dtype) == PARAMETER}
             if len(own) > len(self.slots):
                 own = {name: shape for name, shape in own.items() if name not in buffers}
             try:
@@ -226,16 +229,3 @@ def _in_model_order(tensors: Mapping[Any, Any]) -> bool:
     dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
     names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
     return len(names) < 3 or names != sorted(names)
-
-
-# Parameters ----------------------------------------------------------------------------------------------------------
-
-
-def _parameters_of(root: StateDict, buffers: Collection[str]) -> Shapes:
-    """The parameters among the weights of a checkpoint, each tensor once, with their shapes. buffers: none of them."""
-    first: dict[Any, str] = {}
-    for key, value in root.node.items():
-        if type(key) is str and isinstance(value, (TensorEntry, Composite)):
-            first.setdefault(value.view, key)
-    shapes = {key: root.node[key] for key in first.values() if key not in buffers}
-    return {key: value.shape or () for key, value in shapes.items() if kind_by_name(key, value.dtype) == PARAMETER}

@@ -97,9 +97,23 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
                 attributes = {**attributes, "_metadata": moved_metadata(node.metadata, names, moved, rename)}
             replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
+
+    def renamed(name: Any) -> Any:
+        return mapping.get(name, name) if type(name) is str else name
+
+    for _, optimizer in optimizers(checkpoint.tree) if mapping else ():
+        for group in optimizer["param_groups"]:
+            for field in ("param_names", "params"):
+                names_of = group.get(field) if isinstance(group, dict) else None
+                if isinstance(names_of, list) and any(type(name) is str and name in mapping for name in names_of):
+                    replaced[id(names_of)] = [*map(renamed, names_of)]
+        state = optimizer["state"]
+        if any(type(key) is str and key in mapping for key in state):
+            items = {renamed(key): value for key, value in state.items()}
+            if len(items) != len(state):
+                raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
+            replaced[id(state)] = same_kind(state, items)
     if mapping:
-        for _, optimizer in optimizers(checkpoint.tree):
-            replaced.update(_renamed_optimizer(optimizer, mapping))
         checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
@@ -144,18 +158,16 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
     for new, old in sources.items():
         goals.setdefault(old, []).append(new)
 
-    def place(path: str) -> str:
-        if rename is not None:
-            marked = rename(f"{path}.\0") if path else "\0"
-            return marked[:-2] if f".{marked}".endswith(".\0") else path
-        above = path
-        while above and not goals.get(above):
-            above = above.rpartition(".")[0]
-        return f"{goals[above][0]}{path[len(above) :]}" if above else path
-
     modules, around = _modules_of(moved), _modules_of(keys)
     for path in [path for path in before if type(path) is str and path not in goals]:
-        new = place(path)
+        if rename is not None:
+            marked = rename(f"{path}.\0") if path else "\0"
+            new = marked[:-2] if f".{marked}".endswith(".\0") else path
+        else:
+            above = path
+            while above and not goals.get(above):
+                above = above.rpartition(".")[0]
+            new = f"{goals[above][0]}{path[len(above) :]}" if above else path
         goals[path] = [new] if new not in sources and (new in modules or path not in around) else []
     items: dict[Any, Any] = {}
     for path in sorted(modules.difference(*goals.values())):
@@ -174,24 +186,3 @@ def _modules_of(keys: Iterable[str]) -> set[str]:
             found.add(key[:at])
             at = key.rfind(".", 0, at)
     return found
-
-
-def _renamed_optimizer(optimizer: dict[str, Any], mapping: dict[str, str]) -> dict[int, Any]:
-    """Replacements for an optimizer's names of parameters: `param_names`, string ids in `params` and `state`."""
-    replaced: dict[int, Any] = {}
-
-    def renamed(name: Any) -> Any:
-        return mapping.get(name, name) if type(name) is str else name
-
-    for group in optimizer["param_groups"]:
-        for field in ("param_names", "params"):
-            names = group.get(field) if isinstance(group, dict) else None
-            if isinstance(names, list) and any(type(name) is str and name in mapping for name in names):
-                replaced[id(names)] = [*map(renamed, names)]
-    state = optimizer["state"]
-    if any(type(key) is str and key in mapping for key in state):
-        items = {renamed(key): value for key, value in state.items()}
-        if len(items) != len(state):
-            raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
-        replaced[id(state)] = same_kind(state, items)
-    return replaced

@@ -164,7 +164,9 @@ def _sides(how: Resize, given: tuple[int, int] | None, tokens: int, word: str) -
 
 
 def _rows(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntry:
-    """The first rows, and rows that are made of them where more are wanted."""
+    """The first rows; where more are wanted, zeros behind them, or their mean."""
+    import numpy
+
     if not shape or len(entry.shape) != len(shape) or entry.shape[1:] != shape[1:]:
         raise _Unfit("Only the first dimension, the number of rows, may change.")
     count, more = entry.shape[0], shape[0] - entry.shape[0]
@@ -174,26 +176,17 @@ def _rows(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntr
         return joined([entry, zeros(entry, (more, *shape[1:]))], 0)
     if not count:
         raise _Unfit("There are no rows.")
-    mean = _mean_row(entry)
-    return joined([entry, replace(mean, shape=(more, *mean.shape[1:]), stride=(0, *mean.stride[1:]))], 0)
+    refuse_wide(entry.shape, prod(entry.shape[1:]))
+    values, one = TensorValues(entry), (1, *entry.shape[1:])
 
-
-def _mean_row(entry: TensorEntry) -> TensorEntry:
-    """The mean of all rows, [1, ..]: the sum in f64, divided and rounded once."""
-    import numpy
-
-    count, width = entry.shape[0], prod(entry.shape[1:])
-    refuse_wide(entry.shape, width)
-    values = TensorValues(entry)
-
-    def mean() -> Array:
-        total = numpy.zeros((1, *entry.shape[1:]))
-        for at in stretches(0, count, width):
+    def mean() -> Array:  # the sum in f64, divided and rounded once
+        total = numpy.zeros(one)
+        for at in stretches(0, count, prod(one)):
             total += numpy.add.reduce(values.rows(*at), axis=0, dtype=numpy.float64, keepdims=True)
         return total / count
 
-    owner = object()
-    return computed_rows(entry.dtype, (1, *entry.shape[1:]), lambda *_: once(owner, mean), [entry], entry.location)
+    row = computed_rows(entry.dtype, one, lambda *_: once(mean, mean), [entry], entry.location)
+    return joined([entry, replace(row, shape=(more, *row.shape[1:]), stride=(0, *row.stride[1:]))], 0)
 
 
 def _channels(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntry:
@@ -275,19 +268,19 @@ def _along(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> Ten
     values = TensorValues(entry.reshape((lead * size, inner)))
     width = inner * max(taps, size // new)  # of what is read for a row
 
-    def block(start: int, stop: int) -> Array:
-        number, place = numpy.divmod(numpy.arange(start, stop), new)
-        sources, shares = number[:, None] * size + indices[place], weights[place]
-        low, high = int(sources.min()), int(sources.max()) + 1
-        found = values.rows(low, high)
-        total: Array = found[sources[:, 0] - low] * shares[:, :1]
-        for tap in range(1, taps):
-            total += found[sources[:, tap] - low] * shares[:, tap : tap + 1]
-        return total
-
     def rows(start: int, stop: int) -> Array:
+        blocks = []
         with numpy.errstate(all="ignore"):
-            return numpy.concatenate([block(*at) for at in stretches(start, stop, width)])
+            for begin, end in stretches(start, stop, width):
+                number, place = numpy.divmod(numpy.arange(begin, end), new)
+                sources, shares = number[:, None] * size + indices[place], weights[place]
+                low, high = int(sources.min()), int(sources.max()) + 1
+                found = values.rows(low, high)
+                total: Array = found[sources[:, 0] - low] * shares[:, :1]
+                for tap in range(1, taps):
+                    total += found[sources[:, tap] - low] * shares[:, tap : tap + 1]
+                blocks.append(total)
+        return numpy.concatenate(blocks)
 
     made = computed_rows(by_name("f64"), (lead * new, inner), rows, [entry], entry.location)
     return made.reshape((*entry.shape[:axis], new, *entry.shape[axis + 1 :]))

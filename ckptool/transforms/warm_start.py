@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptool.analysis.targets import Expected, Target, accepted, kind_by_name, tie_groups
+from ckptool.analysis.targets import Target, accepted, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     REFUSED,
@@ -83,17 +83,13 @@ def match_options(
     rules = renaming(several(rename, " => "), rules_file)
     checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
-    ways = [_way(text) for text in several(resize, "=")]
+    ways = []
+    for text in several(resize, "="):
+        if (found := re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)) is None:
+            what = f"{arg('resize')} {text!r} is not of the form PATTERN=HOW"
+            raise UsageError(what, "", f"For example: {arg(resize='pos_embed=bicubic(cls=1)')}")
+        ways.append((found[1], parse_resize(found[2])))
     return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
-
-
-def _way(text: str) -> tuple[str, Resize]:
-    """The two sides of `PATTERN=HOW`."""
-    found = re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)
-    if found is None:
-        what = f"{arg('resize')} {text!r} is not of the form PATTERN=HOW"
-        raise UsageError(what, "", f"For example: {arg(resize='pos_embed=bicubic(cls=1)')}")
-    return found[1], parse_resize(found[2])
 
 
 class Assignment(NamedTuple):
@@ -125,7 +121,11 @@ def plan_warm_start(
     wanted, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
     found = _matched(tensors, root.node, target, options)
-    notes = [*_choices(root, remark, target), *found.notes]
+    took = remark or (f"took {root.address}" if root.path else "")
+    is_other = root.module is not None or root.detail
+    texts = [took, f"they are those of a {root.detail}" if is_other else ""]
+    texts += [f"of the target: {text}" for text in target.remarks]
+    notes = [*(Note("root", text) for text in texts if text), *found.notes]
     chosen, mismatched = _fitting(tensors, found, target, options, groups, notes)
 
     refused, tied, through = list[Refusal](), list[Tied](), set[str]()
@@ -176,15 +176,6 @@ def plan_warm_start(
     return WarmStartPlan(chosen, replace(report, refused=tuple(refused)))
 
 
-def _choices(root: StateDict, remark: str, target: Target) -> list[Note]:
-    texts = [remark] if remark else []
-    if root.path and not remark:
-        texts.append(f"took {root.address}")
-    if root.module is not None or root.detail:
-        texts.append(f"they are those of a {root.detail}")
-    return [Note("root", text) for text in (*texts, *(f"of the target: {text}" for text in target.remarks))]
-
-
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +196,15 @@ class _Matched(NamedTuple):
 def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without the prefixes of wrappers, then as torch takes older names."""
     wanted, notes, excluded = target.tensors, list[Note](), set[str]()
-    names, peeled = _renamed(tensors, options.rules)
+    # By the rules, or by those for its form without wrappers.
+    short = {key: without_wrappers(key) for key in tensors}
+    rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
+    for key in short:
+        names[key] = rename(key)
+        if names[key] == key != short[key] and (new := rename(short[key])) != short[key]:
+            names[key] = new
+            peeled.append(key)
+    refuse_collisions(names, "the checkpoint")
     if COUNTER in names and COUNTER not in wanted and names[COUNTER] == COUNTER:
         del names[COUNTER]
         notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
@@ -249,19 +248,6 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
     return _Matched(names, pairs, excluded, supplied, notes)
 
 
-def _renamed(tensors: Mapping[str, Tensor], rules: Sequence[Rule]) -> tuple[dict[str, str], list[str]]:
-    """Each key with its name by the rules, or by those for its form without wrappers; the keys of the latter."""
-    bare = {key: without_wrappers(key) for key in tensors}
-    rename, names, peeled = by_rules(rules, {*bare, *bare.values()}), dict[str, str](), list[str]()
-    for key, short in bare.items():
-        names[key] = rename(key)
-        if names[key] == key != short and (new := rename(short)) != short:
-            names[key] = new
-            peeled.append(key)
-    refuse_collisions(names, "the checkpoint")
-    return names, peeled
-
-
 # Fit -----------------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +274,12 @@ def _fitting(
     for name in (name for name in target.tensors if name in found.pairs):
         key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        about = _misfit(tensor, expected)
+        if tensor.shape is None or expected.shape is None:  # as of nested tensors, whose sizes are data
+            about = "kind"
+        else:
+            is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None
+            about = "" if tensor.shape == expected.shape else "shape"
+            about = "dtype" if tensor.dtype is not expected.dtype and not is_cast else about
         if about == "shape" and isinstance(tensor, TensorEntry) and (tensor.shape, expected.shape) == ((1,), ()):
             tensor, about = replace(tensor, shape=(), stride=()), ""  # as torch before 0.4 saved numbers
             notes.append(Note("zero-dim", f"{key} [1] taken as []"))
@@ -303,16 +294,6 @@ def _fitting(
         have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
         mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
     return chosen, mismatched
-
-
-def _misfit(tensor: Tensor, expected: Expected) -> str:
-    """The aspect in which a tensor does not fit; empty if it fits."""
-    if tensor.shape is None or expected.shape is None:  # as of nested tensors, whose sizes are data
-        return "kind"
-    is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None
-    if tensor.dtype is not expected.dtype and not is_cast:
-        return "dtype"
-    return "" if tensor.shape == expected.shape else "shape"
 
 
 def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
@@ -360,7 +341,10 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
         if facts:
             texts = [f"{printable(fact.target)} {fact.have} against {fact.want}" for fact in facts]
             what = f"{counted(len(facts), 'tensor is', 'tensors are')} of another {about}: {listed(texts, 3)}"
-            found.append(Refusal(f"{about}-mismatch", what, _of_positions(facts) + fix))
+            ways = (of_positions(fact.target, fact.have.shape, fact.want.shape) for fact in facts)
+            grid = next((f"{fact.target}={how}" for fact, how in zip(facts, ways, strict=True) if how), "")
+            hint = f"For another grid: {arg(resize=grid)}. " if grid else ""  # of a ViT at another size
+            found.append(Refusal(f"{about}-mismatch", what, hint + fix))
     for word, names in (
         ("missing", [fact.name for fact in report.missing]),
         ("unexpected", [fact.source for fact in report.unexpected]),
@@ -375,14 +359,6 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
     if not found and options.min_loaded is None:
         found = little(report, wanted, _advice(report))
     return found + unmet(report, options.min_loaded, options.missing)
-
-
-def _of_positions(facts: Sequence[Mismatch]) -> str:
-    """What resizes the positions of a square grid, where one does not fit: a ViT at another size."""
-    for fact in facts:
-        if how := of_positions(fact.target, fact.have.shape, fact.want.shape):
-            return f"For another grid: {arg(resize=f'{fact.target}={how}')}. "
-    return ""
 
 
 def _advice(report: LoadReport) -> str:

@@ -18,7 +18,6 @@ from ckptool.formats import CheckpointLike, open_source, refuse_address
 from ckptool.formats.damaged import LostRecord, LostTensor, Salvaged, salvage
 from ckptool.formats.folder import as_part, refuse_placeholders
 from ckptool.output import check_target, replace_file
-from ckptool.transforms.recover import restored
 from ckptool.verbs._options import Bar, DryRun, KeepUnknown, Out, Overwrite
 
 SHOWN = 20  # of a kind
@@ -116,7 +115,7 @@ def recover(
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)
-    found, lost, dropped = restored(done)
+    found, lost, dropped = done.restored()
     original = done.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
@@ -169,5 +168,5 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 def all_of(file: CheckpointLike) -> Checkpoint | None:
     """The checkpoint in a damaged file; None where a part of it is lost."""
     done, _ = _salvaged(open_source(file)[0])
-    found, lost, _ = restored(done)
+    found, lost, _ = done.restored()
     return replace(found, source=None) if not lost else None

@@ -15,7 +15,7 @@ from ckptool.conventions.adapter_keys import adapter_key
 from ckptool.errors import CkptoolError
 from ckptool.transforms.lora import low_rank
 from ckptool.transforms.lora.adapters import read_adapter
-from ckptool.transforms.lora.low_rank import TensorDifference, Truncation
+from ckptool.transforms.lora.low_rank import Truncation, low_rank_change
 from tests.support.looped import examples, looped, sliced
 
 Array = numpy.ndarray[Any, Any]
@@ -40,7 +40,7 @@ def error_of(values: Array, rank: int) -> float:
     base = numpy.random.default_rng(9).standard_normal(values.shape).astype(numpy.float32)
     tuned = (base + values).astype(numpy.float32)
     exact = (tuned - base).astype(numpy.float64)
-    factors = TensorDifference("x", entry(tuned), entry(base), rank).factors(F32, ())
+    factors = low_rank_change("x", "", entry(tuned), entry(base), rank, F32).factors
     made = factors["B"].numpy().astype(numpy.float64) @ factors["A"].numpy()
     best = math.sqrt((numpy.linalg.svd(exact, compute_uv=False)[rank:] ** 2).sum())
     return float((numpy.linalg.norm(exact - made) - 1e-6 * numpy.linalg.norm(exact)) / max(best, 1e-30))
@@ -68,7 +68,7 @@ def test_the_same_matrix_gives_the_same_bytes_and_another_name_another_start(mon
     monkeypatch.setattr(low_rank, "EXACT", 10)
     values = matrix(80, 70, 0.3)
     zero = entry(numpy.zeros_like(values))
-    made = [TensorDifference(name, entry(values), zero, 5).factors(F32, ())["A"].bytes() for name in ("a", "a", "b")]
+    made = [low_rank_change(name, "", entry(values), zero, 5, F32).factors["A"].bytes() for name in ("a", "a", "b")]
     assert made[0] == made[1] != made[2]
 
 

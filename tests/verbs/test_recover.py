@@ -133,6 +133,16 @@ def test_an_interrupted_edit_is_undone_byte_for_byte(tmp_path: Path) -> None:
         assert done.complete and "is not whole" in str(done), number
 
 
+def test_the_first_bytes_of_an_edited_file_are_made_right_though_its_records_begin_elsewhere(tmp_path: Path) -> None:
+    path, out = saved({"model": weights("module.a.w"), "epoch": 1}, tmp_path / "a.pt"), tmp_path / "out.pt"
+    ckptool.strip_module(path, in_place=True)
+    data = path.read_bytes()
+    for at in range(2, 6):
+        broken = written(data[:at] + bytes([data[at] ^ 0x59]) + data[at + 1 :], tmp_path / "broken.pt")
+        assert recover(broken, out, overwrite=True).complete
+        assert_same_objects(load(out), load(path))
+
+
 def test_what_is_made_of_a_recovered_file_says_so_for_ever(tmp_path: Path) -> None:
     tree = {"model": weights(*"abcd"), "epoch": 3}
     recover(damaged(saved(tree, tmp_path / "a.pt"), 1), tmp_path / "out.pt")

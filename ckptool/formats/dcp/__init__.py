@@ -19,7 +19,7 @@ from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, co
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
-from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, RANK_FILE, Place, Tables, owner_of, table_names
+from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, RANK_FILE, Tables, owner_of, table_names
 from ckptool.formats.dcp.tree_pickle import with_optimizers
 from ckptool.formats.folder import mixed, number_in
 from ckptool.formats.pieces import Joiner
@@ -64,15 +64,24 @@ def read(source: Input) -> Checkpoint:
     payloads.expect(value.chunks[0].place for value in tables.values.values() if value.dtype is None and value.chunks)
     for name, value in tables.values.items():
         if value.dtype is None:
-            values[name] = _object(joined, payloads, name, [chunk.place for chunk in value.chunks])
+            first, *rest = (chunk.place for chunk in value.chunks)
+            for other in rest:  # of other ranks
+                same = payloads.same(first, other)
+                if same is None and name not in joined.not_compared:
+                    joined.not_compared.append(name)
+                if same is False:
+                    whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
+                    joined.different[name] = f"that of {whose} is taken, {theirs} has another"
+                    break
+            values[name] = payloads.object(name, first)
+            continue
+        chunks = pieces.pop(name)
+        if len(chunks) > 1 and all(piece.like.shape == value.shape for piece in chunks):  # as buffers
+            whole = joined.replicated(name, chunks)
         else:
-            chunks = pieces.pop(name)
-            if len(chunks) > 1 and all(piece.like.shape == value.shape for piece in chunks):  # as buffers
-                whole = joined.replicated(name, chunks)
-            else:
-                whole = joined.tensor(name, value.shape, value.dtype, chunks)
-            # Names that are tied are two tensors.
-            values[name] = whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))
+            whole = joined.tensor(name, value.shape, value.dtype, chunks)
+        # Names that are tied are two tensors.
+        values[name] = whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))
     untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:
@@ -148,21 +157,6 @@ def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
             what = f"one has the optimizer's step {latest:g}, the other {each[0]:g}"
             raise mixed(tables.folder, other, file, what)
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
-
-
-def _object(joined: Joiner, payloads: Payloads, name: str, places: list[Place]) -> Any:
-    """The object of the first rank; noted where those of others have other bytes."""
-    first, *others = places
-    for other in others:
-        same = payloads.same(first, other)
-        if same is None and name not in joined.not_compared:
-            joined.not_compared.append(name)
-        if same is False:
-            joined.different[name] = (
-                f"that of {owner_of(first.relative_path)} is taken, {owner_of(other.relative_path)} has another"
-            )
-            break
-    return payloads.object(name, first)
 
 
 # The tree ------------------------------------------------------------------------------------------------------------

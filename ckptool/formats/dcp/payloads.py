@@ -174,8 +174,12 @@ class Payloads:
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if (entry := known.get(key)) is None:
+                    # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
                     later = self._is_compressed(name, chunk.place) or self.folder.far
-                    entry = known[key] = self._later(name, chunk, dtype) if later else self.chunk(name, chunk)
+                    if later and not self.folder.far:
+                        self.part(chunk.place)  # is there, and its file is of the checkpoint
+                    entry = _Later(self, name, replace(chunk), dtype).tensor if later else self.chunk(name, chunk)
+                    known[key] = entry
                 found[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
@@ -237,17 +241,6 @@ class Payloads:
     def part(self, place: Place) -> Part:
         return self.folder.open(place.relative_path).part(place.offset, place.length)
 
-    def _later(self, name: str, chunk: Chunk, dtype: DType) -> TensorEntry:
-        """A chunk as the table describes it. Its zip is on another machine, or compressed, and opened when its values
-        are wanted."""
-        if not self.folder.far:
-            self.part(chunk.place)  # is there, and its file is of the checkpoint
-        own = _Later(self, name, replace(chunk), dtype)
-        length = prod(chunk.sizes) * dtype.itemsize
-        inputs = () if chunk.place.transform_descriptors else own
-        own.storage = Storage(Computed(length, own.read, inputs, checks=True) if length else InlineBytes(b""))
-        return TensorEntry(own.storage, dtype, chunk.sizes, row_major_strides(chunk.sizes))
-
     def _is_compressed(self, name: str, place: Place) -> bool:
         """Raises `Unsupported` for other extensions than zstd, `MissingExtra` where that is not installed."""
         if not place.transform_descriptors:
@@ -291,7 +284,7 @@ class Payloads:
 
 @dataclass(slots=True, eq=False)
 class _Later:
-    """The values of a chunk, and the storage that they are in, once they are asked for. storage: that of its entry.
+    """The values of a chunk, and the storage that they are in, once they are asked for. tensor: as the table has it.
 
     A compressed one has a checksum from then on, if its zip has one.
     """
@@ -300,8 +293,14 @@ class _Later:
     name: str
     chunk: Chunk
     dtype: DType
-    storage: Storage = field(init=False)
+    tensor: TensorEntry = field(init=False)
     _entry: TensorEntry | None = None
+
+    def __post_init__(self) -> None:
+        sizes, inputs = self.chunk.sizes, () if self.chunk.place.transform_descriptors else self
+        length = prod(sizes) * self.dtype.itemsize
+        storage = Storage(Computed(length, self.read, inputs, checks=True) if length else InlineBytes(b""))
+        self.tensor = TensorEntry(storage, self.dtype, sizes, row_major_strides(sizes))
 
     def read(self, offset: int, length: int) -> bytes:
         data = (self.inflated() if self.chunk.place.transform_descriptors else self.entry()).row_major()
@@ -321,14 +320,14 @@ class _Later:
         with self.payloads.lock:
             if place not in kept:
                 part = self.payloads.part(place)
-                kept[place] = self._fitting(inflate(part, self.storage.nbytes + MOST_BESIDE).tree)
+                kept[place] = self._fitting(inflate(part, self.tensor.nbytes + MOST_BESIDE).tree)
                 verify(kept[place])
                 while len(kept) > 1 and sum(each.storage.nbytes for each in kept.values()) > MOST_KEPT:
                     kept.popitem(last=False)
             kept.move_to_end(place)
             entry = kept[place]
         if entry.is_contiguous and not entry.offset and entry.nbytes == entry.storage.nbytes:
-            self.storage.crc, self.storage.intact = entry.storage.crc, entry.storage.intact
+            self.tensor.storage.crc, self.tensor.storage.intact = entry.storage.crc, entry.storage.intact
         return entry
 
     def _fitting(self, found: Any) -> TensorEntry:

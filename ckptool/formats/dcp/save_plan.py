@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from io import BytesIO
 from itertools import chain
 from struct import pack
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ckptool.checkpoint import Checkpoint, Computed, Data, InlineBytes, Note, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
@@ -83,7 +83,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     refuse_unknown(checkpoint, keep_unknown)
     flat = flat_names(checkpoint.tree)
     division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
-    saving = _Saving(flat, division)
+    saving = _Saving(division)
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
             saving.add_object(name, value)
@@ -111,7 +111,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
         notes = (Note(KEPT, f"{keeps}: {kept}"),)
     files = saving.lay_out()
-    table = table_pickle({name: saving.values[name] for name in flat.values})
+    table = table_pickle(flat, saving.chunks)
     if (size := sum(part.length for part in table)) > MAX_METADATA:
         what = f"the table would have {size:,} bytes"
         raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
@@ -264,26 +264,16 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-class _Described(NamedTuple):
-    """A value as the table describes it. dtype: None for an object.  path: in the nested dictionaries."""
-
-    shape: tuple[int, ...]
-    dtype: DType | None
-    requires_grad: bool
-    chunks: Iterable[Chunk]
-    path: tuple[str | int, ...]
-
-
 class _Saving:
-    """What every rank saves. values: as the table describes them.  divided: tensors of which each rank has a block.
+    """What every rank saves. chunks: by name, each with its place.  divided: tensors of which each rank has a block.
     free: what may go to any rank.  homes: where a storage is in the new folder, by its id.
 
     strides_lost: the first name of a tensor whose strides its blocks do not have.
     """
 
-    def __init__(self, flat: FlatNames, division: RankDivision) -> None:
-        self.flat, self.division = flat, division
-        self.values: dict[str, _Described] = {}
+    def __init__(self, division: RankDivision) -> None:
+        self.division = division
+        self.chunks: dict[str, Iterable[Chunk]] = {}
         self.divided: list[_Divided] = []
         self.files = [_RankFile(rank, self.divided) for rank in range(division.ranks)]
         self.free: list[_BlockZip] = []
@@ -300,13 +290,13 @@ class _Saving:
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
         self.files[0].add(item := _ObjectZip(segments, plan.nbytes))
-        self.values[name] = _Described((), None, False, [Chunk((), (), item)], self.flat.paths[name])
+        self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
 
     def add_tensor(self, name: str, entry: TensorEntry) -> None:
         if (first := self.views.setdefault(entry.view, name)) != name:
-            self._describe(name, entry, self.values[first].chunks)  # in one place, so that they are one tensor again
+            self.chunks[name] = self.chunks[first]  # in one place, so that they are one tensor again
             return
         ranks, step = self.division.of(entry)
         if ranks == 1:
@@ -315,7 +305,7 @@ class _Saving:
         self.divided.append(item := _Divided(name, entry, self.division.dim, ranks, step))
         for file in self.files[:ranks]:
             file.add_block(len(self.divided) - 1)
-        self._describe(name, entry, item)
+        self.chunks[name] = item
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
         # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
@@ -343,11 +333,7 @@ class _Saving:
                 self.checks.append(storage)
             item = _BlockZip(name, entry, data, storage.crc if data is storage.data else None)
         self.free.append(item)
-        self._describe(name, entry, [Chunk((0,) * len(entry.shape), entry.shape, item)])
-
-    def _describe(self, name: str, entry: TensorEntry, chunks: Iterable[Chunk]) -> None:
-        trained = entry.flags.requires_grad
-        self.values[name] = _Described(entry.shape, entry.dtype, trained, chunks, self.flat.paths[name])
+        self.chunks[name] = [Chunk((0,) * len(entry.shape), entry.shape, item)]
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
         known = self.homes.setdefault(id(storage), home)
@@ -373,42 +359,42 @@ def _plain(entry: TensorEntry) -> TensorEntry:
 # The table -----------------------------------------------------------------------------------------------------------
 
 
-def table_pickle(values: Mapping[str, _Described]) -> list[InlineBytes]:
-    """The pickle of a `Metadata` of these values, by their flat names; in parts, as one that grows is copied."""
+def table_pickle(flat: FlatNames, chunks: Mapping[str, Iterable[Chunk]]) -> list[InlineBytes]:
+    """The pickle of a `Metadata` of values by their flat names; in parts, as one that grows is copied."""
     out = _Pickle()
     out.begin("Metadata")
     out.value("state_dict_metadata")
     out.write(b"}")
-    for name, value in values.items():
+    for name, value in flat.values.items():
         out.value(name)
-        if value.dtype is None:
+        if not isinstance(value, TensorEntry):
             out.new("BytesStorageMetadata")
         else:
             out.begin("TensorStorageMetadata")
             out.value("properties")
-            out.properties(value.dtype, value.requires_grad)
+            out.properties(value.dtype, value.flags.requires_grad)
             out.value("size")
             out.value(value.shape)
             out.value("chunks")
             out.write(b"](")
-            for chunk in value.chunks:
+            for chunk in chunks[name]:
                 out.new("ChunkStorageMetadata", offsets=chunk.offsets, sizes=chunk.sizes)
             out.write(b"eub")
         out.write(b"s")
         out.end_part()
     out.value("planner_data")
     out.write(b"}")
-    for name, value in values.items():
+    for name, path in flat.paths.items():
         out.value(name)
         out.write(b"(")
-        for key in value.path:
+        for key in path:
             out.value(key)
         out.write(b"ts")
     out.value("storage_data")
     out.write(b"}")
-    for name, value in values.items():
-        for number, chunk in enumerate(value.chunks):
-            if value.dtype is None:
+    for name, value in flat.values.items():
+        for number, chunk in enumerate(chunks[name]):
+            if not isinstance(value, TensorEntry):
                 out.new("MetadataIndex", fqn=name, index=None)
             else:
                 out.new("MetadataIndex", fqn=name, offset=chunk.offsets, index=number)

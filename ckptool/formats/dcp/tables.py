@@ -170,14 +170,12 @@ class Chunk:
 @dataclass(slots=True, eq=False)
 class Saved:
     """A value as a table describes it. chunks: of a tensor its blocks; of an object (without a dtype) one for each rank
-    that saved it.  path: in the nested dictionaries that were saved, where it is known.
-    """
+    that saved it."""
 
     shape: tuple[int, ...] = ()
     dtype: DType | None = None
     requires_grad: bool = False
     chunks: list[Chunk] = field(default_factory=list)
-    path: tuple[str | int, ...] = ()
 
     def __str__(self) -> str:
         return "an object" if self.dtype is None else f"{self.dtype}{list(self.shape)}"
@@ -205,51 +203,31 @@ class Tables:
 
     def add(self, name: str) -> None:
         """Reads a table, and adds what it says to that of the others."""
-        facts = self._fields(name)
-        described = facts.pop("state_dict_metadata", None)
-        if not isinstance(described, dict) or not all(type(key) is str for key in described):
-            raise self.damaged("has no table of names", name)
-        places = self._places(name, facts.pop("storage_data", None))
-        for key in [*described]:  # which are not needed any more then
-            self._add_value(name, key, described.pop(key), places.get(key, {}))
-        self.unused.update(key for key, left in places.items() if left)
-        paths = facts.get("planner_data")
-        if isinstance(paths, dict):
-            self.paths = {**paths, **self.paths}
-        if type(version := facts.get("version")) is str:
-            self.versions.add(version)
-
-    def _fields(self, name: str) -> dict[Any, Any]:
-        """The fields of the `Metadata` that a table is a pickle of."""
-        source = self.folder.open(name)
+        source, odd = self.folder.open(name), list[Any]()
         if source.size > MAX_METADATA:
             raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
         data = source.read(0, source.size)
-        odd: list[Any] = []
         decoded = decode(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if decoded.end != len(data):
-            raise Ambiguous(
-                f"{source} has {len(data) - decoded.end:,} bytes after its end", "Another pickle may be hidden there."
-            )
+            what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
+            raise Ambiguous(what, "Another pickle may be hidden there.")
         if _class(decoded.root) not in ("Metadata", "MCoreMetadata"):
             what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
-            why = "Another program wrote it."
-            raise NotACheckpoint(what, why, f"Name the file: {other_program('ls', self.folder.path)}")
+            fix = f"Name the file: {other_program('ls', self.folder.path)}"
+            raise NotACheckpoint(what, "Another program wrote it.", fix)
         self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
-        fields: dict[Any, Any] = decoded.root.attributes
-        return fields
-
-    def _places(self, name: str, table: Any) -> dict[str, dict[Any, Place]]:
-        """The place of every chunk, by name and offsets; of an object, those are None."""
+        facts: dict[Any, Any] = decoded.root.attributes
+        described = facts.pop("state_dict_metadata", None)
+        if not isinstance(described, dict) or not all(type(key) is str for key in described):
+            raise self.damaged("has no table of names", name)
+        table = facts.pop("storage_data", None)
         if not isinstance(table, dict):
             raise self.damaged("does not say where its values are", name)
-        places: dict[str, dict[Any, Place]] = {}
+        places: dict[str, dict[Any, Place]] = {}  # of every chunk, by name and offsets; of an object, those are None
         for number, (index, place) in enumerate(table.items()):
-            named = isinstance(index, _Index) and type(index.fqn) is str
-            if not named or not isinstance(place, Place) or place.is_damaged:
-                raise self.damaged(f"has an entry {number:,} without a place", name)
-            offsets = None if index.offset is None else sizes_of(index.offset)
-            if (index.offset is None) != (offsets is None):
+            is_one = isinstance(index, _Index) and isinstance(place, Place) and not place.is_damaged
+            offsets = sizes_of(index.offset) if is_one and index.offset is not None else None
+            if not is_one or type(index.fqn) is not str or (index.offset is None) != (offsets is None):
                 raise self.damaged(f"has an entry {number:,} without a place", name)
             of_name = places.setdefault(index.fqn, {})
             if offsets in of_name:
@@ -260,18 +238,30 @@ class Tables:
         files = {place.relative_path for of_name in places.values() for place in of_name.values()}
         if missing := self.folder.missing(files):
             raise lacks(self.folder, f"{len(missing):,} of its files", missing)
-        return places
+        for key in [*described]:  # which are not needed any more then
+            self._add_value(name, key, described.pop(key), places.get(key, {}))
+        self.unused.update(key for key, left in places.items() if left)
+        paths = facts.get("planner_data")
+        if isinstance(paths, dict):
+            self.paths = {**paths, **self.paths}
+        if type(version := facts.get("version")) is str:
+            self.versions.add(version)
 
     def _add_value(self, table: str, name: str, row: Any, places: dict[Any, Place]) -> None:
         """Adds the description of a value; takes what it names out of `places`."""
         if isinstance(row, _Tensor):
-            shape, blocks = sizes_of(row.size), row.chunks
-            dtype, trained = _properties(row.properties)
-            if not is_inert(row.properties):
-                self.discarded.append(row.properties)
-            if shape is None or dtype is None:
+            shape, blocks, properties = sizes_of(row.size), row.chunks, row.properties
+            dtype, trained, state = None, None, properties.state if _class(properties) == "TensorProperties" else None
+            if type(state) is tuple and len(state) == 5:
+                dtype, trained = state[0], state[2]
+            elif isinstance(state, dict):
+                dtype, trained = state.get("dtype"), state.get("requires_grad")
+            known_type = BY_TORCH.get(dtype.name) if type(dtype) is Global and dtype.module == "torch" else None
+            if not is_inert(properties):
+                self.discarded.append(properties)
+            if shape is None or known_type is None:
                 raise self.damaged(f"says nothing of the shape or type of {name}", table)
-            value = Saved(shape, dtype, trained)
+            value = Saved(shape, known_type, trained is True)
         elif isinstance(row, _Object):
             value, blocks = Saved(), [_Block((), ())]
         else:
@@ -320,16 +310,3 @@ def _class(node: Any) -> str:
     fn = node.fn if isinstance(node, Object) else None
     known = type(fn) is Global and fn.module.startswith(("torch.distributed.", "megatron.core."))
     return fn.name if known and isinstance(fn, Global) else ""
-
-
-def _properties(node: Any) -> tuple[DType | None, bool]:
-    """The type of a tensor, and whether it requires a gradient."""
-    state = node.state if _class(node) == "TensorProperties" else None
-    if type(state) is tuple and len(state) == 5:
-        dtype, trained = state[0], state[2]
-    elif isinstance(state, dict):
-        dtype, trained = state.get("dtype"), state.get("requires_grad")
-    else:
-        return None, False
-    known = type(dtype) is Global and dtype.module == "torch"
-    return BY_TORCH.get(dtype.name) if known else None, trained is True

@@ -108,7 +108,9 @@ def flat_names(tree: Any) -> FlatNames:
         for key, value in items:
             here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
             where = (*place, key)
-            if not _is_gone_into(value):
+            parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+            goes_on = isinstance(value, dict) or any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts)
+            if not goes_on:
                 flat.add(here, where, value)
                 continue
             if id(value) in holders or len(stack) > MAX_DEPTH:
@@ -127,13 +129,6 @@ def flat_names(tree: Any) -> FlatNames:
     if with_optimizers(tree)[0] is not tree:
         flat.lost.setdefault(OPTIMIZERS, "")
     return flat
-
-
-def _is_gone_into(value: Any) -> bool:
-    if type(value) is not list:
-        return isinstance(value, dict)
-    lists = visit(value, lambda node: node if type(node) is list else ())
-    return any(isinstance(part, (dict, TensorEntry, Composite)) for part in lists)
 
 
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
@@ -256,7 +251,10 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
         content = own[NAME].bytes() if own[NAME].nbytes <= MAX_PICKLE else b""
         if zlib.crc32(content) != own[NAME].storage.crc:
             raise Corrupt("its bytes do not match their checksum")
-        found_pickle = decoded(content, _Storages(values | own), NAME)
+        objects = {name: value for name, value in values.items() if not isinstance(value, TensorEntry)}
+        in_objects = ((name, enumerate(trees.storages(value))) for name, value in objects.items())
+        held = {f"{name}#{number}": as_bytes(each) for name, found in in_objects for number, each in found}
+        found_pickle = decoded(content, PickledStorages(held | values | own), NAME)
         aside, loaded = found_pickle.aside(), found_pickle.root
         if found_pickle.discarded or loaded.keys() != {"tree", "recovered"}:
             raise Corrupt("it is not what ckptool writes")
@@ -276,16 +274,6 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
         why = f"it is damaged ({type(error).__name__})"
     what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
     return None, {}, [Note(IGNORED, what)], aside
-
-
-class _Storages(PickledStorages):
-    """Those of a pickle, of what the table names: tensors, and storages in objects."""
-
-    def entry(self, name: str) -> Any:
-        if name in self.values:
-            return self.values[name]
-        holder, _, number = name.rpartition("#")
-        return as_bytes(list(trees.storages(self.values[holder]))[int(number)])
 
 
 def _is_same(found: Any, value: Any, left: list[int]) -> bool:

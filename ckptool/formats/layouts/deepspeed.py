@@ -399,7 +399,23 @@ def _universal(tag: Tag) -> Checkpoint:
     stepped: tuple[str, dict[str, Any]] | None = None
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
-            slots = _parameter(tag, inside, name, shape)
+            slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
+            files = Folder(os.path.join(inside.path, name))
+            for file in (file for file in files.names if file.endswith(".pt")):
+                value = tag.joiner.open(file, files).tree
+                value = zero.bare(value.get("param") if isinstance(value, dict) else value)
+                if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
+                    value = value.reshape(shape)
+                slots[file.removesuffix(".pt")] = value
+            inside.adopt(name, files)
+            weight = slots.get(_WEIGHT)
+            if not isinstance(weight, TensorEntry):
+                raise damaged(files, f"has no tensor in {_WEIGHT}.pt")
+            alike = weight.shape, ()
+            wrong = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in alike]
+            if wrong or len(weight.shape) != len(shape):
+                meant = list(weight.shape if wrong else shape)
+                raise damaged(files, f"has {listed(wrong or [_WEIGHT])} of another shape than {meant}")
             weights[name] = slots.pop(_WEIGHT)
             state[name] = zero.undivided(once.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
@@ -418,24 +434,3 @@ def _universal(tag: Tag) -> Checkpoint:
 
 # Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.
 _JOINED = ("param_groups", "optimizer_state_dict", "fp32_flat_groups", "group_paddings", "param_alignment_paddings")
-
-
-def _parameter(tag: Tag, inside: Folder, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The values of a parameter by the names of their files, in its shape."""
-    files = Folder(os.path.join(inside.path, name))
-    slots: dict[str, Any] = {}
-    for file in (file for file in files.names if file.endswith(".pt")):
-        value = tag.joiner.open(file, files).tree
-        value = zero.bare(value.get("param") if isinstance(value, dict) else value)
-        if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
-            value = value.reshape(shape)
-        slots[file.removesuffix(".pt")] = value
-    inside.adopt(name, files)
-    weight = slots.get(_WEIGHT)
-    if not isinstance(weight, TensorEntry):
-        raise damaged(files, f"has no tensor in {_WEIGHT}.pt")
-    wrong = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in (weight.shape, ())]
-    if wrong or len(weight.shape) != len(shape):
-        meant = list(weight.shape if wrong else shape)
-        raise damaged(files, f"has {listed(wrong or [_WEIGHT])} of another shape than {meant}")
-    return slots

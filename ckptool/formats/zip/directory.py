@@ -30,17 +30,7 @@ from typing import NoReturn
 from ckptool.checkpoint import Computed, Data, FileRange, Note
 from ckptool.checkpoint.files import Readable
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import (
-    Ambiguous,
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    Truncated,
-    Unsupported,
-    counted,
-    listed,
-    printable,
-)
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, listed
 from ckptool.facts import dataclass, field
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
@@ -48,6 +38,7 @@ CENTRAL = struct.Struct("<4s6H3I5H2I")
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR = struct.Struct("<4sIQI")  # of END64
+END_RECORDS = ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END))  # in their order
 DESCRIPTOR, DESCRIPTOR64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 # Data descriptors by their size: checksum, stored size, size. Some writers leave the signature before them out.
 DESCRIPTORS = {each.size: each for each in (DESCRIPTOR, DESCRIPTOR64, struct.Struct("<3I"), struct.Struct("<I2Q"))}
@@ -132,7 +123,7 @@ class Record:
     _data: Data | None = None
 
     def __str__(self) -> str:
-        return printable(self.name)
+        return self.name
 
     @property
     def data(self) -> Data:

@@ -12,32 +12,8 @@ from functools import partial
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes
 from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment
-from ckptool.facts import dataclass
-from ckptool.formats.zip.directory import (
-    CENTRAL,
-    DESCRIPTOR,
-    DESCRIPTOR64,
-    END,
-    END64,
-    FULL,
-    FULL16,
-    LINK,
-    LOCAL,
-    LOCATOR,
-    Record,
-)
-
-
-@dataclass(slots=True, eq=False)
-class NewRecord:
-    """A record of our own: its header and how it begins, the rest of its data, descriptor and line of the directory,
-    which lack the checksum `total`: that is known when it was written."""
-
-    head: bytes
-    data: Data | Deferred
-    descriptor: bytes
-    line: bytes
-    total: Crc
+from ckptool.formats.zip import directory
+from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, END, END64, FULL, LOCAL, LOCATOR, Record
 
 
 class ZipLayout:
@@ -49,9 +25,9 @@ class ZipLayout:
     def __init__(self, alignment: int, begin: int = 0, checksums: bool = True) -> None:
         self.alignment, self.at, self.checksums = alignment, begin, checksums
         self.sums: list[Crc] = []
-        self._parts: list[FileRange | NewRecord] = []
-        self._together: list[Record] = []  # the old records that the last of the parts is, if it is a range
-        self._lines: list[bytes | NewRecord] = []  # of the directory
+        self._segments: list[Segment] = []
+        self._together: list[Record] = []  # the old records that the last of the segments is, if it is a range
+        self._lines: list[tuple[bytes, Crc | None]] = []  # of the directory; a new record's lacks the checksum
         self._directory_size = 0
 
     def add(self, name: str, data: Data | Deferred, crc: int | None = None, head: bytes = b"") -> None:
@@ -72,46 +48,41 @@ class ZipLayout:
         descriptor, short, at = layout.pack(b"PK\x07\x08", 0, size, size), min(size, FULL), min(self.at, FULL)
         lengths = len(raw), len(wide), 0
         line = CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x0808, 0, 0, 0, 0, short, short, *lengths, 0, 0, 0, at) + raw + wide
-        record = NewRecord(header + head, data, descriptor, line, total)
         self.sums.append(total)
-        self._parts.append(record)
-        self._lines.append(record)
+        self._segments.append(InlineBytes(header + head))
+        if isinstance(data, Deferred):
+            self._segments.append(Deferred(data.length, partial(_summed, data, total)))
+        elif isinstance(data, Computed) and data.concatenated:
+            from ckptool.formats.checksums import checksummed  # few files need it
+
+            self._segments += checksummed(data, total)
+        elif data.length:
+            self._segments.append(Checksummed(data, total))
+        self._segments.append(Deferred(len(descriptor), partial(self._with_sum, descriptor, 4, total)))
+        self._lines.append((line, total))
         self._directory_size += len(line)
         self.at += len(header) + size + len(descriptor)
 
     def add_old(self, record: Record, *, copied: bool) -> None:
         """A record of another archive as it is, header and all: copied to here, or left where it stands there."""
         line = moved_entry(record, self.at if copied else record.header)
-        self._lines.append(line)
+        self._lines.append((line, None))
         self._directory_size += len(line)
         if not copied:
             return
         source, length = record.archive.source, record.end - record.header
-        file, begin, before = source.file, source.start + record.header, self._parts[-1] if self._parts else None
+        file, begin, before = source.file, source.start + record.header, self._segments[-1] if self._segments else None
         follows = isinstance(before, FileRange) and before.file is file and before.offset + before.length == begin
         if isinstance(before, FileRange) and follows and not file.far:
             self._together.append(record)  # thousands of small records are one range
             before.length += length
         else:
             self._together = [record]
-            self._parts.append(FileRange(file, begin, length, partial(_confirm, self._together)))
+            self._segments.append(FileRange(file, begin, length, partial(_confirm, self._together)))
         self.at += length
 
     def __iter__(self) -> Iterator[Segment]:
-        for part in self._parts:
-            if isinstance(part, FileRange):
-                yield part
-                continue
-            yield InlineBytes(part.head)
-            if isinstance(part.data, Deferred):
-                yield Deferred(part.data.length, partial(_summed, part.data, part.total))
-            elif isinstance(part.data, Computed) and part.data.concatenated:
-                from ckptool.formats.checksums import checksummed  # few files need it
-
-                yield from checksummed(part.data, part.total)
-            elif part.data.length:
-                yield Checksummed(part.data, part.total)
-            yield Deferred(len(part.descriptor), partial(self._with_sum, part.descriptor, 4, part.total))
+        yield from self._segments
         yield Deferred(self._directory_size, self._directory)
         yield InlineBytes(end_records(len(self._lines), self.at, self._directory_size))
 
@@ -119,8 +90,7 @@ class ZipLayout:
         return raw[:at] + (total.value if self.checksums else 0).to_bytes(4, "little") + raw[at + 4 :]
 
     def _directory(self) -> bytes:
-        lines = (line if isinstance(line, bytes) else self._with_sum(line.line, 16, line.total) for line in self._lines)
-        return b"".join(lines)
+        return b"".join(line if total is None else self._with_sum(line, 16, total) for line, total in self._lines)
 
 
 def _confirm(records: Sequence[Record]) -> None:
@@ -144,10 +114,10 @@ def zip64_extra(values: tuple[int, int, int], short: Sequence[int] = (0, 0, 0)) 
 def moved_entry(record: Record, at: int) -> bytes:
     """The directory's entry for a record that was copied whole to byte `at`, as a file if it was a symbolic link."""
     old, raw = record.central, record.name.encode()
-    if at < FULL and not record.zip64 and not any(old[30:34]) and old[41] >> 4 != LINK:  # as nearly all are
+    if at < FULL and not record.zip64 and not any(old[30:34]) and old[41] >> 4 != directory.LINK:  # as nearly all are
         return old[:42] + at.to_bytes(4, "little") + raw
     fields = [*CENTRAL.unpack(old)]
-    fields[15] = 0 if fields[15] >> 28 == LINK else fields[15]
+    fields[15] = 0 if fields[15] >> 28 == directory.LINK else fields[15]
     fields[16] = FULL if at >= FULL or record.zip64 else at
     extra = zip64_extra((record.size, record.stored, at), (fields[9], fields[8], fields[16]))
     fields[10:13] = len(raw), len(extra), 0
@@ -158,5 +128,5 @@ def end_records(count: int, directory_at: int, directory_size: int) -> bytes:
     """The zip64 end record, its locator and the end record (98 bytes)."""
     end64 = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, directory_size, directory_at)
     locator = LOCATOR.pack(b"PK\x06\x07", 0, directory_at + directory_size, 1)
-    n, size, at = min(count, FULL16), min(directory_size, FULL), min(directory_at, FULL)
+    n, size, at = min(count, directory.FULL16), min(directory_size, FULL), min(directory_at, FULL)
     return end64 + locator + END.pack(b"PK\x05\x06", 0, 0, n, n, size, at, 0)

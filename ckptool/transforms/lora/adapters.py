@@ -405,15 +405,35 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     names of two modules.
     """
     refuse_others(adapter)
-    _refuse_unheld(adapter, scheme)
-    name, details = adapter.name, list[str]()
-    components = {delta.component for delta in adapter.deltas}
-    names = {each: _component(each, components, scheme, adapter) for each in components}
+    name, old, details = adapter.name, adapter.scheme, list[str]()
+    if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
+        what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
+        fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
+        raise Unsupported(what, f"{scheme} would lose them.", fix)
+    for delta in adapter.deltas:
+        is_bias, dora = delta.method == BIAS, delta.magnitude is not None
+        difference = is_bias and "B.bias" not in delta.factors
+        facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
+        facts["a module in another"] = any(".base_layer." in key for key in delta.keys.values())  # PEFT adds it twice
+        for fact, present in facts.items():
+            if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
+                why = f"{old} and {scheme} have no common form for it."
+                raise Unsupported(f"{name}: {delta.module} has {fact}", why)
+    # The prefix of each component in the scheme. Names that do not say it are a text encoder's or a transformer's where
+    # one of its modules begins as in diffusers', else a UNet's, as with most that are written for these programs.
+    components, names = {delta.component for delta in adapter.deltas}, dict[str, str]()
+    several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
+    for component in components:
+        blocks = {delta.module.partition(".")[0] for delta in adapter.products if delta.component == component}
+        kind = "te" if "text_model" in blocks else "transformer" if "transformer_blocks" in blocks else "unet"
+        rows = [row for row in COMPONENTS.values() if component in row] or [COMPONENTS[kind]]
+        of_diffusers, of_kohya = rows[-1 if several else 0]
+        names[component] = {PEFT: MODEL, DIFFUSERS: of_diffusers, KOHYA: of_kohya}[scheme]
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
         advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
-    modules = _dotted_modules(adapter, bases) if adapter.scheme == KOHYA and scheme != KOHYA else {}
+    modules = _dotted_modules(adapter, bases) if old == KOHYA and scheme != KOHYA else {}
     deltas = []
     for delta in adapter.deltas:
         module = modules.get(delta.module, delta.module)
@@ -423,7 +443,9 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
     if adapter.config.get("use_rslora"):
         details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
-    if scheme != PEFT and (unsaid := [old for old in components if not any(old in row for row in COMPONENTS.values())]):
+    if scheme != PEFT and (
+        unsaid := [each for each in components if not any(each in row for row in COMPONENTS.values())]
+    ):
         details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
     return file, details
 
@@ -439,38 +461,6 @@ def refuse_others(adapter: Adapter) -> None:
         if delta.method != LORA or "mid" in delta.factors:
             kind = "LoRA with lora_mid" if delta.method == LORA else delta.method
             raise Unsupported(f"{name}: {delta.module} is {kind}", why)
-
-
-def _refuse_unheld(adapter: Adapter, scheme: str) -> None:
-    name, old = adapter.name, adapter.scheme
-    if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
-        what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
-        fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
-        raise Unsupported(what, f"{scheme} would lose them.", fix)
-    for delta in adapter.deltas:
-        is_bias, dora = delta.method == BIAS, delta.magnitude is not None
-        difference = is_bias and "B.bias" not in delta.factors
-        facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
-        facts["a module in another"] = any(".base_layer." in key for key in delta.keys.values())  # PEFT adds it twice
-        for fact, present in facts.items():
-            if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
-                why = f"{old} and {scheme} have no common form for it."
-                raise Unsupported(f"{name}: {delta.module} has {fact}", why)
-
-
-def _component(old: str, components: set[str], scheme: str, adapter: Adapter) -> str:
-    """The prefix of a component in a scheme. Names that do not say it are a text encoder's or a transformer's where
-    one of its modules begins as in diffusers', else a UNet's, as with most that are written for these programs.
-    """
-    if scheme == PEFT:
-        return MODEL
-    side = (DIFFUSERS, KOHYA).index(scheme)
-    if rows := [row for row in COMPONENTS.values() if old in row]:
-        several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
-        return rows[-1 if several else 0][side]
-    blocks = {delta.module.partition(".")[0] for delta in adapter.products if delta.component == old}
-    kind = "te" if "text_model" in blocks else "transformer" if "transformer_blocks" in blocks else "unet"
-    return COMPONENTS[kind][side]
 
 
 def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:

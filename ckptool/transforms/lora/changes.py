@@ -87,20 +87,36 @@ def _rows(
     delta: Delta, weight: TensorEntry, matrix: tuple[int, int], turned: Callable[[], bool]
 ) -> tuple[bool, Numbers]:
     """Whether the weight is [in, out], and the rows of the change."""
+    factors = delta.factors
     if delta.method != LORA:
-        made, rows = _product_rows(delta.method, delta.factors)
+        if delta.method == LOKR:
+            made, rows = _kronecker(*(_kronecker_side(factors, number) for number in "12"))
+        elif delta.method == LOHA:
+            one, other = (
+                _sides(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"
+            )
+            made = one[0].shape[0], one[1].shape[1]
+            if made != (other[0].shape[0], other[1].shape[1]):
+                raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
+            first, second = _product(*one), _product(*other)
+
+            def rows(start: int, stop: int) -> Array:
+                return first(start, stop) * second(start, stop)
+        else:
+            whole = _flat(next(iter(factors.values())))
+            made, rows = whole.shape, TensorValues(whole).rows
         if made != matrix:
-            raise Misfit(next(iter(delta.factors.values())).shape if delta.method == BIAS else made)
+            raise Misfit(next(iter(factors.values())).shape if delta.method == BIAS else made)
         return False, rows
-    up, down = _sides(delta.factors)
-    wanted, given = (up.shape[0], down.shape[1]), delta.factors.get("mid", delta.factors["A"]).shape[2:]
+    up, down = _sides(factors)
+    wanted, given = (up.shape[0], down.shape[1]), factors.get("mid", factors["A"]).shape[2:]
     if len(weight.shape) == 2 and wanted == weight.shape[::-1]:
         if delta.embedding or wanted != weight.shape or turned():
             return True, _product(down.transpose(), up.transpose())
     elif (
         wanted != matrix or delta.embedding or (given != weight.shape[2:] and prod(given) * prod(weight.shape[2:]) != 1)
     ):
-        raise Misfit((up.shape[0], *delta.factors["A"].shape[1:]))
+        raise Misfit((up.shape[0], *factors["A"].shape[1:]))
     return False, _product(up, down)
 
 
@@ -231,42 +247,20 @@ def _sides(factors: dict[str, TensorEntry], up: str = "B", down: str = "A", core
     left, right = _flat(factors[up]), _flat(factors[down])
     if core not in factors:
         return left, right
-    return left if core == "mid" else left.transpose(), _with_core(factors[core], right)
-
-
-def _with_core(core: TensorEntry, down: TensorEntry) -> TensorEntry:
-    """`core` [p, q, kernel…] times `down` [q, in]: [p, in × kernel]."""
-    if core.shape[1] != down.shape[0]:
-        raise _misfit(core, down)
-    kernel = prod(core.shape[2:])
-    outer, inner = TensorValues(core), TensorValues(down)
+    middle = factors[core]  # [p, q, kernel…], times [q, in]: [p, in × kernel]
+    if middle.shape[1] != right.shape[0]:
+        raise _misfit(middle, right)
+    kernel, outer, inner = prod(middle.shape[2:]), TensorValues(middle), TensorValues(right)
 
     def rows(start: int, stop: int) -> Array:
-        block = outer.rows(start, stop).reshape(stop - start, core.shape[1], kernel)
-        narrow = once(inner, lambda: inner.rows(0, down.shape[0]))
-        made = _multiplied(block.transpose(0, 2, 1).reshape(-1, core.shape[1]), narrow)
+        block = outer.rows(start, stop).reshape(stop - start, middle.shape[1], kernel)
+        narrow = once(inner, lambda: inner.rows(0, right.shape[0]))
+        made = _multiplied(block.transpose(0, 2, 1).reshape(-1, middle.shape[1]), narrow)
         return made.reshape(stop - start, kernel, -1).transpose(0, 2, 1)
 
-    return computed_rows(by_name("f32"), (core.shape[0], down.shape[1] * kernel), rows, (core, down))
-
-
-def _product_rows(method: str, factors: dict[str, TensorEntry]) -> tuple[tuple[int, ...], Numbers]:
-    """The matrix of a change before its scale: its shape, and its rows."""
-    if method == LOKR:
-        return _kronecker(*(_kronecker_side(factors, number) for number in "12"))
-    if method not in (LORA, LOHA):
-        whole = _flat(next(iter(factors.values())))
-        return whole.shape, TensorValues(whole).rows
-    pairs = (
-        [_sides(factors)]
-        if method == LORA
-        else [_sides(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"]
-    )
-    shape, *other = [(left.shape[0], right.shape[1]) for left, right in pairs]
-    if other not in ([], [shape]):
-        raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
-    first, *second = [_product(*pair) for pair in pairs]
-    return shape, (lambda start, stop: first(start, stop) * second[0](start, stop)) if second else first
+    shape = middle.shape[0], right.shape[1] * kernel
+    made = computed_rows(by_name("f32"), shape, rows, (middle, right))
+    return left if core == "mid" else left.transpose(), made
 
 
 def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry:

@@ -54,91 +54,68 @@ MAX_FACTORS = 1 << 26  # elements of A and B together
 _WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
 
 
-class TensorDifference:
-    """The difference of two tensors as a matrix [out, in], and its parts of low rank.
+def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry, rank: int, dtype: DType) -> Delta:
+    """The difference of two tensors, as a matrix [out, in], in at most this rank: A [rank, in, kernel…] and B [out,
+    rank, 1…], not computed yet. key: of the tensor, for errors and the random start."""
+    import numpy
 
-    name: of the tensor, for errors and the random start.
-    """
+    height, width = tuned.shape[0], prod(tuned.shape[1:])
+    rank = min(rank, height, width)
+    if rank * (height + width) > MAX_FACTORS:
+        name = f"{key} in rank {rank:,}"
+        what = f"{name} takes {counted(rank * (height + width), 'element')}"
+        raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+    inputs, sides = (tuned, base), (TensorValues(tuned), TensorValues(base))
 
-    def __init__(self, name: str, tuned: TensorEntry, base: TensorEntry, rank: int) -> None:
-        self.name, self.inputs, self.rank = name, (tuned, base), rank
-        self.shape = tuned.shape[0], prod(tuned.shape[1:])
-        self.sides = TensorValues(tuned), TensorValues(base)
-
-    def factors(self, dtype: DType, kernel: tuple[int, ...]) -> dict[str, TensorEntry]:
-        """A [rank, in, kernel…] and B [out, rank, 1…], not computed yet."""
-        (height, width), rank = self.shape, self.rank
-        inner, ones = (rank, width // max(1, prod(kernel)), *kernel), (1,) * len(kernel)
-        a = computed_rows(dtype, inner, lambda start, stop: self._vectors().T[start:stop], self.inputs)
-        return {"A": a, "B": computed_rows(dtype, (height, rank, *ones), self._projected, self.inputs)}
-
-    def _vectors(self) -> Array:
-        """The first right singular vectors, as columns."""
-        made: Array = once(self, self._decomposed)
-        return made
-
-    def _projected(self, start: int, stop: int) -> Array:
-        import numpy
-
-        vectors = self._vectors()
-        return numpy.concatenate([block @ vectors for block in self._blocks(start, stop, vectors.dtype.char)])
-
-    def _decomposed(self) -> Array:
-        import numpy
-
-        (height, width), rank = self.shape, self.rank
-        is_exact = width <= EXACT
-        count = width if is_exact else min(height, width, rank + rank // 2 + 8)
-        kind = "d" if is_exact or count * width <= _WIDE else "f"
-        basis = None if is_exact else self._basis(count, kind)
-        gram = numpy.zeros((count, count))
-        for block in self._blocks(0, height, kind):
-            part = block if basis is None else (block @ basis).astype("d")
-            gram += part.T @ part
-        turn = numpy.linalg.eigh(self._finite(gram))[1][:, ::-1][:, :rank]  # the largest first
-        return _with_sign(turn if basis is None else basis @ turn.astype(kind))
-
-    def _basis(self, count: int, kind: str) -> Array:
-        """Orthogonal columns that the right singular vectors are nearly made of."""
-        import numpy
-
-        height, width = self.shape
-        start = numpy.random.default_rng(int.from_bytes(sha256(self.name.encode()).digest()[:8], "little"))
-        basis = numpy.linalg.qr(start.standard_normal((width, count), "d").astype(kind))[0]
-        for _ in range(STEPS):
-            powers = numpy.zeros((width, count), kind)
-            for block in self._blocks(0, height, kind):
-                powers += block.T @ (block @ basis)
-            del basis
-            basis = numpy.linalg.qr(self._finite(powers))[0]
-            del powers
-        return basis
-
-    def _blocks(self, start: int, stop: int, kind: str) -> Iterator[Array]:
-        import numpy
-
-        for at in stretches(start, stop, 2 * self.shape[1]):
-            after, before = (side.rows(*at) for side in self.sides)
+    def blocks(start: int, stop: int, kind: str) -> Iterator[Array]:
+        for at in stretches(start, stop, 2 * width):
+            after, before = (side.rows(*at) for side in sides)
             with numpy.errstate(all="ignore"):
                 yield (after - before).reshape(after.shape[0], -1).astype(kind)
 
-    def _finite(self, values: Array) -> Array:
-        import numpy
-
+    def finite(values: Array) -> Array:
         if not numpy.isfinite(values).all():
-            what = f"the difference in {self.name} has infinities or NaN"
+            what = f"the difference in {key} has infinities or NaN"
             raise Conflict(what, "One of the two models is damaged there. Nothing was written.")
         return values
 
+    def decomposed() -> Array:
+        """The first right singular vectors, as columns."""
+        is_exact = width <= EXACT
+        count = width if is_exact else min(height, width, rank + rank // 2 + 8)
+        kind = "d" if is_exact or count * width <= _WIDE else "f"
+        if not is_exact:  # orthogonal columns that the vectors are nearly made of
+            start = numpy.random.default_rng(int.from_bytes(sha256(key.encode()).digest()[:8], "little"))
+            basis = numpy.linalg.qr(start.standard_normal((width, count), "d").astype(kind))[0]
+            for _ in range(STEPS):
+                powers = numpy.zeros((width, count), kind)
+                for block in blocks(0, height, kind):
+                    powers += block.T @ (block @ basis)
+                del basis
+                basis = numpy.linalg.qr(finite(powers))[0]
+                del powers
+        gram = numpy.zeros((count, count))
+        for block in blocks(0, height, kind):
+            part = block if is_exact else (block @ basis).astype("d")
+            gram += part.T @ part
+        turn = numpy.linalg.eigh(finite(gram))[1][:, ::-1][:, :rank]  # the largest first
+        made: Array = turn if is_exact else basis @ turn.astype(kind)
+        # The sign of a singular vector is arbitrary: the largest element of each is positive.
+        signs = numpy.sign(made[numpy.abs(made).argmax(axis=0), numpy.arange(rank)])
+        made *= numpy.where(signs == 0, 1, signs).astype(made.dtype)
+        return made
 
-def _with_sign(vectors: Array) -> Array:
-    """The same with the largest element of each column positive: the sign of a singular vector is arbitrary."""
-    import numpy
+    def rows_of_b(start: int, stop: int) -> Array:
+        vectors = once(decomposed, decomposed)
+        return numpy.concatenate([block @ vectors for block in blocks(start, stop, vectors.dtype.char)])
 
-    largest = numpy.abs(vectors).argmax(axis=0)
-    signs = numpy.sign(vectors[largest, numpy.arange(vectors.shape[1])])
-    vectors *= numpy.where(signs == 0, 1, signs).astype(vectors.dtype)
-    return vectors
+    def rows_of_a(start: int, stop: int) -> Array:
+        vectors: Array = once(decomposed, decomposed).T[start:stop]
+        return vectors
+
+    a = computed_rows(dtype, (rank, *tuned.shape[1:]), rows_of_a, inputs)
+    b = computed_rows(dtype, (height, rank, *(1 for _ in tuned.shape[2:])), rows_of_b, inputs)
+    return Delta(MODEL, module, {"A": a, "B": b}, {}, rank, float(rank))
 
 
 class Truncation:
@@ -153,16 +130,17 @@ class Truncation:
 
     def factors(self) -> dict[str, TensorEntry]:
         """A and B in the types of the old ones, not computed yet."""
+
+        def rows(role: str, start: int, stop: int) -> Array:
+            made: dict[str, Array] = once(self, self._truncate)
+            return made[role][start:stop]
+
         b, a = self.entries
         shapes = {"A": (self.rank, *a.shape[1:]), "B": (b.shape[0], self.rank, *b.shape[2:])}
         return {
-            role: computed_rows(entry.dtype, shapes[role], partial(self._rows, role), self.entries, entry.location)
+            role: computed_rows(entry.dtype, shapes[role], partial(rows, role), self.entries, entry.location)
             for role, entry in (("A", a), ("B", b))
         }
-
-    def _rows(self, role: str, start: int, stop: int) -> Array:
-        made: dict[str, Array] = once(self, self._truncate)
-        return made[role][start:stop]
 
     def _truncate(self) -> dict[str, Array]:
         import numpy
@@ -285,8 +263,8 @@ def extract(
             if len(turned := turns(key)) > 1:
                 what = f"{key} is square, [out, in] or [in, out], and matrices around it are of both kinds"
                 raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=key)}")
-            pair = [node[key].transpose() if True in turned else node[key] for node in (tuned, base)]
-            deltas.append(_low(key, module, pair, rank, dtype))
+            after, before = (node[key].transpose() if True in turned else node[key] for node in (tuned, base))
+            deltas.append(low_rank_change(key, module, after, before, rank, dtype))
             clamped += [key] if deltas[-1].rank < rank else []
         elif module in saved or (module in low and key in changed):
             name = key if module in saved else f"{module}.base_layer.bias"
@@ -370,19 +348,6 @@ def _unfit(key: str) -> Unsupported:
     what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
     why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
     return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
-
-
-def _low(key: str, module: str, pair: Sequence[TensorEntry], rank: int, dtype: DType) -> Delta:
-    """The change of a matrix, or of kernels, in at most this rank."""
-    tuned, base = pair
-    shape = tuned.shape[0], prod(tuned.shape[1:])
-    rank = min(rank, *shape)
-    if rank * sum(shape) > MAX_FACTORS:
-        name = f"{key} in rank {rank:,}"
-        what = f"{name} takes {counted(rank * sum(shape), 'element')}"
-        raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
-    factors = TensorDifference(key, tuned, base, rank).factors(dtype, tuned.shape[2:])
-    return Delta(MODEL, module, factors, {}, rank, float(rank))
 
 
 def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:

@@ -5,7 +5,7 @@ Where a change goes follows from the names and shapes of the base; `changes` com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -44,7 +44,11 @@ class AdapterMerge:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
         self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
         self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
-        self.parameters = dict(_parameters_of(adapter))
+        self.parameters: dict[Delta, list[str]] = {}  # changes of single ones, with the names that each may be for
+        targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
+        for delta in (each for each in adapter.deltas if each.method == LORA):
+            names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
+            self.parameters |= {delta: list(dict.fromkeys(names))} if names else {}
         self.places = Places((key for key in base if type(key) is str), underscored=adapter.scheme == KOHYA)
         self.count = sum(len(delta.keys) for delta in adapter.deltas)
         self.made: dict[str, TensorEntry] = {}
@@ -95,11 +99,15 @@ class AdapterMerge:
                 self.parameters = {each: names for each, names in self.parameters.items() if each not in deltas}
             if not len(deltas) <= len(found) <= _MOST_PARAMETERS:
                 continue
-            fits = [
-                ways
-                for ways in permutations(sorted(found, key=lambda key: order[key]), len(deltas))
-                if all(_fits(delta, self.tensors[key].shape) for delta, key in zip(deltas, ways, strict=True))
-            ]
+            fits = list[tuple[str, ...]]()
+            for ways in permutations(sorted(found, key=lambda key: order[key]), len(deltas)):
+                for delta, key in zip(deltas, ways, strict=True):
+                    # One to a parameter [out, in] or [in, out], of each expert if there are any.
+                    shape, sides = self.tensors[key].shape, (delta.factors["B"].shape[0], delta.factors["A"].shape[1])
+                    if sorted(sides) != sorted(shape[-2:]) or delta.rank % max(1, prod(shape[:-2])):
+                        break
+                else:
+                    fits.append(ways)
             if len(fits) > 1 and not self.is_ordered and sorted(found) == sorted(found, key=lambda key: order[key]):
                 what = f"which change is for which of {listed(sorted(found))} is not known"
                 why = "They are of one shape, PEFT takes them in the order of the module, and this file sorts names."
@@ -179,23 +187,19 @@ class AdapterMerge:
         votes = frozenset() if of_experts or in_attention else self.turns(key)
         if len(votes) != 1:
             said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
-            votes = frozenset(said | self._told(of_experts) if votes or of_experts else said)
+            if (votes or of_experts) and of_experts not in self.told:  # by the changes of weights that are not square
+                others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
+                pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
+                self.told[of_experts] = {
+                    each.factors["B"].shape[0] == other.shape[-1]
+                    for each, other in pairs
+                    if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
+                }
+            votes = frozenset(said | self.told[of_experts] if votes or of_experts else said)
         if len(votes) != 1:
             what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other weights settle it. Nothing was written.")
         return next(iter(votes))
-
-    def _told(self, of_experts: bool) -> set[bool]:
-        """What the changes of weights that are not square tell, of experts or of others; looked up once."""
-        if of_experts not in self.told:
-            others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
-            pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
-            self.told[of_experts] = {
-                each.factors["B"].shape[0] == other.shape[-1]
-                for each, other in pairs
-                if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
-            }
-        return self.told[of_experts]
 
     # Refusals
 
@@ -204,25 +208,26 @@ class AdapterMerge:
         config = self.adapter.config
         removed, added = self.places.prefixes.get("base_model.model.", ("", ""))
         every = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+        targets = config.get("target_modules")  # ends of names, or an expression for whole ones
+        ends = tuple(f".{each}" for each in self.adapter.names("target_modules"))
         saved, done = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
         missing = []
-        for key, value in self.tensors.items() if saved or config.get("target_modules") else ():
+        for key, value in self.tensors.items() if saved or targets else ():
             if key in done or not key.startswith(added):
                 continue
             name = removed + key.removeprefix(added)
-            is_weight = every and name.endswith(".weight") and len(value.shape) > 1
-            if any(f".{each}." in f".{name}" for each in saved) or (is_weight and self._is_target(name[:-7])):
-                missing.append(key)
+            is_named = any(f".{each}." in f".{name}" for each in saved)
+            if not is_named and every and name.endswith(".weight") and len(value.shape) > 1:
+                module = name.removesuffix(".weight")
+                if isinstance(targets, str):
+                    is_named = matches("target_modules", targets, module)
+                else:
+                    is_named = f".{module}".endswith(ends)
+            missing += [key] if is_named else []
         if missing:
             what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
             what += f"names: {listed(missing)}"
             raise NoMatch(what, "It is incomplete, or for another base. Nothing was written.")
-
-    def _is_target(self, module: str) -> bool:
-        """True for a module that `target_modules` names, a list of ends or an expression for whole names."""
-        if not isinstance(targets := self.adapter.config.get("target_modules"), str):
-            return any(f".{module}".endswith(f".{each}") for each in self.adapter.names("target_modules"))
-        return matches("target_modules", targets, module)
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where only one side of tied tensors is changed, or each in another way; `Unsupported` for a
@@ -264,20 +269,3 @@ class AdapterMerge:
     def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
         why = "The adapter was trained with only one of them changed. Nothing was written."
         raise Conflict(f"{self.name} changes {one}, which is tied to {others}", why, fix)
-
-
-def _parameters_of(adapter: Adapter) -> Iterator[tuple[Delta, list[str]]]:
-    """The changes of single parameters (`target_parameters`), with the names that each may be for."""
-    targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
-    for delta in adapter.deltas if targets else ():
-        if delta.method != LORA:
-            continue
-        names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
-        if names:
-            yield delta, list(dict.fromkeys(names))
-
-
-def _fits(delta: Delta, shape: tuple[int, ...]) -> bool:
-    """True where a change can be one to a parameter of this shape, [out, in] or [in, out], of each expert if of any."""
-    sides, experts = (delta.factors["B"].shape[0], delta.factors["A"].shape[1]), prod(shape[:-2])
-    return sorted(sides) == sorted(shape[-2:]) and delta.rank % max(1, experts) == 0

@@ -70,7 +70,16 @@ def translate_roots(
     for each in done:
         each.carry_out(rest)
     done[0].scope.refuse_unused({name for each in done for name in each.scope.used} | set(translation.variables))
-    replaced: dict[int, Any] = {id(each.scope.node): _with_metadata(each) for each in done}
+    replaced = dict[int, Any]()
+    for each in done:
+        node: Any = each.scope.node
+        if isinstance(node, OrderedDict) and node.metadata is not None:
+            origins = {name: step.keys[0] for step in each.steps for name in step.outputs}
+            moved = {name: origins.get(name, name) for name in each.items if type(name) is str}
+            metadata = moved_metadata(node.metadata, (key for key in node if type(key) is str), moved)
+            replaced[id(node)] = OrderedDict(each.items, {**(node.attributes or {}), "_metadata": metadata})
+        else:
+            replaced[id(node)] = same_kind(node, each.items)
     tree = nested(checkpoint.tree)
     found = list(optimizers(tree)) if moments else []
     for path, optimizer in found:
@@ -102,17 +111,6 @@ def _refuse_changed_codes(checkpoint: Checkpoint, root: TranslatedRoot) -> None:
     refuse_quantized(checkpoint, [root.scope.node], "Changed", keys)
 
 
-def _with_metadata(done: TranslatedRoot) -> Any:
-    """The new items with the `_metadata` of their modules."""
-    node: Any = done.scope.node
-    if not isinstance(node, OrderedDict) or node.metadata is None:
-        return same_kind(node, done.items)
-    origins = {name: step.keys[0] for step in done.steps for name in step.outputs}
-    moved = {name: origins.get(name, name) for name in done.items if type(name) is str}
-    metadata = moved_metadata(node.metadata, (key for key in node if type(key) is str), moved)
-    return OrderedDict(done.items, {**(node.attributes or {}), "_metadata": metadata})
-
-
 # Keys that are missing -----------------------------------------------------------------------------------------------
 
 
@@ -130,14 +128,25 @@ def _refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         texts = tuple(sorted(step.groups.items() - counted_by.items()))
         family = families.setdefault((step.rule.group, *counted_by), {})
         family.setdefault((id(step.rule), texts), (step, set()))[1].add(tuple(counted_by.values()))
-    missing = [name for family in families.values() for name in _missing(list(family.values()))]
-    every: dict[int, set[Overs]] = {}  # that the uses of a rule put together: each use has all of them
+    missing = list[str]()
+    for members in (family.values() for family in families.values()):
+        every = set[Values]().union(*(values for _, values in members))
+        if all(len(values) == 1 and values[0].isdigit() for values in every):  # blocks are counted without a hole
+            numbers = {int(values[0]) for values in every}
+            if max(numbers) < 2 * len(numbers) + MAX_HOLE:
+                every |= {(str(number),) for number in range(min(numbers), max(numbers))}
+        for step, values in members:  # the names that some members of a family lack
+            for lacking in sorted(every - values):
+                groups = {**step.groups, **dict(zip(_counted_by(step), lacking, strict=True))}
+                filled = [name.fill(groups) for name in step.rule.old if set(name.variables) <= set(groups)]
+                missing += filled or [step.rule.text]
+    together: dict[int, set[Overs]] = {}  # that the uses of a rule put together: each use has all of them
     for step in steps:
-        every.setdefault(id(step.rule), set()).update(step.inputs)
+        together.setdefault(id(step.rule), set()).update(step.inputs)
     missing += [
         name.fill(step.with_numbers(overs))
         for step in steps
-        for overs in sorted(every[id(step.rule)] - step.inputs.keys())
+        for overs in sorted(together[id(step.rule)] - step.inputs.keys())
         for name in step.rule.old
     ]
     used = {step.rule.group for step in steps}
@@ -154,20 +163,6 @@ def _counted_by(step: Step) -> dict[str, str]:
     """The variables that count blocks: numbers, and `*`."""
     found = {name: text for name, text in sorted(step.groups.items()) if text.isdigit() or not name.startswith("v_")}
     return {name: str(int(text)) if text.isascii() and text.isdigit() else text for name, text in found.items()}
-
-
-def _missing(members: Sequence[tuple[Step, set[Values]]]) -> Iterator[str]:
-    """The names that some members of a family lack."""
-    every = set[Values]().union(*(values for _, values in members))
-    if all(len(values) == 1 and values[0].isdigit() for values in every):  # blocks are counted without a hole
-        numbers = {int(values[0]) for values in every}
-        if max(numbers) < 2 * len(numbers) + MAX_HOLE:
-            every |= {(str(number),) for number in range(min(numbers), max(numbers))}
-    for step, values in members:
-        for lacking in sorted(every - values):
-            groups = {**step.groups, **dict(zip(_counted_by(step), lacking, strict=True))}
-            filled = [name.fill(groups) for name in step.rule.old if set(name.variables) <= set(groups)]
-            yield from filled or [step.rule.text]
 
 
 # The way back --------------------------------------------------------------------------------------------------------
@@ -245,7 +240,20 @@ def _translated_optimizer(
     root = next((each for each, own in zip(roots, taken, strict=True) if keys & own), roots[0])
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
-    state, renamed = _through_steps(by_name, keys, root, place)
+    state = {name: by_name[name] for name in root.kept if name in by_name}
+    renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
+    for step in root.steps:
+        renamed |= dict.fromkeys(step.keys, step.outputs)
+        first = next((key for key in step.keys if key in keys), None)
+        if first is None:
+            continue
+        if lacking := [key for key in step.keys if (key in by_name) != (first in by_name) or key not in keys]:
+            what = f"{place} has state for {first} and none for {lacking[0]}"
+            raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
+        state |= _slots(step, by_name, root, place) if first in by_name else {}
+    for key in keys:
+        if renamed.setdefault(key, [key]) == [key] and key in by_name:
+            state.setdefault(key, by_name[key])
     order = {name: number for number, name in enumerate(root.items)}
     groups = []
     for group in slots.groups:
@@ -260,30 +268,6 @@ def _translated_optimizer(
         state = {name: state[name] for name in members if name in state}
     made = {**optimizer, "state": {**state, **beside}, "param_groups": groups}
     return made if is_named else Slots(made, place).numbered()
-
-
-def _through_steps(
-    state: Mapping[str, Any], keys: set[str], root: TranslatedRoot, place: str
-) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The state by new names, and the new names of each old one."""
-    found: dict[str, Any] = {name: state[name] for name in root.kept if name in state}
-    renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
-    for step in root.steps:
-        for key in step.keys:
-            renamed[key] = step.outputs
-        inside = [key for key in step.keys if key in keys]
-        if not inside:
-            continue
-        if lacking := [key for key in step.keys if (key in state) != (inside[0] in state) or key not in keys]:
-            what = f"{place} has state for {inside[0]} and none for {lacking[0]}"
-            raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
-        if inside[0] in state:
-            found |= _slots(step, state, root, place)
-    for key in keys:
-        renamed.setdefault(key, [key])
-        if key in state and renamed[key] == [key]:
-            found.setdefault(key, state[key])
-    return found, renamed
 
 
 def _slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:

@@ -93,7 +93,21 @@ class TranslatedRoot:
                 self.items[key] = value
         ties = self.translation.ties
         self.items |= {n: self.items[other] for n, other in ties if other in self.items and n not in self.items}
-        self._fill()
+        node = self.scope.node
+        tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
+        for fill in self.translation.fill:  # tensors of zeros that the new side has in addition
+            for step in steps_of([fill], tensors, self.scope)[0]:
+                value, (op,) = tensors[step.keys[0]], fill.chain
+                try:
+                    (name,) = step.names(self.scope.lookup)
+                    sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
+                    shape = tuple(map(self.scope.number({**step.groups, **sizes}), op.numbers))
+                    refuse_growth(value, shape)
+                except UsageError as error:
+                    raise fill.within(error) from None
+                if name not in self.items:
+                    self.items[name] = finished(zeros(value, shape), [value])
+                    self.filled.append(name)
 
     def results(
         self, step: Step, values: Mapping[Any, Any], made: dict[Any, dict[Any, TensorEntry]]
@@ -122,34 +136,26 @@ class TranslatedRoot:
                     same[overs, place] = finished(entry, inputs)
                 yield name, same[overs, place]
 
-    def _fill(self) -> None:
-        """Adds the tensors of zeros that the new side has in addition."""
-        node = self.scope.node
-        tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
-        for fill in self.translation.fill:
-            for step in steps_of([fill], tensors, self.scope)[0]:
-                value, (op,) = tensors[step.keys[0]], fill.chain
-                try:
-                    (name,) = step.names(self.scope.lookup)
-                    sizes = {f"v_d{axis}": str(size) for axis, size in enumerate(value.shape)}
-                    shape = tuple(map(self.scope.number({**step.groups, **sizes}), op.numbers))
-                    refuse_growth(value, shape)
-                except UsageError as error:
-                    raise fill.within(error) from None
-                if name not in self.items:
-                    self.items[name] = finished(zeros(value, shape), [value])
-                    self.filled.append(name)
-
 
 def plan_steps(
     translation: Translation, node: Mapping[Any, Any], given: Mapping[str, int] = {}, config: Mapping[str, Any] = {}
 ) -> TranslatedRoot:
     """Which keys of a set of weights go into which steps. given: numbers for variables.  config: of the model.
 
-    Reads nothing but the zeros that are to be left out. Raises `Conflict` for a step of which a key is missing.
+    Reads nothing but the zeros that are to be left out. Raises `Conflict` for a step of which a key is missing, and for
+    a second name of a tensor that has values of its own.
     """
     scope = Scope(given, translation.variables, config, node)
-    tied = _tied(translation, node)
+    tied = list[str]()  # second names of tensors, which are left out
+    for name, other in ((name, other) for name, other in translation.tied if name in node and other in node):
+        one, first = node[name], node[other]
+        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
+        if one is not first and not (tensors and one.view == first.view):
+            alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
+            if not alike or not same_bytes(one.row_major(), first.row_major()):
+                what = f"{name} is not {other}: they are tied in the other layout"
+                raise Conflict(what, "One of the two would be lost. Nothing was written.")
+        tied.append(name)
     unfilled = [
         key
         for fill in translation.unfill
@@ -170,21 +176,6 @@ def refuse_unused(translation: Translation, roots: Iterable[TranslatedRoot]) -> 
     used = {step.rule.origin for root in roots for step in root.steps}
     idle = (rule for rule in translation.rules if not rule.group and rule.origin not in used)
     refuse_idle(idle, TAKEN_BEFORE, WHOLE_KEY)
-
-
-def _tied(translation: Translation, node: Mapping[Any, Any]) -> list[str]:
-    """The keys that are left out, being second names of tensors. Raises `Conflict` for one with values of its own."""
-    names = [(name, other) for name, other in translation.tied if name in node and other in node]
-    for name, other in names:
-        one, first = node[name], node[other]
-        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
-        if one is first or (tensors and one.view == first.view):
-            continue
-        alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
-        if not alike or not same_bytes(one.row_major(), first.row_major()):
-            what = f"{name} is not {other}: they are tied in the other layout"
-            raise Conflict(what, "One of the two would be lost. Nothing was written.")
-    return [name for name, _ in names]
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
