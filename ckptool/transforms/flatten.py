@@ -245,8 +245,8 @@ class Behind(NamedTuple):
 
     def joined(self, other: Behind) -> Behind:
         """With the entries that another input's output lacks, each once."""
-        kinds = ((self.weighing, other.weighing), (self.plain, other.plain))
-        return Behind(*([*dict.fromkeys([*mine, *others])] for mine, others in kinds), self.facts)
+        weighing, plain = dict.fromkeys(self.weighing + other.weighing), dict.fromkeys(self.plain + other.plain)
+        return Behind([*weighing], [*plain], self.facts)
 
 
 def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:

@@ -163,7 +163,7 @@ class Change:
     live: bool
 
     def format(self, default: str) -> Format:
-        """The container asked for, else that of the suffix, else shards for tensors in `DIR/`, or the default."""
+        """The container asked for, else that of the suffix, else shards for `DIR/`, or the default."""
         if self.asked["container"]:
             return formats.by_name(self.asked["container"])
         path = self.path or ""
