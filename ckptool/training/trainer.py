@@ -230,7 +230,7 @@ def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str,
     return tree
 
 
-def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
+def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit.
 
     An optimizer whose learning rate or schedule was changed goes on with that, as if it had always been so.
@@ -374,7 +374,7 @@ class TrainerRun(Run):
 
     def _restore(self, saved: SavedState) -> None:
         trainer, sidecar = self.trainer, saved.sidecar or {}
-        restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
+        restore(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
         self.step = trainer.step
         known = sidecar.get("environment")
         before, now = known if isinstance(known, dict) else {}, environment(trainer.world.size, trainer.world.device)

@@ -21,9 +21,9 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
+from ckptool.formats.boxes import Box, sizes_of
 from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.pieces import Box, sizes_of
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 from ckptool.pickles.torch_objects import TakesState
