@@ -42,7 +42,7 @@ class Diff(Report):
 
     evidence: what the verdict rests on.  only: patterns; where there are any, the verdict is about what matches,
     without ties.
-    ties: names that share a storage in one file and not in the other.  order_differs: dictionaries whose keys are in
+    ties: names that share memory in one file and not in the other.  order_differs: dictionaries whose keys are in
     another order.  metadata_differs: state dicts with another `_metadata`, where that does not count; it and the order
     count if `strict`.
     elements: of all tensors that were compared, under each name.  changed_elements: those that differ; null where they

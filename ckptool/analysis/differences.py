@@ -21,7 +21,7 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
-from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
+from ckptool.checkpoint.tree import Path, address, check_names, children, memories, segment_text, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
@@ -429,20 +429,22 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def ties(left: Any, right: Any, by_bare_name: bool) -> Iterator[Tie]:
-    """Groups of names that share a storage on one side only, among the names that both sides have."""
+    """Groups of names that share memory on one side only, among the names that both sides have."""
     lefts, rights = (
-        {
-            address(bare(path) if by_bare_name else path): id(node.storage)
-            for path, node in walk(tree)
-            if isinstance(node, TensorEntry) and node.storage.nbytes
-        }
+        memories(
+            {
+                address(bare(path) if by_bare_name else path): node
+                for path, node in walk(tree)
+                if isinstance(node, TensorEntry) and node.storage.nbytes
+            }
+        )
         for tree in (left, right)
     )
     for side, mine, other in (("left", lefts, rights), ("right", rights, lefts)):
-        by_storage: dict[int, list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for name in mine:
             if name in other:
-                by_storage.setdefault(mine[name], []).append(name)
-        for names in by_storage.values():
+                groups.setdefault(mine[name], []).append(name)
+        for names in groups.values():
             if len(names) > 1 and len({other[name] for name in names}) > 1:
                 yield Tie(side, tuple(names))
