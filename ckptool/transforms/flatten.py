@@ -232,11 +232,21 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
 
 
 class Behind(NamedTuple):
-    """The entries that an output lacks. lines: those with tensors, and the others but for `_metadata`, which containers
-    of tensors never have.  facts: the addresses and sums of all."""
+    """The entries that an output lacks. weighing, plain: those with tensors, and the others but for `_metadata`, which
+    containers of tensors never have.  facts: the addresses and sums of all."""
 
-    lines: list[str]
+    weighing: list[str]
+    plain: list[str]
     facts: dict[str, Any]
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"left out (the input keeps it): {listed(names, 9)}" for names in (self.weighing, self.plain) if names]
+
+    def joined(self, other: Behind) -> Behind:
+        """With the entries that another input's output lacks, each once."""
+        weighing, plain = dict.fromkeys(self.weighing + other.weighing), dict.fromkeys(self.plain + other.plain)
+        return Behind([*weighing], [*plain], self.facts)
 
 
 def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
@@ -251,7 +261,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
         tree, names = {**tree, "constants": constants}, (*names, "constants")
     sizes: dict[str, list[int]] = {name: [] for name in names}
     if not sizes:
-        return Behind([], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
+        return Behind([], [], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
     roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
     left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
     kept = {view for _, node in transient(tree) for view in _views(node)}
@@ -282,8 +292,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
             f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
         )
     facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
-    lines = [f"left out (the input keeps it): {listed(names, 9)}" for names in (weighing, plain) if names]
-    return Behind(lines, {"left_behind": list(sizes), **facts})
+    return Behind(weighing, plain, {"left_behind": list(sizes), **facts})
 
 
 def _sum(sizes: Sequence[int]) -> str:
