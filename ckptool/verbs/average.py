@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
@@ -16,7 +17,7 @@ from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
 from ckptool.transforms import average as means
-from ckptool.transforms.flatten import around, left_behind, weights_alone
+from ckptool.transforms.flatten import Behind, around, left_behind, weights_alone
 from ckptool.verbs._options import At, IsPart, Out, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
@@ -92,7 +93,7 @@ def average(
         left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
     saved = change.write(original, changed, inputs=sources)
     behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
-    lines = list(dict.fromkeys(line for each in left for line in each.lines))
+    lines = reduce(Behind.joined, left).lines
     paths = [printable(name) for name in names[-count:]]
     kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []
