@@ -107,9 +107,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         *of_layout(found, chosen, target is None, taken, gone),
     ]
     if chosen is not None and target is not None and way is not None:
-        from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
-
-        findings += of_target(chosen, target, way, translation_to)
+        findings += of_target(chosen, target, way)
     if found.part is not None:
         part, every = found.part, findings
         findings = []
