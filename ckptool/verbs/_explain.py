@@ -19,7 +19,6 @@ _CODE = "[a-z][a-z0-9-]*"
 # Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.
 _IN_BRACKETS = re.compile(rf"^(?:.*\berror|problem |note )\[({_CODE})\]", re.MULTILINE)
 _NOTE = re.compile(rf"^({_CODE}): ", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def explain(
         text = standard_input()
         if not text.strip():
             raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
-        shown = _COLOUR.sub("", text[:MAX_TEXT])
+        shown = text[:MAX_TEXT]
         named: Sequence[str] = _IN_BRACKETS.findall(shown)
         # Only those of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is none.
         if "Traceback (most" not in shown:
