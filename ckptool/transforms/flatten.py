@@ -230,16 +230,13 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
         raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
-class Behind(NamedTuple):
-    """The entries that an output lacks. lines: those with tensors, and the others but for `_metadata`, which containers
-    of tensors never have.  facts: the addresses and sums of all."""
+def left_behind(
+    checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """What stays behind of a file whose tensors go into the tree `written`: a line for the entries with tensors, one
+    for the others but for `_metadata`, which containers of tensors never have; and the addresses and sums of all.
 
-    lines: list[str]
-    facts: dict[str, Any]
-
-
-def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
-    """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.
+    names: the addresses of those entries.
 
     chosen: what is written was named, by an address or by patterns. Raises `Unsupported` where it was not, and more
     bytes than are written are of tensors of no optimizer, average, random state or other set of weights.
@@ -250,7 +247,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
         tree, names = {**tree, "constants": constants}, (*names, "constants")
     sizes: dict[str, list[int]] = {name: [] for name in names}
     if not sizes:
-        return Behind([], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
+        return [], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0}
     roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
     left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
     kept = {view for _, node in transient(tree) for view in _views(node)}
@@ -282,7 +279,7 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
         )
     facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
     lines = [f"left out (the input keeps it): {listed(names, 9)}" for names in (weighing, plain) if names]
-    return Behind(lines, {"left_behind": list(sizes), **facts})
+    return lines, {"left_behind": list(sizes), **facts}
 
 
 def _sum(sizes: Sequence[int]) -> str:

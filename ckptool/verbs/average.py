@@ -91,8 +91,8 @@ def average(
         behind += around(checkpoint, root)
         left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
     saved = change.write(original, changed, inputs=sources)
-    behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
-    lines = list(dict.fromkeys(line for each in left for line in each.lines))
+    behind = list(dict.fromkeys(name for _, facts in left for name in facts["left_behind"]))
+    lines = list(dict.fromkeys(line for own, _ in left for line in own))
     paths = [printable(name) for name in names[-count:]]
     kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []

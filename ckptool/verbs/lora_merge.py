@@ -79,7 +79,7 @@ def lora_merge(
     else:
         tree = memory.on_disk(merged.tree, root.node)
     changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
-    left = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
+    left, left_facts = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
     inputs = [added.source] if added.source else []
     trained_on = printable(found.base_model)
     return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
@@ -89,11 +89,11 @@ def lora_merge(
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
-        *left.lines,
+        *left,
         notes=found.notes,
         adapter=found.name,
         scheme=found.scheme,
         keys=merged.count,
         changed=merged.computed,
-        **left.facts,
+        **left_facts,
     )

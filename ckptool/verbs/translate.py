@@ -141,9 +141,9 @@ def translate(
         copies = not container.keeps_ties
         found = export(made, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
         names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
-        left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
+        left, _ = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
         made, notes = replace(found.checkpoint, base=()), found.notes
-        behind = [*([remark] if remark else []), *left.lines]
+        behind = [*([remark] if remark else []), *left]
     if shards:
         made = divided(replace(made, origin=None), shard_size, beside.stem)
     written = change.write(whole, made, beside=beside) if weights_alone else change.save(made, beside=beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from ckptool import formats
 from ckptool.analysis.findings import Chain
@@ -22,9 +22,6 @@ from ckptool.formats.model_folder import model_folder
 from ckptool.output import replace_file
 from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
-
-if TYPE_CHECKING:
-    from ckptool.transforms.warm_start import Filled
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 
@@ -106,11 +103,12 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        full = filled(target, plan.chosen)
-        saved = _written(change, opened.checkpoint, root, target, full)
+        tree = filled(target, plan.chosen)
+        taken = tuple(name for name in tree if name not in plan.chosen)
+        saved = _written(change, opened.checkpoint, root, target, tree, bool(taken))
         made, notes = saved.made, (*report.normalised, *saved.notes)
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
-        report = replace(report, taken=full.taken, output=file_of, normalised=notes, applied=not dry_run)
+        report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
         what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
@@ -123,12 +121,11 @@ def warm_start(
     return made[0] if made else report
 
 
-def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, full: Filled) -> Written:
-    """Writes what the model is loaded with."""
-    tree = full.state_dict
+def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, tree: Any, taken: bool) -> Written:
+    """Writes what the model is loaded with. taken: some of it is the model's own."""
     kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
     parts = [(whole.metadata, root.path)]
-    if full.taken and target.checkpoint is not None:
+    if taken and target.checkpoint is not None:
         parts.append((target.checkpoint.metadata, ()))
     mark: dict[str, Any] = {}
     for metadata, path in parts:
