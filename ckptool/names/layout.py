@@ -183,16 +183,14 @@ class LayoutRules:
         def bare(name: Name) -> Name:  # names that do not begin with the base are as they were
             return replace(parse_name(name.text.removeprefix(base)), digits=name.digits)
 
-        return (
-            rules
-            if not base
-            else replace(
-                rules,
-                rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
-                drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
-                unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
-                tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
-            )
+        if not base:
+            return rules
+        return replace(
+            rules,
+            rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
+            drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
+            unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
+            tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
         )
 
     @property
