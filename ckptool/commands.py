@@ -73,13 +73,13 @@ add-module: Add 'module.' in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
 remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
 cast: Convert the weights to another dtype (half the size: --dtype bf16), and report which values were rounded.
-edit: Drop entries, set plain values, replace the values of tensors.
+edit: Drop entries and set plain values.
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
 translate: Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another.
 [change takes]
 convert: Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file.
 [change refuses]
-recover: Salvage what is intact of a damaged file; undo an interrupted in-place edit. Exit 1: not all of it came back.
+recover: Salvage what is intact in a damaged file; undo an interrupted in-place edit. Exit 1: something is lost.
 [change changes]
 bake: Fold weight norm and pruning into plain weights.
 [combine takes]
@@ -88,10 +88,10 @@ unbundle: Write each member of a bundle to its own file, and bundle.json, which 
 average: Average the weights of several checkpoints, or merge models. Counters are copied from the last file.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write the difference of a fine-tuned model from its base as a low-rank adapter for PEFT.
-lora resize: Write an adapter in a lower rank, truncated by SVD. Its scale stays.
-lora convert: Write an adapter with the names of another library; its factors stay as they are.
+lora resize: Reduce the rank of an adapter by truncated SVD. Its scale stays.
+lora convert: Rename an adapter's keys for another library; its factors stay as they are.
 [use takes]
-warm-start: Show what of a checkpoint fits a model; -o writes one with exactly the model's keys. Exit 1: not accepted.
+warm-start: Show which weights of a checkpoint fit a model; -o writes them under the model's keys. Exit 1: refused.
 spec: Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch.
 [use]
 train: Train a model from a configuration. Exit 130, 143: stopped by a signal, after saving.

@@ -92,7 +92,9 @@ def loaded_by_python_itself(folder: Path) -> set[str]:
 def start(folder: Path, way: str, verb: str) -> None:
     program, path, name = WAYS[way]
     words = [
-        f"{list(WAYS).index(way)}{verb.replace(' ', '')}-{word}" if word.startswith("out") else word
+        f"{list(WAYS).index(way)}{verb.replace(' ', '')}-{word}"
+        if word.startswith(("out", "adapter", "playground"))
+        else word
         for word in LINES[verb].split("," if "," in LINES[verb] else None)
     ]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

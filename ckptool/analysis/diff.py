@@ -20,7 +20,7 @@ from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, red, replace
-from ckptool.formats import CheckpointLike, Opened, members, named, open_file
+from ckptool.formats import CheckpointLike, members, named, open_file
 
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
@@ -42,7 +42,7 @@ class Diff(Report):
 
     evidence: what the verdict rests on.  only: patterns; where there are any, the verdict is about what matches,
     without ties.
-    ties: names that share a storage in one file and not in the other.  order_differs: dictionaries whose keys are in
+    ties: names that share memory in one file and not in the other.  order_differs: dictionaries whose keys are in
     another order.  metadata_differs: state dicts with another `_metadata`, where that does not count; it and the order
     count if `strict`.
     elements: of all tensors that were compared, under each name.  changed_elements: those that differ; null where they
@@ -395,12 +395,23 @@ def diff_of_parts(
 ) -> tuple[Diff, tuple[Checkpoint, Checkpoint]]:
     """The differences, and the parts of the two that were compared, which keep their files open."""
     a, b = open_file(left), open_file(right)
-    one, other = a.checkpoint.source, b.checkpoint.source
-    same_folder = isinstance(one, Folder) and isinstance(other, Folder) and one.is_at(other.path)
-    if same_folder or (isinstance(one, Source) and isinstance(other, Source) and one.is_same(other)):
+    one, another = a.checkpoint.source, b.checkpoint.source
+    same_folder = isinstance(one, Folder) and isinstance(another, Folder) and one.is_at(another.path)
+    if same_folder or (isinstance(one, Source) and isinstance(another, Source) and one.is_same(another)):
         b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
-    remarks: list[str] = []
-    parts = _counterparts(a, b, remarks)
+    remarks, parts = list[str](), [a.taken, b.taken]
+    modules = [module_attributes(part.tree) is not None for part in parts]
+    if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
+        parts = [_weights_of(part, remarks) if whole else part for part, whole in zip(parts, modules, strict=True)]
+    # Of two whole files, what they have in common: all, or the weights in each. One is bare and the other holds weights
+    # among other things, or each has its only model under a name of its own, as two engines do (`module`, `model`).
+    roots = [find_state_dicts(part) for part in parts]
+    flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
+    paths = [[root.path for root in each if root.is_model] for each in roots]
+    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
+    for side, (mine, other) in enumerate(((a, b), (b, a))):
+        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+            parts[side] = _weights_of(parts[side], remarks)
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()
         remarks += [_beside(opened.name, others)] if others else []
@@ -413,25 +424,7 @@ def diff_of_parts(
     if report.left == report.right and a.at != b.at:  # two parts of one file
         names = ["#".join(filter(None, (report.left, each.at))) for each in (a, b)]
         report = replace(report, left=names[0], right=names[1])
-    return replace(report, remarks=tuple(remarks)), parts
-
-
-def _counterparts(a: Opened, b: Opened, remarks: list[str]) -> tuple[Checkpoint, Checkpoint]:
-    """The two trees to compare: what was named, the whole files, or the weights in each; `remarks` say which."""
-    parts = [a.taken, b.taken]
-    modules = [module_attributes(part.tree) is not None for part in parts]
-    if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
-        parts = [_weights_of(part, remarks) if whole else part for part, whole in zip(parts, modules, strict=True)]
-    roots = [find_state_dicts(part) for part in parts]
-    flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
-    paths = [[root.path for root in each if root.is_model] for each in roots]
-    # One is bare and the other holds weights among other things, or each has its only model under a name of its own, as
-    # two engines do (`module`, `model`): the files have no part in common.
-    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
-    for side, (mine, other) in enumerate(((a, b), (b, a))):
-        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
-            parts[side] = _weights_of(parts[side], remarks)
-    return parts[0], parts[1]
+    return replace(report, remarks=tuple(remarks)), (parts[0], parts[1])
 
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:

@@ -21,7 +21,7 @@ from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
-from ckptool.checkpoint.tree import Path, address, check_names, children, segment_text, walk
+from ckptool.checkpoint.tree import Path, address, check_names, children, memories, segment_text, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
@@ -234,9 +234,25 @@ class Comparer:
         elif _scalar(a) != _scalar(b) and _shape_of(a) == _shape_of(b) and not alike(a, b):  # of numpy, dates, paths
             aspects["value"] = (a, b)
         elif _shape_of(a) is not None and _shape_of(a) == _shape_of(b):
-            if (id(a), id(b)) not in self._seen:
-                self._seen.add((id(a), id(b)))
-                yield from self._containers(path, a, b)
+            if (id(a), id(b)) in self._seen:
+                return
+            self._seen.add((id(a), id(b)))
+            (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
+            both = (left, ours, right, self.only_left), (right, theirs, left, self.only_right)
+            for parts, segments, others, only in both:
+                only += [Unpaired((*path, segments.get(key, key)), parts[key]) for key in parts if key not in others]
+            common = [key for key in left if key in right]
+            if isinstance(a, dict) and common != [key for key in right if key in left]:
+                self.order.append(address(path))
+            if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
+                self.metadata.append(address(path))
+            for key in common:
+                here, there, segment = left[key], right[key], ours.get(key, key)
+                if type(key) is tuple and key[0] is _NODE:
+                    yield (*path, segment), segment, theirs[key]
+                is_plain = type(here) in SCALARS and type(here) is type(there)
+                if not is_plain or here != there or here == 0:
+                    yield (*path, segment), here, there  # few plain values differ; 0.0 may be -0.0
         elif not _same_plain(a, b):
             # An optimizer has names of one parameter, which may differ by a prefix.
             named = self.strip and len(path) > 1 and path[-2] in ("param_names", "params") and type(a) is type(b) is str
@@ -246,25 +262,6 @@ class Comparer:
 
     def _unless_skipped(self, aspect: str, old: Any, new: Any) -> Aspects:
         return {aspect: (old, new)} if old != new and aspect not in self.skipped else {}
-
-    # Containers -------------------------------------------------------------------------------------------------------
-
-    def _containers(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
-        (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
-        sides = (left, ours, right, self.only_left), (right, theirs, left, self.only_right)
-        for parts, segments, other, only in sides:
-            only += [Unpaired((*path, segments.get(key, key)), part) for key, part in parts.items() if key not in other]
-        common = [key for key in left if key in right]
-        if isinstance(a, dict) and common != [key for key in right if key in left]:
-            self.order.append(address(path))
-        if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
-            self.metadata.append(address(path))
-        for key in common:
-            one, other, segment = left[key], right[key], ours.get(key, key)
-            if type(key) is tuple and key[0] is _NODE:
-                yield (*path, segment), segment, theirs[key]
-            if type(one) not in SCALARS or type(one) is not type(other) or one != other or one == 0:
-                yield (*path, segment), one, other  # few plain values differ; 0.0 may be -0.0
 
     def _metadata(self, node: Any) -> Any:
         metadata = (node.attributes or {}).get("_metadata") if isinstance(node, OrderedDict) else None
@@ -337,8 +334,17 @@ class Comparer:
                 aspects["strides"] = (a.stride, b.stride)
             for name in ("requires_grad", "parameter") if "requires_grad" not in self.skipped else ():
                 aspects |= self._unless_skipped(name, getattr(a.flags, name), getattr(b.flags, name))
-            if "shape" not in aspects:
-                is_same, values = self._values(a, b)
+            is_one = a.same_view(b) and a.storage.data is b.storage.data  # there is nothing to read
+            if "shape" not in aspects and not is_one:
+                once, other = without_repeats(a)[0], without_repeats(b)[0]
+                if once.shape != other.shape:  # else each value once: a kilobyte may show a terabyte
+                    once, other = a, b
+                exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
+                if exact and not self.statistics:
+                    is_same = same_bytes(once.row_major(), other.row_major())
+                elif (values := compare_values(once, other, self.atol, self.rtol)) is not None:
+                    self.close |= values.within_tolerance
+                    is_same = values.within_tolerance and not exact
         elif isinstance(a, Composite) and isinstance(b, Composite):
             inner = Comparer({*self.skipped, "order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
             is_same = inner.compare([((), a.made, b.made)])
@@ -350,22 +356,6 @@ class Comparer:
             sides = [whole_number(each) if isinstance(each, TensorEntry) else None for each in (a, b)]
             aspects["values"] = (None, None) if None in sides or sides[0] == sides[1] else (sides[0], sides[1])
         return aspects, values
-
-    def _values(self, a: TensorEntry, b: TensorEntry) -> tuple[bool, ValueDifference | None]:
-        """True where values differ by no more than the tolerance, and the difference if it was asked for."""
-        if a.same_view(b) and a.storage.data is b.storage.data:  # there is nothing to read
-            return True, None
-        once, other = without_repeats(a)[0], without_repeats(b)[0]
-        if once.shape == other.shape:  # each value once: a kilobyte may show a terabyte
-            a, b = once, other
-        exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
-        if exact and not self.statistics:
-            return same_bytes(a.row_major(), b.row_major()), None
-        values = compare_values(a, b, self.atol, self.rtol)
-        if values is None:
-            return True, None
-        self.close |= values.within_tolerance
-        return values.within_tolerance and not exact, values
 
 
 def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
@@ -439,20 +429,22 @@ def _strides(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def ties(left: Any, right: Any, by_bare_name: bool) -> Iterator[Tie]:
-    """Groups of names that share a storage on one side only, among the names that both sides have."""
+    """Groups of names that share memory on one side only, among the names that both sides have."""
     lefts, rights = (
-        {
-            address(bare(path) if by_bare_name else path): id(node.storage)
-            for path, node in walk(tree)
-            if isinstance(node, TensorEntry) and node.storage.nbytes
-        }
+        memories(
+            {
+                address(bare(path) if by_bare_name else path): node
+                for path, node in walk(tree)
+                if isinstance(node, TensorEntry) and node.storage.nbytes
+            }
+        )
         for tree in (left, right)
     )
     for side, mine, other in (("left", lefts, rights), ("right", rights, lefts)):
-        by_storage: dict[int, list[str]] = {}
+        groups: dict[int, list[str]] = {}
         for name in mine:
             if name in other:
-                by_storage.setdefault(mine[name], []).append(name)
-        for names in by_storage.values():
+                groups.setdefault(mine[name], []).append(name)
+        for names in groups.values():
             if len(names) > 1 and len({other[name] for name in names}) > 1:
                 yield Tie(side, tuple(names))

@@ -22,7 +22,7 @@ from ckptool.checkpoint.paths import absolute, is_url, parted
 from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, command
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
-from ckptool.formats import NOT_WRITTEN
+from ckptool.formats import NOT_WRITTEN, SUFFIXES
 
 # File names in commands -----------------------------------------------------------------------------------------------
 
@@ -42,9 +42,11 @@ class Chain:
     """Fills in `FILE` and `OUT` so that each command works on the output of the one before, under a free name.
     steps: the commands that were filled in and write, for who does them without a shell."""
 
-    def __init__(self, file: str, at: str = "") -> None:
-        """at: the part of the file that the commands are about, for as long as what they write is the whole of it."""
+    def __init__(self, file: str, at: str = "", container: str = "") -> None:
+        """at: the part of the file that the commands are about, for as long as what they write is the whole of it.
+        container: of the file, whose suffix may promise another that cannot hold all of it."""
         self.original = self.current = as_argument(file)
+        self.container = container
         self.at = at
         self.steps: list[Fix] = []
         self._taken: set[str] = set()
@@ -55,7 +57,7 @@ class Chain:
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                own = parted(words[2])[1] if command[1] == "recover" else ""  # of a file, maybe in a folder
+                own = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
                 word = output = self._free(word[3:] or own or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
@@ -84,8 +86,7 @@ class Chain:
             path = os.path.normpath(path)
             is_above = os.path.basename(path) in (".", "..")
             path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
-        stem, own = parted(path)
-        own = ".pt" if own in NOT_WRITTEN else own
+        stem, own = parted(path)[0], self._suffix_of(path)
         own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
         own = own if self._suffix is None else self._suffix
         stem += ".fixed" if own else "-fixed"  # which is no suffix
@@ -94,12 +95,19 @@ class Chain:
         self._taken.add(name)
         return name
 
+    def _suffix_of(self, path: str) -> str:
+        """The suffix of what stays in its container: its own, where that is written under it."""
+        own = parted(path)[1]
+        promised = SUFFIXES.get(own)
+        is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
+        return ".pt" if own in NOT_WRITTEN or is_misnamed else own
 
-def runnable(notes: Iterable[Note], path: str) -> tuple[Note, ...]:
+
+def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:
     """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
     A command that is there twice is left out the second time, as is a fix that is no command."""
     notes = list(notes)
-    chain, seen, filled = Chain(path), set[tuple[str, ...]](), list[Note]()
+    chain, seen, filled = Chain(path, container=container), set[tuple[str, ...]](), list[Note]()
     # Verbs that write refuse such a file; doctor says what to do first.
     refused = any(note.code == "unsafe-global" for note in notes)
     for note in notes:

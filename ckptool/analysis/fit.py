@@ -5,7 +5,7 @@ Fitting is what stock `load_state_dict(strict=True)` would say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -17,7 +17,7 @@ from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
-from ckptool.commands import FILE, OUT, Command, command
+from ckptool.commands import FILE, OUT, command
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
@@ -255,17 +255,15 @@ def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
     return dict.fromkeys(long[: -len(name)] for name in few for long in longer if long.endswith(f".{name}"))
 
 
-TranslationTo = Callable[[Mapping[Any, Any], Mapping[str, Any]], tuple[str, Command] | None]
-"""The command that makes weights those of a model of another layout, and why; None where there is none."""
+def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
+    """The steps of a way, and what does not fit after them."""
+    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
 
-
-def of_target(root: StateDict, target: Target, way: Way, translation: TranslationTo) -> Iterator[Finding]:
-    """The steps of a way, and what does not fit after them. translation: what makes weights of another layout fit."""
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes
     other = None
     if not way.fit.is_exact or shapes:
-        other = translation({name: root.node[key] for name, key in names.items()}, target.tensors)
+        other = translation_to({name: root.node[key] for name, key in names.items()}, target.tensors)
     if other is not None:
         yield replace(finding("layout", why=other[0]), commands=(other[1],))
         return

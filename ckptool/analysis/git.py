@@ -34,11 +34,11 @@ POINTER = re.compile(
 )
 
 
-def git(*words: str, ok: Collection[int] = (0,), given: bytes = b"", at: str | None = None) -> str | None:
+def git(*words: str, ok: Collection[int] = (0,), at: str | None = None) -> str | None:
     """The output of a git command; None where it ends with another code of `ok` than 0.
     Raises `RunFailed` with what git says, `FileProblem` where there is no git."""
     try:
-        done = subprocess.run(["git", *words], input=given, capture_output=True, cwd=at, check=False)
+        done = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
     except OSError as error:
         raise FileProblem("git could not be started", str(error), "Install git.") from error
     if done.returncode not in ok:

@@ -23,7 +23,7 @@ from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
 from ckptool.conventions import state_dicts
-from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_state_dicts, wrappers
+from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_state_dicts, without_wrappers, wrappers
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
 from ckptool.formats import named
@@ -165,7 +165,7 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else what fits.", least=0)] = None,
+        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else all that fit.", least=0)] = None,
         quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
@@ -358,7 +358,7 @@ def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
     rows = [replace(row, statistics=numbers.get(row.address)) for row in found.tensors] if numbers else found.tensors
     bad = [place for place, values in numbers.items() if values.nans or values.infs]
-    notes = runnable(found.notes, path)
+    notes = runnable(found.notes, path, found.container)
     if bad:
         holding = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
         notes = (Note("non-finite", f"{holding} NaN or Inf: {listed(bad, 3)}"), *notes)
@@ -463,7 +463,7 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
 def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
     """Keys with the names of wrappers before them."""
     notes: list[tuple[str, str]] = []
-    partial = False
+    partial = collide = False
     for root in roots:
         is_named = root.is_model and root.module is None  # a whole module's names are not its keys
         names = [name for name in root.names() if name != COUNTER] if is_named else []
@@ -472,12 +472,13 @@ def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
             continue
         having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
         partial = partial or 0 < having < len(names)  # the command is one for all roots
+        collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command does it
         wrapped = sum(kinds.values())
         where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
         prefixes = listed([f"'{kind}'" for kind in sorted(kinds)])
         message = f"{where} {form(wrapped, 'has', 'have')} a wrapper's prefix, {prefixes}"
         notes.append(("prefix-module" if having else "prefix-compiled", message))
-    fix = command("strip-module", FILE, partial=partial, out=OUT)
+    fix = () if collide else command("strip-module", FILE, partial=partial, out=OUT)
     yield from (Note(code, message, fix) for code, message in notes)
 
 

@@ -190,16 +190,15 @@ class Scan(Report):
         last = self.latest if self.latest_only else None
         if quiet:
             yield last.path if last else None
-        elif last:
+            return
+        if last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
             read = [] if self.full else ["its data was not read: --full"]
             yield f"{last.path} ({', '.join([*progress, size(last.bytes), *read])})"
-        elif self.latest_only:
-            yield f"{self.path}: no good checkpoint"
-        else:
-            yield from self._of_folder() if self.is_folder else self.files[0].told()
-
-    def _of_folder(self) -> Told:
+            return
+        if self.latest_only or not self.is_folder:
+            yield from [f"{self.path}: no good checkpoint"] if self.latest_only else self.files[0].told()
+            return
         count = sum(file.state != MEMBER for file in self.files)
         damaged = sum(file.is_wrong for file in self.files)
         damage = [", ", red(f"{damaged:,} not good")] if damaged else []

@@ -306,29 +306,18 @@ class _Comparison:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
     def add(self, place: int, x: Array, y: Array) -> None:
-        if self.same_type:
-            import numpy
+        import numpy
 
+        if self.same_type:
             if (size := self.a.dtype.itemsize) == 16:
                 differs: Array = (x.view("u8") != y.view("u8")).reshape(-1, 2).any(axis=1)
             else:
                 differs = scratch("mask", "?", len(x) // size)
                 numpy.not_equal(x.view(f"u{size}"), y.view(f"u{size}"), out=differs)
             self._count(place, differs)
-        if not self.packed:
-            self._add(place, numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b"))
-
-    def _count(self, place: int, differs: Array) -> None:
-        import numpy
-
-        changed = int(numpy.count_nonzero(differs))
-        if changed and self.first is None:
-            self.first = place + int(differs.argmax())
-        self.changed += changed
-
-    def _add(self, place: int, x: Array, y: Array) -> None:
-        import numpy
-
+        if self.packed:
+            return
+        x, y = numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b")
         if x.dtype.kind in "biu" and y.dtype.kind in "biu":
             distance, x, y = _integer_distance(x, y)
             if not self.same_type:
@@ -343,6 +332,14 @@ class _Comparison:
             self._count(place, ~_same_values(x, y))
         if x.dtype != numpy.float32 or not self._add_single(x, y):
             self._add_double(x, y)
+
+    def _count(self, place: int, differs: Array) -> None:
+        import numpy
+
+        changed = int(numpy.count_nonzero(differs))
+        if changed and self.first is None:
+            self.first = place + int(differs.argmax())
+        self.changed += changed
 
     def _add_single(self, x: Array, y: Array) -> bool:
         """Adds f32 values, in f32 as far as no digit of the result is lost; False if not all are finite."""

@@ -293,7 +293,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
         checked=checked,
         checked_bytes=nbytes,
         problems=tuple(problems),
-        notes=runnable(notes, path),
+        notes=runnable(notes, path, checkpoint.container),
         fixes=_fixes(source, checkpoint.container, problems),
     )
 
@@ -354,7 +354,7 @@ def _fixes(source: Input | None, container: str, problems: Sequence[Problem]) ->
     is_alone = isinstance(source, Source) and formats.named(container).recoverable
     if source is None or not is_alone or all(problem.code == "recovered-file" for problem in problems):
         return ()
-    return (Chain(source.path).fill(command("recover", FILE, out=OUT)),)
+    return (Chain(source.path, container=container).fill(command("recover", FILE, out=OUT)),)
 
 
 def _damaged(source: Input, error: CkptoolError) -> Verification:

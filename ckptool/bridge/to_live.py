@@ -97,18 +97,19 @@ class Builder:
 
         places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
-        source, tree, advice = self.checkpoint.source, self.checkpoint.tree, ""
+        source, base, tree, advice = self.checkpoint.source, self.checkpoint.base, self.checkpoint.tree, ""
+        part = input_of(source, address(base))
         if source:
             from ckptool.conventions.state_dicts import find_state_dicts
 
             bad = {place.partition("/")[0] for place in places.values()}
             parts = tree.items() if isinstance(tree, dict) else ()
-            tops = [address((key,)) for key, value in parts if isinstance(value, dict) and value]
-            if good := [top for top in tops if top not in bad]:
-                advice = f"Load a part without them: ckptool.load({f'{source}#{good[0]}'!r}). "
+            tops = [key for key, value in parts if isinstance(value, dict) and value]
+            if good := [address((*base, key)) for key in tops if address((key,)) not in bad]:
+                advice = f"Load a part without them: ckptool.load({input_of(source, good[0])!r}). "
             elif any(root.module is not None for root in find_state_dicts(self.checkpoint)):
-                advice = f"Take its weights: {command('convert', input_of(source), out=OUT_SAFETENSORS)}. "
-        what = f"{source or 'the checkpoint'} holds {listed(names)}"
+                advice = f"Take its weights: {command('convert', part, out=OUT_SAFETENSORS)}. "
+        what = f"{part if source else 'the checkpoint'} holds {listed(names)}"
         why = "Loading these would run code that the file names; ckptool does not run it."
         return UnsafeObject(what, why, f"{advice}See what is there: {command('inspect', input_of(source))}")
 

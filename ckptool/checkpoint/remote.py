@@ -369,14 +369,11 @@ class RemoteObject:
         if most == TABLE:  # what follows may be there
             stop = min(stop, after if piece is None else max(end, after))
         if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
-            stop = max(end, stop - (stop - self._missing(start)) % PART)
+            first = start  # that was not asked for
+            while (piece := self._at(first)[0]) is not None and first < self.size:
+                first = piece.stop
+            stop = max(end, stop - (stop - first) % PART)
         self._ask_for(start, stop, most)
-
-    def _missing(self, at: int) -> int:
-        """The first byte from a place that was not asked for."""
-        while (piece := self._at(at)[0]) is not None and at < self.size:
-            at = piece.stop
-        return at
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
         """The piece with the byte `at`, or None, and then where the next one begins."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
@@ -20,6 +20,7 @@ from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, cou
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
+Key = TypeVar("Key")
 
 # A container that stands in several places is walked each time, as a state dict that is both `model` and `best`, up to
 # so many nodes in all, and so many for each node; after that only once. Objects that share parts have a name for each.
@@ -108,6 +109,19 @@ def second_names(tree: Any, names: Collection[Path]) -> list[str]:
     others = {node.view: address(path) for path, node in reversed(every) if path not in names}
     second = [(path, others.get(node.view)) for path, node in every if path in names]
     return [f"{address(path)} is tied to {other}" for path, other in second if other is not None]
+
+
+def memories(entries: Mapping[Key, TensorEntry]) -> dict[Key, int]:
+    """A number for each tensor, the same for those that overlap in a storage; slices side by side in it do not."""
+    number, end, last = 0, 0, None
+    numbers: dict[Key, int] = {}
+    for key in sorted(entries, key=lambda key: (id(entries[key].storage), *entries[key].span())):
+        begin, after = entries[key].span()
+        if entries[key].storage is not last or begin >= end:
+            number, end, last = number + 1, after, entries[key].storage
+        end = max(end, after)
+        numbers[key] = number
+    return {key: numbers[key] for key in entries}
 
 
 def check_names(names: int, tensors: int) -> None:

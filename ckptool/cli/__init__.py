@@ -216,8 +216,9 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         return (work(each) for each in every), separate, "" if shows_own else label
     from ckptool.verbs._many_files import each_file, write_many
 
-    words = ("written", "", REFUSED) if is_output else ("fine", "with findings", "not read")
-    words = words if declared.exits else ("read", "", "not read")
+    words = ("fine", "with findings", "not read") if declared.exits else ("read", "", "not read")
+    if is_output:
+        words = ("would be written" if given.get("dry_run") else "written", "", REFUSED)
     results: Iterator[Any]
     if is_output:
         results = write_many(list(zip(every, outs, strict=True)), given, work)

@@ -26,6 +26,7 @@ from ckptool.facts import dataclass, field
 from ckptool.formats.folder import led_elsewhere, names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
+MODULES = "modules.json"  # of sentence-transformers: its modules, in folders of their own
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
 STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
 MAX_CONFIG = 16 << 20  # bytes
@@ -70,7 +71,7 @@ class ModelFolder:
         how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
         found = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
-            found = [f"no {CONFIG} is beside the input; --like DIR takes along that of another folder of the model"]
+            found = [f"no {CONFIG} is beside the input; convert --like DIR takes that of another folder of the model"]
         return [*found, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
@@ -100,6 +101,8 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     for name in names:
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
+        elif name == MODULES:
+            left.append(f"{name} (other modules, as of pooling; for all, change a copy of the folder)")
         elif _COMPANION.fullmatch(name):
             data = _companion(place, name)
             if isinstance(data, str):

@@ -20,7 +20,6 @@ from ckptool.checkpoint import (
     NO_FLAGS,
     Checkpoint,
     Computed,
-    FileRange,
     InlineBytes,
     Note,
     Storage,
@@ -28,93 +27,16 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
-from ckptool.checkpoint.files import Folder, Source
-from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.facts import dataclass, field, replace
+from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import mixed, refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_SPLIT = 8  # axes along which one tensor is divided
-MAX_DIMENSIONS = 64
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offset of a block on every axis, and its sizes."""
-
-
-class Stored:
-    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
-    it is asked for, once. crc: the checksum of its bytes."""
-
-    __slots__ = ("_entry", "begin", "crc", "file", "like")
-
-    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
-        self.like, self.file, self.begin, self.crc = like, file, begin, crc
-        self._entry: TensorEntry | None = None
-
-    @property
-    def entry(self) -> TensorEntry:
-        if self._entry is None:
-            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
-            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
-        return self._entry
-
-
-@dataclass(slots=True, eq=False)
-class Piece:
-    """A tensor that is the block of another one which begins at `offsets`, counted in elements.
-
-    owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
-    """
-
-    tensor: TensorEntry | Stored
-    offsets: tuple[int, ...]
-    owner: str = "a block"
-    replicas: tuple[Piece, ...] = ()
-
-    @property
-    def entry(self) -> TensorEntry:
-        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
-
-    @property
-    def like(self) -> TensorEntry:
-        """A tensor of its type, shape and strides."""
-        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Equal for pieces that are the same values at the same place."""
-        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
-        return self.offsets, tensor, len(self.replicas)
-
-    @property
-    def box(self) -> Box:
-        return self.offsets, self.like.shape
-
-    def part(self, box: Box) -> TensorEntry:
-        """The part of it that is in a box which lies within it."""
-        entry = self.entry
-        steps = zip(box[0], self.offsets, entry.stride, strict=True)
-        return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """The overlap of two boxes; None without one."""
-    edges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
-    if any(lo >= hi for lo, hi in edges):
-        return None
-    return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)
-
-
-def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `most`."""
-    if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
-        node = node.args[0]
-    if not isinstance(node, (list, tuple)) or len(node) > most:
-        return None
-    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
 
 
 class Vector:

@@ -19,8 +19,8 @@ from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object, brief, fields, inside, items
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
 from ckptool.facts import dataclass, field, replace
+from ckptool.formats.boxes import MAX_DIMENSIONS, Box, Piece, sizes_of
 from ckptool.formats.folder import another_run, damaged
-from ckptool.formats.pieces import MAX_DIMENSIONS, Box, Piece, sizes_of
 
 MAX_MESH = 1 << 20  # ranks
 MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many

@@ -15,8 +15,9 @@ from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
 from ckptool.errors import LimitExceeded, Unsupported, counted, listed
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import another_run
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]

@@ -124,41 +124,22 @@ def read(source: Input) -> Checkpoint:
 # The index -----------------------------------------------------------------------------------------------------------
 
 
-def _read_index(folder: Folder, name: str) -> Checkpoint:
-    index = os.path.join(folder.path, name)
-    weight_map, metadata = _parsed(folder.open(name))
-    files = sorted(set(weight_map.values()))
-    if missing := folder.missing(files):
-        lost = f"{len(missing):,} of its {counted(len(files), 'shard')} {form(len(missing), 'is', 'are')} missing"
-        why = "A sharded checkpoint is complete only with all of its shards."
-        raise Corrupt(f"{index}: {lost}: {listed(missing, 3)}", why, "Download or copy the missing files.")
-    counts = {file: int(found["count"]) for file in files if (found := NUMBERED.fullmatch(file))}
-    if counts and set(counts.values()) != {len(counts)}:
-        said = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
-        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
-        why = "The files come from two runs, or the index belongs to others."
-        raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
-    shards: dict[str, Checkpoint] = {}
-    for file, source in zip(files, folder.each(files), strict=True):
-        # An index is no shard: it may lead back to itself.
-        shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
-        if shard is None or not isinstance(shard.tree, dict):
-            raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
-        if shard.container == safetensors.NAME and not shard.tensors_only:
-            what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
-            raise Unsupported(what, "The two cannot be combined.")
-        shards[file] = shard
-    torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
-    if 0 < len(torchs) < len(shards):
-        what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"
-        raise Conflict(what, "Writers use one of the two; the files come from two runs.", _AGAIN)
-    pickled = bool(torchs)
-    trees = {file: shard.tree for file, shard in shards.items()}
-    _check_agreement(index, weight_map, trees)
-    # Tensors of safetensors stand in the order of the index, those of pickles in theirs, the model's.
-    tree = _joined(list(trees.values()))
-    if not pickled:
-        tree = {name: trees[file][name] for name, file in weight_map.items()} | tree  # with those tied within a shard
+def _read_index(folder: Folder, index_name: str) -> Checkpoint:
+    index = os.path.join(folder.path, index_name)
+    weight_map, metadata = _parsed(folder.open(index_name))
+    shards = _shards(folder, index, weight_map)
+    pickled = any(shard.container != safetensors.NAME for shard in shards.values())
+    items = {name: value for shard in shards.values() for name, value in shard.tree.items()}
+    ordered = [shard.tree for shard in shards.values() if isinstance(shard.tree, OrderedDict)]
+    tree: dict[Any, Any] = items
+    if not pickled:  # its tensors stand in the order of the index, those of pickles in theirs, the model's
+        tree = {name: shards[file].tree[name] for name, file in weight_map.items()} | items
+    elif len(ordered) == len(shards):  # with all that is set on them (`_metadata`)
+        attributes = {key: value for each in ordered for key, value in (each.attributes or {}).items()}
+        every = [each.metadata for each in ordered if isinstance(each.metadata, dict)]
+        if len(every) > 1:
+            attributes["_metadata"] = OrderedDict({name: facts for each in every for name, facts in each.items()})
+        tree = OrderedDict(items, attributes or None)
     ties: dict[str, str] = {}  # names left out: {dropped: kept} in the index (the hub's savers), or in a shard
     for place in (metadata, *(shard.metadata for shard in shards.values())):
         for dropped, kept in safetensors.ties_in(place, tree).items():
@@ -187,8 +168,54 @@ def _read_index(folder: Folder, name: str) -> Checkpoint:
     notes += marks.recovered_notes(metadata)
     stem = stem_of(shards)
     stem = "model" if pickled and stem == "pytorch_model" else stem
-    division = Division(0, stem, name, shards, ties, pickled)
+    division = Division(0, stem, index_name, shards, ties, pickled)
     return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), tuple(discarded), tensors_only=not pickled)
+
+
+def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str, Checkpoint]:
+    """The shards that an index names, by their files. Raises `Conflict` unless they and it belong together, `Corrupt`
+    for files that are missing or none of a checkpoint."""
+    files = sorted(set(weight_map.values()))
+    if missing := folder.missing(files):
+        lost = f"{len(missing):,} of its {counted(len(files), 'shard')} {form(len(missing), 'is', 'are')} missing"
+        why = "A sharded checkpoint is complete only with all of its shards."
+        raise Corrupt(f"{index}: {lost}: {listed(missing, 3)}", why, "Download or copy the missing files.")
+    counts = {file: int(found["count"]) for file in files if (found := NUMBERED.fullmatch(file))}
+    if counts and set(counts.values()) != {len(counts)}:
+        said = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
+        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
+        why = "The files come from two runs, or the index belongs to others."
+        raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
+    shards: dict[str, Checkpoint] = {}
+    for file, source in zip(files, folder.each(files), strict=True):
+        # An index is no shard: it may lead back to itself.
+        shard = None if detect(source.read(0, min(HEAD, source.size)), source) else read_alone(source)
+        if shard is None or not isinstance(shard.tree, dict):
+            raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
+        if shard.container == safetensors.NAME and not shard.tensors_only:
+            what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
+            raise Unsupported(what, "The two cannot be combined.")
+        shards[file] = shard
+    torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
+    if 0 < len(torchs) < len(shards):
+        what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"
+        raise Conflict(what, "Writers use one of the two; the files come from two runs.", _AGAIN)
+    trees = {file: shard.tree for file, shard in shards.items()}
+    # Each name of the index is in its shard, and each tensor of a shard in the index; but names that are tied to others
+    # of their shard may be missing there.
+    odd = [f"{name} is not in {file}" for name, file in weight_map.items() if name not in trees[file]]
+    for file, tree in trees.items():
+        entries = {name: entry for name, entry in tree.items() if isinstance(entry, TensorEntry)}
+        own = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
+        for name in tree:
+            tied = name not in weight_map and name in entries and id(entries[name].storage.data) in own
+            if weight_map.get(name) != file and not tied:
+                odd.append(f"{name!s} is in {file}, where the index does not have it")
+    if odd:
+        count = counted(len(odd), "name differs", "names differ")
+        what = f"{index} and its shards do not belong together: {count} ({listed(odd, 3)})"
+        raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
+    return shards
 
 
 def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
@@ -212,41 +239,6 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     if len(names) > (most := safetensors.MAX_TENSORS):
         raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
     return names, metadata
-
-
-# Do they belong together? --------------------------------------------------------------------------------------------
-
-
-def _check_agreement(index: str, weight_map: dict[str, str], trees: dict[str, dict[Any, Any]]) -> None:
-    """Raises `Conflict` unless each name of the index is in its shard and each tensor of a shard in the index.
-
-    Names of a shard that are tied to others of it may be missing in the index.
-    """
-    odd = [f"{name} is not in {file}" for name, file in weight_map.items() if name not in trees[file]]
-    for file, tree in trees.items():
-        entries = {name: entry for name, entry in tree.items() if isinstance(entry, TensorEntry)}
-        own = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
-        for name in tree:
-            tied = name not in weight_map and name in entries and id(entries[name].storage.data) in own
-            if weight_map.get(name) != file and not tied:
-                odd.append(f"{name!s} is in {file}, where the index does not have it")
-    if odd:
-        count = counted(len(odd), "name differs", "names differ")
-        what = f"{index} and its shards do not belong together: {count} ({listed(odd, 3)})"
-        raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
-
-
-def _joined(trees: list[dict[Any, Any]]) -> dict[Any, Any]:
-    """The dictionaries of all shards as one: ordered if they are, with all that is set on them (`_metadata`)."""
-    items = {name: value for tree in trees for name, value in tree.items()}
-    ordered = [tree for tree in trees if isinstance(tree, OrderedDict)]
-    if len(ordered) < len(trees):
-        return items
-    attributes = {key: value for tree in ordered for key, value in (tree.attributes or {}).items()}
-    every = [tree.metadata for tree in ordered if isinstance(tree.metadata, dict)]
-    if len(every) > 1:
-        attributes["_metadata"] = OrderedDict({name: facts for each in every for name, facts in each.items()})
-    return OrderedDict(items, attributes or None)
 
 
 def _notes(index: str, folder: Folder, said: Any, tree: Any, shards: dict[str, Checkpoint]) -> list[Note]:

@@ -63,7 +63,14 @@ class AcceleratorCheckpoints:
         newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check, say)
         self.resumed = newest is not None
         if newest is not None:
-            self._load(newest.path)
+            tree = loaded(os.path.join(newest.path, _OURS))
+            self._fetches.resume(tree["ranks"], accelerator.process_index, accelerator.num_processes, newest.path)
+            self.objects.refuse_others(tree, newest.path)
+            accelerator.load_state(newest.path)
+            self.objects.restore(tree, newest.path)
+            self.step, self.epoch = tree["step"], tree["epoch"]
+            accelerator.project_configuration.iteration = self.step + 1
+            self._rotate()  # the process may have been killed between its last save and this
 
     def batches(self, loader: Any, *, epochs: int | None = None, steps: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, from 1, and its batch; resumes in the middle of an epoch.
@@ -123,16 +130,6 @@ class AcceleratorCheckpoints:
         """Deletes what is older than the checkpoint of this step and not to be kept."""
         if self.accelerator.is_main_process and self.keep_last:
             rotate(self.folder, _NAME, self.step, self.keep_last)
-
-    def _load(self, path: str) -> None:
-        accelerator, tree = self.accelerator, loaded(os.path.join(path, _OURS))
-        self._fetches.resume(tree["ranks"], accelerator.process_index, accelerator.num_processes, path)
-        self.objects.refuse_others(tree, path)
-        accelerator.load_state(path)
-        self.objects.restore(tree, path)
-        self.step, self.epoch = tree["step"], tree["epoch"]
-        accelerator.project_configuration.iteration = self.step + 1
-        self._rotate()  # the process may have been killed between its last save and this
 
     def close(self) -> None:
         """Releases the lock."""

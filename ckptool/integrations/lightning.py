@@ -33,20 +33,18 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     """
     folder = os.fspath(folder)
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    paths = [os.path.join(folder, name) for name in names if name.endswith(".ckpt")]
-    there = [_saved(path) for path in paths if not os.path.islink(path)]  # last.ckpt may be a link to one of them
-    there = sorted(there, key=lambda saved: saved.step)
-    newest = newest_whole(folder, there, check, say)
+    there = []
+    for path in (os.path.join(folder, name) for name in names if name.endswith(".ckpt")):
+        if os.path.islink(path):
+            continue  # last.ckpt may be a link to one of them
+        sidecar = read_json(_sidecar(path))
+        old = (sidecar or {}).get("replaces")
+        if isinstance(old, dict) and file_digest(path) == old.get("sha256"):
+            sidecar = old  # killed before the new file had the name
+        step = (sidecar or {}).get("step")
+        there.append(SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar))
+    newest = newest_whole(folder, sorted(there, key=lambda saved: saved.step), check, say)
     return newest.path if newest else None
-
-
-def _saved(path: str) -> SavedState:
-    sidecar = read_json(_sidecar(path))
-    old = (sidecar or {}).get("replaces")
-    if isinstance(old, dict) and file_digest(path) == old.get("sha256"):
-        sidecar = old  # killed before the new file had the name
-    step = (sidecar or {}).get("step")
-    return SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar)
 
 
 def _sidecar(path: str) -> str:

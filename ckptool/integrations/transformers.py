@@ -45,7 +45,31 @@ class DurableCheckpoints:
             if self.args.should_save:
                 make_folder(folder)
                 held.callback(Lock(folder, "another output_dir").release)
-            resume = self._checked(folder, resume_from_checkpoint)
+            resume = resume_from_checkpoint or None
+            named = os.path.abspath(resume) if isinstance(resume, str) else ""
+            there = saved_folders(os.path.dirname(named) or folder, _NAME)
+            if resume is True:
+                say = to_stderr if self.args.should_save else lambda text: None
+                newest = newest_whole(folder, there, check, say)
+                resume = newest.path if newest else None
+            elif named:
+                for saved in there:
+                    if saved.path == named and saved.sidecar:
+                        check(saved)
+            elif self.args.should_save and there:
+                # Of a stock Trainer's, which have no sidecars, none is the newest whole one: it is named by its path.
+                way = True if any(saved.sidecar for saved in there) else there[-1].path
+                raise Conflict(
+                    f"{folder} holds checkpoints already",
+                    "A new run would overwrite some and mix with the others.",
+                    f"Resume: trainer.train(resume_from_checkpoint={way!r}); or name another output_dir",
+                )
+            if resume and self.args.save_only_model:
+                raise UsageError(
+                    "save_only_model=True leaves out the optimizer and the random state",
+                    "A run cannot resume from such checkpoints exactly.",
+                    "Leave it out of TrainingArguments",
+                )
             state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
             if state is not None and 0 < self.args.max_steps <= state.global_step:
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.
@@ -61,33 +85,6 @@ class DurableCheckpoints:
             if states and not self.args.ignore_data_skip:
                 self._fetches.resume(states, self.args.process_index, self.args.world_size, resume)
             return super().train(resume, *args, **options)  # type: ignore[misc]
-
-    def _checked(self: Any, folder: str, resume: str | bool | None) -> str | None:
-        say = to_stderr if self.args.should_save else lambda text: None
-        named = os.path.abspath(resume) if isinstance(resume, str) else ""
-        there = saved_folders(os.path.dirname(named) or folder, _NAME)
-        if resume is True:
-            newest = newest_whole(folder, there, check, say)
-            resume = newest.path if newest else None
-        elif named:
-            for saved in there:
-                if saved.path == named and saved.sidecar:
-                    check(saved)
-        elif self.args.should_save and there:
-            # Of a stock Trainer's, which have no sidecars, none is the newest whole one: it is named by its path.
-            way = True if any(saved.sidecar for saved in there) else there[-1].path
-            raise Conflict(
-                f"{folder} holds checkpoints already",
-                "A new run would overwrite some and mix with the others.",
-                f"Resume: trainer.train(resume_from_checkpoint={way!r}); or name another output_dir",
-            )
-        if resume and self.args.save_only_model:
-            raise UsageError(
-                "save_only_model=True leaves out the optimizer and the random state",
-                "A run cannot resume from such checkpoints exactly.",
-                "Leave it out of TrainingArguments",
-            )
-        return resume or None
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return self._staged or str(super()._get_output_dir(trial))  # type: ignore[misc]

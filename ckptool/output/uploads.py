@@ -57,7 +57,13 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
         raise UsageError(f"cannot write {url}", "In a URL # begins an address.", "Choose a name without #.")
     with _problems(url):
         fs, place = file_system(url)
-        kind = _kind(fs, place)
+        fs.invalidate_cache()
+        kind = ""  # of what is there: `file`, `directory`, or nothing
+        try:
+            kind = str(fs.info(place)["type"])
+        except FileNotFoundError as error:
+            if error.__cause__ is not None:  # the bucket or the repository is not there, either
+                raise
         held = fs.ls(place, detail=False) if names and kind == "directory" else [place] * bool(kind)
         if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
             held = [each for each in held if posixpath.basename(each) in names]
@@ -190,17 +196,6 @@ def _commit(fs: Any, places: dict[str, str]) -> None:
     added = [CommitOperationAdd(each.path_in_repo, path) for each, path in zip(found, places, strict=True)]
     at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
     fs._api.create_commit(at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision)
-
-
-def _kind(fs: Any, place: str) -> str:
-    """What is at a path: `file`, `directory`, or "" for nothing."""
-    fs.invalidate_cache()
-    try:
-        return str(fs.info(place)["type"])
-    except FileNotFoundError as error:
-        if error.__cause__ is not None:  # the bucket or the repository is not there, either
-            raise
-        return ""
 
 
 @contextmanager

@@ -39,22 +39,23 @@ class Mould:
     """What the bytes of a tensor say that are the same for all from one mould.
 
     size: how many they are.  mask, bits: which of them may not differ, and those, as integers.  opcodes: their number.
-    look: what is looked up in the memo, where it must give `values`.  puts: reads the numbers for what is made.
-    key: where the name of its storage is.  of, where: what stands before and behind that, in the persistent id that
-    ends at `named`.  needs: bytes of the storage.  after: what came behind the last tensor from this mould.
+    gets: looks up in the memo what must be `values`.  puts: reads the memo's numbers for what is made.
+    key: where the name of its storage begins and ends.  id_front, id_back: what stands before and behind that name in
+    the persistent id, which ends at `id_end`.  needs: bytes that the storage must have.  after: the mould of what came
+    behind the last tensor from this one.
     """
 
     size: int
     mask: int
     bits: int
     opcodes: int
-    look: Callable[[Any], tuple[Any, ...]]
+    gets: Callable[[Any], tuple[Any, ...]]
     values: tuple[Any, ...]
     puts: Callable[[bytes, int], tuple[int, ...]]
     key: tuple[int, int]
-    named: int
-    of: tuple[str, Any]
-    where: tuple[str, int]
+    id_end: int
+    id_front: tuple[str, Any]
+    id_back: tuple[str, int]
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,7 +100,8 @@ class Memo(dict[int, Any]):
     def _make(self, first: int, mould: Mould, name: str, key: str, ref: Any, value: Any) -> None:
         shape, stride, hooks = (*mould.shape,), (*mould.stride,), OrderedDict()  # each its own
         args = ref, mould.offset, shape, stride, False, hooks
-        made = name, key, (*mould.of, key, *mould.where), *((shape, stride) if shape else ()), hooks, args, value
+        pid = *mould.id_front, key, *mould.id_back
+        made = name, key, pid, *((shape, stride) if shape else ()), hooks, args, value
         for number, each in enumerate(made, first):
             self.setdefault(number, each)  # it may have been given again since
 
@@ -129,12 +131,12 @@ class Runs:
             first = puts[0]
             if first <= highest or puts != (*range(first, first + len(puts)),):  # as every pickler numbers
                 break
-            if mould.look(memo) != mould.values or total + mould.opcodes > left:
+            if mould.gets(memo) != mould.values or total + mould.opcodes > left:
                 break
             begin, end = mould.key
             key = str(data[pos + begin : pos + end], "utf-8", "surrogatepass")
-            reader.at = pos + mould.named
-            ref = self.persistent((*mould.of, key, *mould.where))
+            reader.at = pos + mould.id_end
+            ref = self.persistent((*mould.id_front, key, *mould.id_back))
             if type(ref) is not StorageRef or ref.dtype is not mould.dtype or ref.storage.data.length < mould.needs:
                 break
             value = TensorEntry(ref.storage, mould.dtype, mould.shape, mould.stride, mould.offset, NO_FLAGS)
@@ -146,6 +148,7 @@ class Runs:
             total += mould.opcodes
             before = mould
             size = int.from_bytes(data[pos + 1 : pos + 5], "little")
+            # A long name, or one that is cut, is the machine's, which checks it.
             if data[pos : pos + 1] != b"X" or size >= 64 or pos + 5 + size >= len(data) or total == left:
                 break
             stack.append(str(data[pos + 5 : pos + 5 + size], "utf-8", "surrogatepass"))
@@ -194,7 +197,7 @@ class Runs:
         needs = 0 if 0 in shape else (last + 1) * dtype.itemsize
         opcodes = _OPCODES + 2 * (len(shape) + 2 + (len(shape) > 3) if shape else 1)
         puts = struct.Struct("<" + "".join(f"{at - end - 4}xI" for end, at in pairwise([-4, *stores]))).unpack_from
-        memo_uses = opcodes, itemgetter(*gets), values, puts
-        pid = key, match.end(10) + 1 - pos, (word, of), (location, numel)
-        mould = Mould(size, fixed, bits, *memo_uses, *pid, offset, shape, stride, dtype, needs)
+        memo_use = opcodes, itemgetter(*gets), values, puts
+        storage_id = key, match.end(10) + 1 - pos, (word, of), (location, numel)
+        mould = Mould(size, fixed, bits, *memo_use, *storage_id, offset, shape, stride, dtype, needs)
         return self.moulds.setdefault((size, bits), mould)

@@ -47,24 +47,24 @@ class Style:
         """Text in lines as wide as the terminal: what is longer goes on below, between words; commands stay whole."""
         if self.width is None:
             return text
-        return "\n".join(part for line in text.split("\n") for part in self._broken(line))
-
-    def _broken(self, line: str) -> list[str]:
-        width, seen = self.width or 0, _COLOURS.sub("", line)
-        start = seen.lstrip(" ")
-        if len(seen) <= width or _COMMAND.match(start):
-            return [line]
-        hang = " " * min(len(seen) - len(start) + 4, width // 2)
-        lines, used = [""], 0
-        for word in _WORDS.findall(line):
-            length = len(_COLOURS.sub("", word))
-            if used and used + length > width:
-                lines.append("")
-                word = hang + word.lstrip(" ")
-                used, length = 0, len(_COLOURS.sub("", word))
-            lines[-1] += word
-            used += length
-        return lines
+        lines: list[str] = []
+        for line in text.split("\n"):
+            seen = _COLOURS.sub("", line)
+            start = seen.lstrip(" ")
+            if len(seen) <= self.width or _COMMAND.match(start):
+                lines.append(line)
+                continue
+            hang, used = " " * min(len(seen) - len(start) + 4, self.width // 2), 0
+            lines.append("")
+            for word in _WORDS.findall(line):
+                length = len(_COLOURS.sub("", word))
+                if used and used + length > self.width:
+                    lines.append("")
+                    word = hang + word.lstrip(" ")
+                    used, length = 0, len(_COLOURS.sub("", word))
+                lines[-1] += word
+                used += length
+        return "\n".join(lines)
 
 
 PLAIN, PYTHON = Style(), Style(python=True)

@@ -30,7 +30,6 @@ from ckptool.facts import WHOLE, Table, number, size
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
-    from ckptool.analysis.differences import Difference
     from ckptool.verbs.report import CheckpointReport, FileReport
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -273,13 +272,13 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
     """All tensors as base64 of deflated columns of JSON: ten thousand of them, with pictures, have to fit in 3 MB."""
     rows: list[tuple[Any, ...]] = []
     names: list[dict[str, Any]] = []
-    change = _change_of(compared) if compared is not None else lambda side, row: 0
     for side, file in enumerate(report.files):
         for part in _parts_of(file):
             names.append({"file": side, "at": part.root.address, "model": part.root.is_model, "is": part.root.kind})
             for index, row in enumerate(part.rows):
                 tied = part.rows[part.tied[index]].address if index in part.tied else 0
-                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change(side, row)))
+                change = compared.change(side, row) if compared is not None else 0
+                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change))
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": compared is not None, "columns": columns}
@@ -339,6 +338,8 @@ class _Compared:
         for paths_of, part in zip(self.places, parts, strict=True):
             for path, tensor in tensors(part.tree):
                 paths_of.setdefault(tensor.view, []).append(path)
+        self.only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
+        self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
         """That of a tensor of a file, the first or the second; None where it was not compared."""
@@ -348,28 +349,20 @@ class _Compared:
             path = paths[0]
         return None if path is None else address(bare(path) if "prefix" in self.diff.ignored else path)
 
-
-def _change_of(compared: _Compared) -> Any:
-    """What tells of a tensor of a file how it changed: a word; elements that moved and all of them; then the largest
-    difference and the cosine, where they are known."""
-    diff = compared.diff
-    only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
-    changed = {change.address: change for change in diff.changed}
-
-    def change(side: int, row: TensorRow) -> list[Any]:
-        if (name := compared.name(side, row)) is None:
+    def change(self, side: int, row: TensorRow) -> list[Any]:
+        """How a tensor of a file changed: a word; elements that moved and all of them; then the largest difference and
+        the cosine, where they are known."""
+        if (name := self.name(side, row)) is None:
             return ["not compared"]
-        if (found := changed.get(name)) is None:
+        if (found := self.changed.get(name)) is None:
             above = [name[:at] for at, sign in enumerate(f"{name}/") if sign == "/"]
-            if any(part in changed for part in above):  # of another type in the other file
+            if any(part in self.changed for part in above):  # of another type in the other file
                 return ["not compared"]
-            return ["only here" if any(part in only for part in above) else f"same: {diff.evidence}"]
+            return ["only here" if any(part in self.only for part in above) else f"same: {self.diff.evidence}"]
         word = ", ".join(name for name in found.aspects if name != "values") or "values"
         values = found.values
         facts = () if values is None else (values.changed, values.total, _plain(values.max_abs), _plain(values.cosine))
         return [word, *facts]
-
-    return change
 
 
 def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
@@ -377,7 +370,38 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     remarks = [*diff.remarks, *([f"Not compared: {', '.join(diff.not_compared)}."] if diff.not_compared else [])]
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
-    verdict = "; ".join(_clauses(report, compared, values))
+    # What changed, in a few words for each kind of change.
+    clauses, odd = list[str](), list[set[str | None]]()
+    for side, file in enumerate(report.files):
+        known = file.inspection.statistics if file.inspection is not None else {}
+        rows = file.inspection.tensors if file.inspection is not None else ()
+        of_row = ((row, known.get(row.address)) for row in rows)
+        odd.append({compared.name(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
+    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
+        if new:
+            clauses.append(f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}")
+    by_text: dict[str, list[str]] = {}
+    for name, text in aspect_rows(diff):
+        by_text.setdefault(text, []).append(name)
+    clauses += [f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3]]
+    if len(by_text) > 3:
+        clauses.append(counted(len(by_text) - 3, "more change of that kind", "more changes of that kind"))
+    if values:
+        apart = [change.values for _, change in values if change.values is not None]
+        changed, total, most = totals(apart)
+        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
+        clauses.append(f"values changed in {_named([name for name, _ in values])}{far}")
+    for letter, only in (("A", diff.only_left), ("B", diff.only_right)):
+        if only:
+            clauses.append(f"only in {letter}: {_named([address(path) for path, _ in only], 'entry', 'entries')}")
+    if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
+        more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
+        clauses.append(f"entries changed: {', '.join(entries[:3])}{more}")
+    clauses += ["different ties"] if diff.ties else []
+    clauses += ["a different order of keys"] if diff.order_differs else []
+    if "prefix" in diff.ignored:
+        clauses.append("the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else ""))
+    verdict = "; ".join(clauses)
     beside = {"device", "strides", "requires_grad", "parameter"}  # differ beside equal values
     alike = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= beside]
     words = "have the same values" if alike else "are the same"
@@ -394,43 +418,6 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
         "tables": tables,
         "heatmap": _heatmap(report, compared, moved) if moved else {},
     }
-
-
-def _clauses(report: CheckpointReport, compared: _Compared, values: Sequence[tuple[str, Difference]]) -> Iterator[str]:
-    """What changed, in a few words for each kind of change."""
-    diff = compared.diff
-    odd: list[set[str | None]] = []
-    for side, file in enumerate(report.files):
-        known = file.inspection.statistics if file.inspection is not None else {}
-        rows = file.inspection.tensors if file.inspection is not None else ()
-        of_row = ((row, known.get(row.address)) for row in rows)
-        odd.append({compared.name(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
-    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
-        if new:
-            yield f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}"
-    by_text: dict[str, list[str]] = {}
-    for name, text in aspect_rows(diff):
-        by_text.setdefault(text, []).append(name)
-    yield from (f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3])
-    if len(by_text) > 3:
-        yield counted(len(by_text) - 3, "more change of that kind", "more changes of that kind")
-    if values:
-        apart = [change.values for _, change in values if change.values is not None]
-        changed, total, most = totals(apart)
-        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
-        yield f"values changed in {_named([name for name, _ in values])}{far}"
-    for letter, found in (("A", diff.only_left), ("B", diff.only_right)):
-        if found:
-            yield f"only in {letter}: {_named([address(path) for path, _ in found], 'entry', 'entries')}"
-    if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
-        more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
-        yield f"entries changed: {', '.join(entries[:3])}{more}"
-    if diff.ties:
-        yield "different ties"
-    if diff.order_differs:
-        yield "a different order of keys"
-    if "prefix" in diff.ignored:
-        yield "the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else "")
 
 
 def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:

@@ -49,52 +49,37 @@ def read(given: PathLike | Mapping[str, Any], changes: Sequence[str] = ()) -> Co
     if is_run(path := os.fspath(given)):
         fix = f"Resume it: {command('resume', path)}"
         raise UsageError(f"{path} is a run, not a configuration", "It was started before.", fix)
-    text = read_small_text(path, "a configuration", MAX_FILE)
-    return parsed(text, path, changes, os.path.dirname(path) or os.curdir)
-
-
-def parsed(text: str, path: str, changes: Sequence[str] = (), folder: str | None = None) -> Config:
-    """The configuration in a text; `path` is what to call it in errors, `folder` what its paths are relative to."""
-    values, lines = loaded(text, path)
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} is not a configuration", "It has no KEY: VALUE lines.", "See: ckptool train --init")
-    return checked(_changed(rooted(values, folder) if folder is not None else values, changes), path, lines)
+    values, lines = loaded(read_small_text(path, "a configuration", MAX_FILE), path)
+    return checked(rooted(values, os.path.dirname(path) or os.curdir), path, lines, changes)
 
 
 def changed(values: Mapping[str, Any], changes: Sequence[str], path: str = "the configuration") -> Config:
     """The configuration that a dictionary makes, with `KEY=VALUE` changes."""
-    return checked(_changed(rooted(plain(values), os.curdir), changes), path)
+    return checked(rooted(plain(values), os.curdir), path, changes=changes)
 
 
-def _changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """The values with changes, whose paths are relative to the working directory."""
+def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, changes: Sequence[str] = ()) -> Config:
+    """The configuration that plain values make, with changes, whose paths are relative to the working directory.
+
+    Every problem is in one error: a sentence for each place where something is wrong, in the order of lines: where,
+    what, and what may be meant. path: what to call it there.
+    """
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} is not a configuration", "It has no KEY: VALUE lines.", "See: ckptool train --init")
     for change in changes:
         place, value = assignment(change)
         _set(values, place, rooted(value, os.curdir, place))
-    return values
-
-
-def checked(values: dict[str, Any], path: str, lines: dict[Place, int] | None = None) -> Config:
-    """The configuration that plain values make; every problem in one error."""
     for section, key in (values, "cudnn_benchmark"), (values.get("log"), "csv"):  # of older runs, where they were false
         if isinstance(section, dict) and section.get(key) is False:
             del section[key]
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        wrong = _sentences(error.errors(), values, path, lines or {})
-        raise UsageError(
-            wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
-            TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
-            "All keys with what they mean: ckptool train --init",
-        ) from None
-
-
-def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Place, int]) -> list[str]:
-    """A sentence for each place where something is wrong, in the order of lines: where, what, and what may be meant."""
+        problems = error.errors()
     found: dict[Place, list[Any]] = {}
     for problem in problems:
         found.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
+    lines = lines or {}
     made: list[tuple[int, str]] = []
     for place, here in found.items():
         if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
@@ -112,7 +97,12 @@ def _sentences(problems: Sequence[Any], values: Any, path: str, lines: dict[Plac
             words += f" (it is {_KINDS.get(type(value)) or repr(value)[:80]})" if kind != "value_error" else ""
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         made.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
-    return [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
+    wrong = [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
+    raise UsageError(
+        wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
+        TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
+        "All keys with what they mean: ckptool train --init",
+    )
 
 
 def _place(loc: Place, values: Any, missing: bool) -> Place:
@@ -270,7 +260,8 @@ def recorded_config(folder: str) -> tuple[str, Config]:
     if script := run_folder.values_of(text).get(LOOP):
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
         raise UsageError(what, "", "Run the script again: it resumes by itself.")
-    config = parsed(text, path)
+    values, lines = loaded(text, path)
+    config = checked(values, path, lines)
     values = run_folder.last_config(folder, number, {})
     return number, checked({**values, "run": config.run}, path) if values else config
 

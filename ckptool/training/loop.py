@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 
 def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
-    """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then."""
+    """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then.
+
+    What fails between two steps (in the data, an evaluation, a hook) is raised when the last whole one is saved. Not
+    within a step, where the state is half of the next; not what could not be written; not with several processes, all
+    of which would have to take part.
+    """
     begun_at = trainer.step
     with hooks.watching(trainer, run.folder.folder), closing(run.loop()) as steps:
         try:
@@ -46,7 +51,18 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
                 seconds = time.monotonic() - run.begun
                 _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
         except Exception as error:
-            _rescue(trainer, run, hooks, error)
+            is_whole = 0 < trainer.step == run.step
+            if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
+                with suppress(Exception):  # the first error is the news
+                    trainer.told |= hooks.facts() if trainer.pending else {}
+                    run.save_now()
+                    if isinstance(error, CkptoolError):
+                        saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
+                        error.fix = Text(error.fix, " " * bool(error.fix), saved)
+            if trainer.world.is_first:
+                words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
+                with suppress(CkptoolError):
+                    run.folder.note("failed", step=trainer.step, error=words.partition("\n")[0])
             raise
 
 
@@ -114,26 +130,6 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         known = known or {"metric": settings.metric, "value": None, "count": 0}
         changed = {"value": value, "count": 0} if improves(known, stop.min_delta) else {"count": known["count"] + 1}
         trainer.stale = known | changed
-
-
-def _rescue(trainer: Trainer, run: TrainerRun, hooks: Hooks, error: Exception) -> None:
-    """Saves the last whole step when something fails between two of them: in the data, an evaluation, a hook.
-
-    Not within a step, where the state is half of the next; not what could not be written; not with several processes,
-    all of which would have to take part.
-    """
-    is_whole = 0 < trainer.step == run.step
-    if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
-        with suppress(Exception):  # the first error is the news
-            trainer.told |= hooks.facts() if trainer.pending else {}
-            run.save_now()
-            if isinstance(error, CkptoolError):
-                saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
-                error.fix = Text(error.fix, " " * bool(error.fix), saved)
-    if trainer.world.is_first:
-        words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
-        with suppress(CkptoolError):
-            run.folder.note("failed", step=trainer.step, error=words.partition("\n")[0])
 
 
 # One step ------------------------------------------------------------------------------------------------------------
@@ -207,10 +203,16 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     if finite:
         for part, clip in update.clips:
             call_user_code(clip_gradients, "optim", kind, part, clip)
-        if scaler is None or not gradients or call_user_code(_scaled_step, "optim", kind, scaler, optimizer):
-            trainer.task.stepped.add(phase.model)
+        stepped = True
         if scaler is None:
             call_user_code(optimizer.step, "optim", kind)
+        elif gradients:
+            before = scaler.get_scale()
+            call_user_code(scaler.step, "optim", kind, optimizer)
+            scaler.update()
+            stepped = scaler.get_scale() >= before  # else they overflowed: it was left out, and the schedule waits too
+        if stepped:
+            trainer.task.stepped.add(phase.model)
     elif config.train.on_nonfinite == "stop":
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
@@ -220,14 +222,6 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     elif scaler is not None and gradients:
         scaler.update()  # which is done with this step's gradients
     return value
-
-
-def _scaled_step(scaler: torch.amp.GradScaler, optimizer: Any) -> bool:
-    """False where the gradients overflowed: the step was left out, and the schedule waits too."""
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() >= before
 
 
 def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[float, bool]:

@@ -64,12 +64,20 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
                     continue
                 seen[id(value)] = value
                 met.setdefault(name, value)
-                if (own := _of_values(value, kind)) is None:
+                if (state := _generator_state(value)) is not None:
+                    kind, text = GENERATOR, digest(state) if state else ""
+                elif _is(value, "torch", "Tensor"):
+                    torch = sys.modules["torch"]
+                    is_plain = type(value) is torch.Tensor and value.is_leaf and value.layout is torch.strided
+                    text = tensor_digest(value) if is_plain else ""
+                elif _is(value, "numpy", "ndarray"):
+                    part = value if value.nbytes <= WHOLE else value.flat[:: max(1, value.size // SAMPLES)]
+                    is_constant = value.dtype == object or not value.flags.writeable
+                    text = "" if is_constant else f"{list(value.shape)} {digest(part.tobytes())}"
+                else:
                     queue.extend(list(_parts(name, value, kind)))
-                    if type(value) not in _ITEMS | _MAPPINGS:
-                        continue
-                    own = kind, f"{type(value).__name__} of {len(value)}"  # a cache, a memory of what was seen
-                kind, text = own
+                    # A cache, a memory of what was seen.
+                    text = f"{type(value).__name__} of {len(value)}" if type(value) in _ITEMS | _MAPPINGS else ""
             if text:
                 names = chain([name], (f"{name}#{number}" for number in count(2)))
                 found[next(unique for unique in names if unique not in found)] = f"{kind}: {text}"
@@ -131,27 +139,25 @@ def tensor_digest(tensor: Any) -> str:
 # The walk ------------------------------------------------------------------------------------------------------------
 
 
-def _of_values(value: Any, kind: str) -> tuple[str, str] | None:
-    """The kind and the digest of a generator, a tensor or an array, "" for one that is left out; None for others."""
-    if (state := _generator_state(value)) is not None:
-        return GENERATOR, digest(state) if state else ""
-    if _is(value, "torch", "Tensor"):
-        torch = sys.modules["torch"]
-        is_plain = type(value) is torch.Tensor and value.is_leaf and value.layout is torch.strided
-        return kind, tensor_digest(value) if is_plain else ""
-    if _is(value, "numpy", "ndarray"):
-        if value.dtype == object or not value.flags.writeable:
-            return kind, ""
-        values = value if value.nbytes <= WHOLE else value.flat[:: max(1, value.size // SAMPLES)]
-        return kind, f"{list(value.shape)} {digest(values.tobytes())}"
-    return None
-
-
 def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
-    """The parts of an object: their names, and what they are if they are values; in a container what it is itself."""
+    """The parts of an object: their names, and what they are if they are values; in a container what it is itself.
+
+    Attributes and slots: of a library's class those that it shows; of the state of an optimizer nothing.
+    """
     kind: Any = type(value)
+    # Private attributes of a library's class are nobody else's: buckets, iterators, locks.
+    library = str(kind.__module__).partition(".")[0]
+    hidden = library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
     if _is(value, "torch.nn", "Module"):
-        yield from _of_module(name, value)
+        own = vars(value)
+        passing = own.get("_non_persistent_buffers_set", ())
+        for key, buffer in own.get("_buffers", {}).items():
+            yield f"{name}.{key}", buffer, NOT_PERSISTENT if key in passing else BUFFER
+        for key, part in own.get("_modules", {}).items():
+            yield f"{name}.{key}", part, ATTRIBUTE
+        for key, part in own.items():
+            if key not in _of_every_module() and not (hidden and key.startswith("_")):
+                yield f"{name}.{key}", part, MODULE_ATTRIBUTE
     elif kind is types.FunctionType:
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with suppress(ValueError):  # nothing was assigned to it yet
@@ -163,8 +169,8 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     elif kind is functools.partial:
         yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
     elif kind is types.GeneratorType:
-        own = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
-        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in own.items())
+        running = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in running.items())
     elif kind in _MAPPINGS:
         keyed = ((key, part) for key, part in _sampled(value.items(), len(value)))
         yield from ((f"{name}[{plain_text(key) or type(key).__name__}]", part, place) for key, part in keyed)
@@ -172,44 +178,19 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
         items = enumerate(_sampled(value, len(value)))
         yield from ((f"{name}[{number}]", part, place) for number, part in items)
     else:
-        yield from _of_object(name, value)
-
-
-def _of_module(name: str, module: Any) -> Iterator[tuple[str, Any, str]]:
-    own, hidden = vars(module), _is_of_library(type(module))
-    passing = own.get("_non_persistent_buffers_set", ())
-    for key, buffer in own.get("_buffers", {}).items():
-        yield f"{name}.{key}", buffer, NOT_PERSISTENT if key in passing else BUFFER
-    for key, part in own.get("_modules", {}).items():
-        yield f"{name}.{key}", part, ATTRIBUTE
-    for key, part in own.items():
-        if key not in _of_every_module() and not (hidden and key.startswith("_")):
-            yield f"{name}.{key}", part, MODULE_ATTRIBUTE
-
-
-def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-    """Attributes and slots; of a library's class those that it shows. Of the state of an optimizer nothing."""
-    kind = type(value)
-    hidden = _is_of_library(kind)
-    skipped = ("state", "param_groups", "defaults") if _is(value, "torch.optim", "Optimizer") else ()
-    own: dict[Any, Any] = {}
-    with suppress(TypeError):
-        own.update(vars(value))
-    members = (each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).items())
-    for slot, place in members:
-        with suppress(AttributeError):
-            own |= {slot: place.__get__(value)} if type(place) is types.MemberDescriptorType else {}
-    for key, part in own.items():
-        if isinstance(key, str) and key not in skipped and not (hidden and key.startswith("_")):
-            yield f"{name}.{key}", part, ATTRIBUTE
-    if not own and kind.__module__ in _UNNAMED:
-        yield from ((name, part, ATTRIBUTE) for part in islice(gc.get_referents(value), SAMPLES))
-
-
-def _is_of_library(kind: type) -> bool:
-    """True for a class whose private attributes are nobody else's: buckets, iterators, locks."""
-    library = str(kind.__module__).partition(".")[0]
-    return library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
+        skipped = ("state", "param_groups", "defaults") if _is(value, "torch.optim", "Optimizer") else ()
+        own = {}
+        with suppress(TypeError):
+            own.update(vars(value))
+        members = (each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).items())
+        for slot, place_in in members:
+            with suppress(AttributeError):
+                own |= {slot: place_in.__get__(value)} if type(place_in) is types.MemberDescriptorType else {}
+        for key, part in own.items():
+            if isinstance(key, str) and key not in skipped and not (hidden and key.startswith("_")):
+                yield f"{name}.{key}", part, ATTRIBUTE
+        if not own and kind.__module__ in _UNNAMED:
+            yield from ((name, part, ATTRIBUTE) for part in islice(gc.get_referents(value), SAMPLES))
 
 
 # Values --------------------------------------------------------------------------------------------------------------

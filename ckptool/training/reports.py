@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -177,18 +177,6 @@ class RunCheckpoint:
     bytes: Bytes
     kept: tuple[str, ...]
 
-    def cells(self, metrics: Iterable[str]) -> tuple[str, ...]:
-        """Its line in the table of a run; red where it is damaged."""
-        cells = (
-            f"{self.step:,}",
-            "" if self.epoch is None else f"{self.epoch:,}",
-            "" if self.loss is None else f"{self.loss:.5g}",
-            *(f"{self.metrics[name]:.5g}" if name in self.metrics else "" for name in metrics),
-            size(self.bytes),
-            self.problem or ", ".join(self.kept) or "not: prune would delete it",
-        )
-        return tuple(map(red, cells)) if self.problem else cells
-
 
 _EVENTS = {
     "stop": "stopped",
@@ -252,7 +240,17 @@ class RunReport(Report):
         names = dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])
         metrics = [*names][:MEASURES]
         heads = ("step", "epoch", "loss", *metrics, "size", "kept")
-        rows = [one.cells(metrics) for one in self.checkpoints]
+        rows = []
+        for one in self.checkpoints:
+            cells = (
+                f"{one.step:,}",
+                "" if one.epoch is None else f"{one.epoch:,}",
+                "" if one.loss is None else f"{one.loss:.5g}",
+                *(f"{one.metrics[name]:.5g}" if name in one.metrics else "" for name in metrics),
+                size(one.bytes),
+                one.problem or ", ".join(one.kept) or "not: prune would delete it",
+            )
+            rows.append(tuple(map(red, cells)) if one.problem else cells)
         yield Table(rows, heads=heads, right=range(4 + len(metrics)))
 
     def _way_on(self) -> str:
@@ -425,7 +423,11 @@ class RunHistory(Report):
         yield ""
         odd = sorted({step for curve in self.curves.values() for step in curve.odd_steps})
         meanings = self._events() | {"!": ("NaN or infinite", odd)}
-        yield Table([(letter, f"{word} at {_first(steps)}") for letter, (word, steps) in meanings.items() if steps])
+        rows = []
+        for letter, (word, steps) in meanings.items():
+            more = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
+            rows += [(letter, f"{word} at {steps[0]:,}{more}")] if steps else []
+        yield Table(rows)
         if self.left_out:
             yield f"  not drawn: {counted(self.left_out, 'more curve')}"
 
@@ -458,11 +460,6 @@ class RunHistory(Report):
                     axis[column(step, first, last, width)] = letter
             yield f"{'':{margin}} └{''.join(axis)}"
         yield f"{'':{margin + 2}}{first:,}{last:>{width - len(f'{first:,}')},}"
-
-
-def _first(steps: Sequence[int]) -> str:
-    more = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
-    return f"{steps[0]:,}{more}"
 
 
 def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:

@@ -71,7 +71,15 @@ def restore(state: State, generators: Mapping[str, Any]) -> None:
         import numpy  # noqa: F401  its generator is one of those
     for known, states in ((_global_generators(), state), (generators, state["generators"])):
         for name in known.keys() & states.keys():
-            _set_state(known[name], states[name])
+            generator, state_of = known[name], states[name]
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state_of)
+            elif isinstance(generator, random.Random):
+                generator.setstate(_as_tuples(state_of))
+            elif hasattr(generator, "set_state"):
+                generator.set_state(_arrays(state_of))
+            else:
+                generator.bit_generator.state = _arrays(state_of)
     for name in _ACCELERATORS:
         module = getattr(torch, name)
         if name in state and module.is_available():
@@ -103,17 +111,6 @@ def _get_state(generator: Any) -> Any:
         return generator.getstate()
     legacy = hasattr(generator, "get_state")
     return _plain(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(_as_tuples(state))
-    elif hasattr(generator, "set_state"):
-        generator.set_state(_arrays(state))
-    else:
-        generator.bit_generator.state = _arrays(state)
 
 
 def _plain(value: Any) -> Any:

@@ -33,17 +33,7 @@ from ckptool.output import make_folder, sweep_folder
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
-from ckptool.training.store import (
-    OTHER_RUN,
-    Retention,
-    RunFolder,
-    SavedState,
-    check,
-    checkpoints_in,
-    not_ours,
-    size_of,
-    write_text,
-)
+from ckptool.training.store import OTHER_RUN, Retention, RunFolder, check, checkpoints_in, not_ours, size_of, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +60,16 @@ def create(
         what = f"cannot make the run {folder}: it is a file"
         raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
     _refuse_run(folder, elsewhere)
-    number = _begun(folder, elsewhere) or secrets.token_hex(16)
+    # Files of these names are those of a run that was begun here and never saved, or nobody knows whose.
+    there, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
+    with suppress(CkptoolError):
+        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if there else ""
+    number = secrets.token_hex(16)
+    if (found := _ID.search(text)) and _signed(found[1], values_of(text)) == text:  # just as the run wrote it
+        _refuse_foreign(folder, there[:-1], elsewhere)
+        number = found[1]
+    elif there:
+        raise not_ours(folder, there, elsewhere)
     make_folder(folder)
     run = RunFolder(folder, number, retention, Lock(folder, elsewhere), elsewhere)
     try:
@@ -168,22 +167,6 @@ def _without_config(folder: str, elsewhere: str | Command) -> Conflict:
     )
 
 
-def _begun(folder: str, elsewhere: str | Command) -> str | None:
-    """The id of a run that was begun here and never saved; None where there is none.
-
-    Raises `Conflict` for files of these names that no run wrote, or that were changed since.
-    """
-    there, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
-    with suppress(CkptoolError):
-        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if there else ""
-    if (found := _ID.search(text)) and _signed(found[1], values_of(text)) == text:  # just as the run wrote it
-        _refuse_foreign(folder, there[:-1], elsewhere)
-        return found[1]
-    if there:
-        raise not_ours(folder, there, elsewhere)
-    return None
-
-
 def _refuse_foreign(folder: str, names: Iterable[str], elsewhere: str | Command) -> None:
     """Raises `Conflict` for files of lines that do not begin as a run's; one may have been killed in its first line."""
     foreign = []
@@ -246,16 +229,22 @@ class Lock:
         except OSError as error:
             raise file_problem(error, path, "write") from error
         _HELD.add(self)
+        until = time.monotonic() + PATIENCE
         try:
-            free = self._wait()
+            while True:
+                try:
+                    fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
+                        raise Conflict(
+                            f"{folder} is being written by another process ({holder or 'unknown'})",
+                            "Two trainers on one run would mix their checkpoints.",
+                            f"Wait for it, stop it, or name another folder: {elsewhere}",
+                        ) from None
+                    time.sleep(0.05)
             held = os.pread(self.fd, 300, 0)
-            if not free:
-                holder = held.decode("utf-8", "replace").strip()
-                raise Conflict(
-                    f"{folder} is being written by another process ({holder or 'unknown'})",
-                    "Two trainers on one run would mix their checkpoints.",
-                    f"Wait for it, stop it, or name another folder: {elsewhere}",
-                )
             if not there or _HOLDER.fullmatch(held):  # another may be anybody's: a lock works without a name in it
                 os.ftruncate(self.fd, 0)
                 os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -266,18 +255,6 @@ class Lock:
         except BaseException:
             self.release()
             raise
-
-    def _wait(self) -> bool:
-        """Takes the lock; False if another process still has it when patience is over."""
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    return False
-                time.sleep(0.05)
 
     def release(self) -> None:
         """Releases the lock."""
@@ -307,9 +284,22 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
     metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
     last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
-    there = folder.all()
+    there, rows = folder.all(), list[RunCheckpoint]()
     kept, _ = Retention(last, best, every, metric, mode).divide(there)
-    rows = tuple(_row(saved, full, kept.get(saved.step, ())) for saved in there)
+    for saved in there:
+        state, problem, reasons, size = GOOD, "", kept.get(saved.step, []), 0
+        try:
+            check(saved, "full" if full else "size")
+        except CkptoolError as error:
+            state, problem, reasons = error.code, error.what, ["damaged"]
+        with suppress(CkptoolError):  # where it is gone, `problem` says so
+            size = size_of(saved.path)
+        facts = saved.sidecar or {}
+        epoch, loss = facts.get("epoch"), facts.get("loss")
+        epoch, loss = epoch if isinstance(epoch, int) else None, loss if isinstance(loss, float) else None
+        rows.append(
+            RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, tuple(reasons))
+        )
     event = history[-1] if history else {}
     times = (fact.get("total_seconds") for fact in reversed(history))
     return RunReport(
@@ -320,7 +310,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
         event=str(event.get("event", "")),
         step=step if isinstance(step := event.get("step"), int) else None,
         resumes=max((row.step for row in rows if row.state == GOOD), default=None),
-        checkpoints=rows,
+        checkpoints=tuple(rows),
         epochs=_count(train, "epochs") or None,
         seconds=next((value for value in times if type(value) is float and 0 < value < 1e10), None),
         script=script if isinstance(script := config.get(LOOP), str) else "",
@@ -338,20 +328,6 @@ def folder_of(run: PathLike) -> str:
 def _count(section: dict[str, Any], key: str) -> int:
     value = section.get(key)
     return value if type(value) is int and value > 0 else 0
-
-
-def _row(saved: SavedState, full: bool, kept: Iterable[str]) -> RunCheckpoint:
-    state, problem, size = GOOD, "", 0
-    try:
-        check(saved, "full" if full else "size")
-    except CkptoolError as error:
-        state, problem, kept = error.code, error.what, ("damaged",)
-    with suppress(CkptoolError):  # where it is gone, `problem` says so
-        size = size_of(saved.path)
-    facts = saved.sidecar or {}
-    epoch, loss = facts.get("epoch"), facts.get("loss")
-    epoch, loss = epoch if isinstance(epoch, int) else None, loss if isinstance(loss, float) else None
-    return RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, tuple(kept))
 
 
 # The environment -----------------------------------------------------------------------------------------------------

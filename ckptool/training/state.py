@@ -26,29 +26,26 @@ SUFFIX, SETTING = "_state_dict", "requires_grad"
 
 
 class Objects:
-    """Objects by name, saved under `NAME_state_dict` as every tutorial has it, without the prefixes of wrappers."""
+    """Objects by name, saved under `NAME_state_dict` as every tutorial has it, without the prefixes of wrappers.
+
+    Raises `UsageError` for one that cannot be saved or restored.
+    """
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         self.named: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
         for name, value in (given or {}).items():
-            self.add(name, value)
-
-    def add(self, name: str, value: Any) -> None:
-        """Adds an object. Raises `UsageError` for one that cannot be saved or restored, and for a name given twice."""
-        if name in self.named or name in self.generators:
-            raise UsageError(f"there is an object {name!r} already", "", "Give it another name.")
-        if is_generator(value):
-            self.generators[name] = value
-        elif saves(value):
-            self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
-        else:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-            raise UsageError(
-                f"{name} is a{'n' * (kind[0] in 'aeiou')} {kind}, which has no state_dict() and load_state_dict()",
-                "Its state could be neither saved nor restored.",
-                f"Give it both methods; a plain value is saved by run[{name!r}] = value",
-            )
+            if is_generator(value):
+                self.generators[name] = value
+            elif saves(value):
+                self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
+            else:
+                kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+                raise UsageError(
+                    f"{name} is a{'n' * (kind[0] in 'aeiou')} {kind}, which has no state_dict() and load_state_dict()",
+                    "Its state could be neither saved nor restored.",
+                    f"Give it both methods; a plain value is saved by run[{name!r}] = value",
+                )
 
     @property
     def modules(self) -> dict[str, nn.Module]:

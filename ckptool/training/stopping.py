@@ -33,13 +33,10 @@ class Stopping:
         return self.begun
 
     @property
-    def late(self) -> bool:
-        """True when the time is over."""
-        return bool(self.after) and self.begun is not None and time.monotonic() >= self.begun + (self.after or 0)
-
-    @property
     def asked(self) -> bool:
-        return bool(self.number) or self.late
+        """True after a signal, and when the time is over."""
+        is_late = self.after and self.begun is not None and time.monotonic() >= self.begun + self.after
+        return bool(self.number or is_late)
 
     @property
     def exit_code(self) -> int:

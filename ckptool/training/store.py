@@ -341,7 +341,6 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> str:
-        """The folder of the checkpoints."""
         return os.path.join(self.folder, CHECKPOINTS)
 
     def close(self) -> None:
@@ -377,33 +376,32 @@ class RunFolder:
             made[0].begin()
             return made[0].path
 
+        def commit() -> SavedState:
+            if different := sorted(set(files) ^ set(files_of(made[0].path))):
+                raise FileProblem(
+                    f"{made[0].target}: not all processes see {listed(different, 3)}",
+                    "They write into one folder, which all of their machines have to share.",
+                )
+            path, sidecar = made[0].target, sidecar_of(made[0].target)
+            record = {"run": self.id, "step": step, "bytes": sum(known["bytes"] for known in files.values())}
+            record |= {**_replaced(path, sidecar), "files": files, "world": world.size, **facts}
+            write_json(sidecar, record, sync_folder=False)
+            made[0].commit(_PART.fullmatch)
+            _delete(os.path.join(self.checkpoints, name_of(step)))
+            return SavedState(step, path, record)
+
         try:
             folder = world.first(begin)
             write_divided(tree, folder, world.group)
             begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the table is the first one's
             mine = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
             own = world.each(lambda: described(mine))
-            files = {name: known for part in own for name, known in part.items()}
-            saved: SavedState = world.first(lambda: self._named(step, made[0], files, {"world": world.size, **facts}))
+            files = {name: known for part in own for name, known in part.items()}  # as those know them that wrote them
+            saved: SavedState = world.first(commit)
             return saved
         finally:
             for each in made:
                 each.close()
-
-    def _named(self, step: int, made: NewFolder, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> SavedState:
-        """Gives a folder that is whole its sidecar and its name. files: as the processes know them that wrote them."""
-        if different := sorted(set(files) ^ set(files_of(made.path))):
-            raise FileProblem(
-                f"{made.target}: not all processes see {listed(different, 3)}",
-                "They write into one folder, which all of their machines have to share.",
-            )
-        path, sidecar = made.target, sidecar_of(made.target)
-        record = {"run": self.id, "step": step, "bytes": sum(known["bytes"] for known in files.values())}
-        record |= {**_replaced(path, sidecar), "files": files, **facts}
-        write_json(sidecar, record, sync_folder=False)
-        made.commit(_PART.fullmatch)
-        _delete(os.path.join(self.checkpoints, name_of(step)))
-        return SavedState(step, path, record)
 
     def all(self) -> list[SavedState]:
         """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
@@ -450,22 +448,22 @@ class RunFolder:
 
     def refuse_others(self, after: int, last: int) -> None:
         """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
-        there = [(step, path) for step, path in _files_in(self.folder) if after < step <= last]
-        if foreign := [os.path.basename(path) for step, path in there if not self._wrote(step, path)]:
+        foreign = []
+        for step, path in _files_in(self.folder):
+            if not after < step <= last:
+                continue
+            # What this run wrote is known by the sidecar, or if that was lost, by the history.
+            sidecar = read_json(sidecar_of(path)) or {}
+            saves = (fact.get("step") for fact in self.history.read() if fact.get("event") == "save")
+            is_ours = sidecar["run"] == self.id if "run" in sidecar else step in saves
+            if not is_ours or (os.path.isdir(path) and not path.endswith(".dcp")):
+                foreign.append(os.path.basename(path))
+        if foreign:
             raise Conflict(
                 f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write",
                 "A checkpoint of this run would overwrite it. Nothing was changed.",
                 f"Move such files away, or start the run in another folder: {self.elsewhere}",
             )
-
-    def _wrote(self, step: int, path: str) -> bool:
-        """True where this run wrote a checkpoint or its sidecar, by the sidecar, or if that was lost, the history."""
-        if os.path.isdir(path) and not path.endswith(".dcp"):
-            return False
-        sidecar = read_json(sidecar_of(path))
-        if sidecar is not None and "run" in sidecar:
-            return bool(sidecar["run"] == self.id)
-        return any(fact.get("event") == "save" and fact.get("step") == step for fact in self.history.read())
 
     def claim(self, name: str) -> None:
         """Notes another file that the run writes. Raises `Conflict` where one is there, not known to the history."""

@@ -230,7 +230,7 @@ def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str,
     return tree
 
 
-def restored(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
+def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit.
 
     An optimizer whose learning rate or schedule was changed goes on with that, as if it had always been so.
@@ -374,7 +374,7 @@ class TrainerRun(Run):
 
     def _restore(self, saved: SavedState) -> None:
         trainer, sidecar = self.trainer, saved.sidecar or {}
-        restored(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
+        restore(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
         self.step = trainer.step
         known = sidecar.get("environment")
         before, now = known if isinstance(known, dict) else {}, environment(trainer.world.size, trainer.world.device)
@@ -481,13 +481,27 @@ BEST, NEWEST = "best", "newest"
 
 
 def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | None, on: str) -> Evaluated:
-    """The metrics of a checkpoint of a run on its validation or test data, in one process."""
+    """The metrics of a checkpoint of a run on its validation or test data, in one process.
+
+    checkpoint: its step, `best` or `newest`; None: the best, where there is one.
+    """
     number, config = recorded_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
     config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
-    chosen, saved = _chosen(RunFolder(folder, number).all(), config, checkpoint, folder)
-    check(saved, config.save.verify)
+    there = RunFolder(folder, number).all()
+    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
+    found = {str(saved.step): saved for saved in there}
+    for saved in there:
+        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
+    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
+    if wanted not in found:
+        raise UsageError(
+            f"{folder} has no checkpoint {wanted}",
+            f"Available: {listed(list(found), 12)}." if found else "It has none.",
+        )
+    saved = check(found[wanted], config.save.verify)
+    chosen = {BEST: f"the best {config.eval.metric}", NEWEST: NEWEST}.get(wanted, "")
     with name_culprits(), deterministic(config.deterministic), world_of(config) as world:
         trainer = build(config, world, fresh=False)
         objects = trainer.objects(trains=False)
@@ -501,23 +515,6 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
             f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
         )
     return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
-
-
-def _chosen(
-    there: Sequence[SavedState], config: Config, checkpoint: str | int | None, folder: str
-) -> tuple[str, SavedState]:
-    """The checkpoint that is asked for, and in words which it is: the best where there is one, without being asked."""
-    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
-    found = {str(saved.step): saved for saved in there}
-    for saved in there:
-        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
-    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
-    if wanted not in found:
-        raise UsageError(
-            f"{folder} has no checkpoint {wanted}",
-            f"Available: {listed(list(found), 12)}." if found else "It has none.",
-        )
-    return f"the best {config.eval.metric}" if wanted == BEST else wanted if wanted == NEWEST else "", found[wanted]
 
 
 # Rehearsal -----------------------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
                 what = f"{place} shares its storage with {address(path)}, and covers only a part of it"
                 raise Conflict(what, "Writing it would change the other in parts.")
         return rebuild(tree, lambda node: old.with_values(data) if node is old else node)
+    if new is not None and not new.shape and not isinstance(value, TensorEntry):
+        value = new.numpy().item()
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"
         fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."

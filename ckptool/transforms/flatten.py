@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.tree import Path, address, children, holders, module_attributes, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, children, holders, memories, module_attributes, stored_parts, walk
 from ckptool.commands import NAME, arg, input_of
 from ckptool.conventions.state_dicts import (
     PLAIN,
@@ -83,9 +84,12 @@ def export(
     notes = lost_views(plain, copy_ties)
     if not container.keeps_ties:
         names: dict[int, list[str]] = {}
-        for key, entry in plain.items():
-            names.setdefault(id(entry.storage), []).append(key)
-        if tied := [" = ".join(group) for group in names.values() if len(group) > 1]:
+        for key, number in memories(plain).items():
+            names.setdefault(number, []).append(key)
+        groups = [group for group in names.values() if len(group) > 1]
+        if tied := [
+            (" = " if len({plain[key].view for key in group}) == 1 else " with ").join(group) for group in groups
+        ]:
             message = f"{container.name} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
             notes.append(Note("ties-copied", message))
     if copy_ties:
@@ -139,13 +143,12 @@ def mappings(node: Any) -> list[dict[Any, Any]]:
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     """Notes on views that a container without strides writes as their values."""
-    views: dict[int, dict[Any, str]] = {}  # the names of the views of each storage
+    views: dict[Any, str] = {}  # the first name of each
     for key, entry in tensors.items():
-        views.setdefault(id(entry.storage), {}).setdefault(entry.view, key)
-    shared = list[str]()
-    for names in views.values():
-        spans = sorted(tensors[key].span() for key in names.values())
-        shared += names.values() if any(before[1] > after[0] for before, after in pairwise(spans)) else ()
+        views.setdefault(entry.view, key)
+    numbers = memories({key: tensors[key] for key in views.values()})
+    count = Counter(numbers.values())
+    shared = [key for key, number in numbers.items() if count[number] > 1]
     resolved = [key for key, entry in tensors.items() if entry.flags.conj or entry.flags.neg]
     expanded = [key for key, entry in tensors.items() if entry.nbytes > entry.storage.nbytes]
     apart = "different views of one storage are written separately and no longer share memory"
@@ -226,13 +229,26 @@ def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> N
         raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
-def left_behind(
-    checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool
-) -> tuple[list[str], dict[str, Any]]:
-    """What stays behind of a file whose tensors go into the tree `written`: a line for the entries with tensors, one
-    for the others but for `_metadata`, which containers of tensors never have; and the addresses and sums of all.
+class Behind(NamedTuple):
+    """The entries that an output lacks. weighing, plain: those with tensors, and the others but for `_metadata`, which
+    containers of tensors never have.  facts: the addresses and sums of all."""
 
-    names: the addresses of those entries.
+    weighing: list[str]
+    plain: list[str]
+    facts: dict[str, Any]
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"left out (the input keeps it): {listed(names, 9)}" for names in (self.weighing, self.plain) if names]
+
+    def joined(self, other: Behind) -> Behind:
+        """With the entries that another input's output lacks, each once."""
+        weighing, plain = dict.fromkeys(self.weighing + other.weighing), dict.fromkeys(self.plain + other.plain)
+        return Behind([*weighing], [*plain], self.facts)
+
+
+def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
+    """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.
 
     chosen: what is written was named, by an address or by patterns. Raises `Unsupported` where it was not, and more
     bytes than are written are of tensors of no optimizer, average, random state or other set of weights.
@@ -243,7 +259,7 @@ def left_behind(
         tree, names = {**tree, "constants": constants}, (*names, "constants")
     sizes: dict[str, list[int]] = {name: [] for name in names}
     if not sizes:
-        return [], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0}
+        return Behind([], [], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
     roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
     left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
     kept = {view for _, node in transient(tree) for view in _views(node)}
@@ -274,8 +290,7 @@ def left_behind(
             f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
         )
     facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
-    lines = [f"left out (the input keeps it): {listed(names, 9)}" for names in (weighing, plain) if names]
-    return lines, {"left_behind": list(sizes), **facts}
+    return Behind(weighing, plain, {"left_behind": list(sizes), **facts})
 
 
 def _sum(sizes: Sequence[int]) -> str:

@@ -11,7 +11,8 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
 from ckptool.checkpoint.dtypes import Array
 from ckptool.errors import LimitExceeded, UsageError, counted
-from ckptool.formats.pieces import Piece, assembled
+from ckptool.formats.boxes import Piece
+from ckptool.formats.pieces import assembled
 
 MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."

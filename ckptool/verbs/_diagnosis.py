@@ -107,9 +107,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         *of_layout(found, chosen, target is None, taken, gone),
     ]
     if chosen is not None and target is not None and way is not None:
-        from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
-
-        findings += of_target(chosen, target, way, translation_to)
+        findings += of_target(chosen, target, way)
     if found.part is not None:
         part, every = found.part, findings
         findings = []
@@ -256,8 +254,9 @@ def _of_notes(found: Listing, way: Way | None, rewritten: bool) -> Iterator[Find
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
             each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
             each = replace(each, commands=(), advice=FIXED_ABOVE) if rewritten else each
-        elif stage is Stage.WRAPPERS and way is None and "--partial" in note.fix:
-            each = replace(finding("prefix-module, of some keys", what=note.message, says=each.says), advised=fixes)
+        elif stage is Stage.WRAPPERS and way is None and ("--partial" in note.fix or not fixes):
+            row_name = "prefix-module, of some keys" if fixes else "prefix-module, with and without"
+            each = replace(finding(row_name, what=note.message, says=each.says), advised=fixes)
             each = replace(each, code=note.code)
         yield each
     kinds = set[str]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Annotated
 
 from ckptool.analysis.git import POINTER, SMALL, git
@@ -55,7 +55,22 @@ def git_check(
     """
     source = Source(file)
     pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
-    problems = list(_storing(file, source.size, pointer, max_size * 10**6))
+    problems: list[Problem] = []
+    # Where git would store it: what is staged takes precedence over what the attributes promise.
+    if (said := git("check-attr", "-z", "filter", "--", file, ok=(0, 128))) is not None:
+        in_lfs = said.split("\0")[2] == "lfs"
+        staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
+        track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
+        held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
+        if pointer and not in_lfs:
+            why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
+            problems.append(Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}"))
+        if held > max(max_size * 10**6, SMALL):
+            why = f"Every version of it would stay in the repository forever. {track}"
+            if in_lfs:
+                why = "git-lfs should have stored it, by the attributes, but did not: "
+                why += "git lfs install; git add --renormalize ."
+            problems.append(Problem("large-file", f"git itself would store {size_text(held)}", why))
     try:
         report = verified(source, finite=True)[0] if not pointer else Verification(file)
         problems += report.problems
@@ -68,24 +83,3 @@ def git_check(
     except CkptoolError as error:
         problems.append(problem_of(error))
     return GitCheck(file, pointer, tuple(problem for problem in problems if problem.code not in allow))
-
-
-def _storing(file: str, size: int, pointer: bool, most: float) -> Iterator[Problem]:
-    """Problems with where git would store a file: what is staged takes precedence over what the attributes promise."""
-    said = git("check-attr", "-z", "filter", "--", file, ok=(0, 128))
-    if said is None:
-        return
-    in_lfs = said.split("\0")[2] == "lfs"
-    staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
-    track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
-    held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else size
-    if pointer and not in_lfs:
-        why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
-        yield Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}")
-    if held > max(most, SMALL):
-        why = (
-            "git-lfs should have stored it, by the attributes, but did not: git lfs install; git add --renormalize ."
-            if in_lfs
-            else f"Every version of it would stay in the repository forever. {track}"
-        )
-        yield Problem("large-file", f"git itself would store {size_text(held)}", why)

@@ -68,31 +68,37 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
 def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Iterator[Result | CkptoolError]:
     """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: where one is
     refused, none is, or that one alone."""
-    count, jobs, dry_run = len(pairs), given.get("jobs", 1), given.get("dry_run", False)
+    count, jobs, dry_run = len(pairs), given.get("jobs", 1), bool(given.get("dry_run"))
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
     if twice := next((path for (path, _), times in parts.items() if times > 1), ""):
         raise Conflict(f"{twice} was given twice", "It would be changed twice.", "Name it once.")
-    options = {"make_folder": "folder" in given}
-    if not dry_run:
-        refused = set()
-        with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
-            for pair, plan in zip(pairs, plans, strict=True):
-                try:
-                    plan()
-                except CkptoolError as error:
-                    if not given.get("skip_refused"):
-                        raise _stopped(error, pair[0], 0, count) from error
-                    refused.add(pair)
-                    yield error.within(pair[0])
-        pairs = [pair for pair in pairs if pair not in refused]
-    jobs = jobs if jobs == 1 or dry_run or _are_apart(pairs) else 1
+    options, refused = {"make_folder": "folder" in given}, set[Pair]()
+    with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
+        for pair, plan in zip(pairs, plans, strict=True):
+            try:
+                planned = plan()
+            except CkptoolError as error:
+                if not given.get("skip_refused"):
+                    raise _stopped(error, pair[0], 0, count) from error
+                refused.add(pair)
+                yield error.within(pair[0])
+            else:
+                if dry_run:
+                    yield planned
+    if dry_run or len(refused) == count:
+        return
+    pairs = [pair for pair in pairs if pair not in refused]
+    jobs = jobs if jobs == 1 or _are_apart(pairs) else 1
     with closing(in_turn(partial(_one, work, options), pairs, jobs, _size_of)) as tasks:
         for number, (pair, task) in enumerate(zip(pairs, tasks, strict=True)):
             try:
                 result = task()
-            except CkptoolError as error:
-                raise _stopped(error, pair[0], number, count, jobs) from error
-            yield result
+            except CkptoolError as error:  # its data is damaged, or the disk is full
+                if not given.get("skip_refused"):
+                    raise _stopped(error, pair[0], number, count, jobs) from error
+                yield error.within(pair[0])
+            else:
+                yield result
 
 
 def _one(work: Work[Result], options: Given, pair: Pair) -> Result:

@@ -163,12 +163,11 @@ class Change:
     live: bool
 
     def format(self, default: str) -> Format:
-        """The container asked for, else that of the suffix, else shards for tensors in `DIR/`, or the default."""
+        """The container asked for, else that of the suffix, else shards for `DIR/`, or the default."""
         if self.asked["container"]:
             return formats.by_name(self.asked["container"])
         path = self.path or ""
-        as_folder = path.endswith("/") and formats.named(default).tensors_only
-        return formats.for_output(path, formats.SHARDED if as_folder else default)
+        return formats.for_output(path, formats.SHARDED if path.endswith("/") else default)
 
     def into(self, container: str) -> Self:
         """The same, into this container."""
@@ -396,8 +395,8 @@ class FileChange(Change):
         """
         base = self.part.base
         if self.extract:
-            changes, changed = True, replace(changed, base=())
-        elif base:
+            return self.write(self.part, replace(changed, base=()), beside=beside)
+        if base:
             kept = {*map(id, storages(self.outside))} & {*map(id, storages(self.part.tree))}
             new = walk(changed.tree) if kept else ()
             after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in new}

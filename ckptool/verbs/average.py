@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
@@ -16,7 +17,7 @@ from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
 from ckptool.transforms import average as means
-from ckptool.transforms.flatten import around, left_behind, weights_alone
+from ckptool.transforms.flatten import Behind, around, left_behind, weights_alone
 from ckptool.verbs._options import At, IsPart, Out, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
@@ -44,10 +45,10 @@ def average(
         CheckpointLike | None,
         option("--base FILE", "The model that task-arithmetic, ties and dare add the differences to."),
     ] = None,
-    density: Annotated[Numbers, option("--density D", "Share that ties and dare keep (0.5).", parse=numbers)] = None,
+    density: Annotated[Numbers, option("--density D", "Fraction that ties and dare keep (0.5).", parse=numbers)] = None,
     scale: Annotated[float | None, option("--lambda X", "Scale of the sum of the differences (1).")] = None,
     t: Annotated[float | None, option("--t T", "For slerp: 0 is the first file, 1 the second (0.5).")] = None,
-    seed: Annotated[int | None, option("--seed N", "Seed of what dare keeps (0).")] = None,
+    seed: Annotated[int | None, option("--seed N", "Seed for choosing what dare keeps (0).")] = None,
     at: At = None,
     part: IsPart = False,
     **options: Unpack[Save],
@@ -91,8 +92,8 @@ def average(
         behind += around(checkpoint, root)
         left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
     saved = change.write(original, changed, inputs=sources)
-    behind = list(dict.fromkeys(name for _, facts in left for name in facts["left_behind"]))
-    lines = list(dict.fromkeys(line for own, _ in left for line in own))
+    behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
+    lines = reduce(Behind.joined, left).lines
     paths = [printable(name) for name in names[-count:]]
     kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []

@@ -160,13 +160,13 @@ def convert(
         from ckptool.formats.dcp.save_plan import RankDivision
 
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
-    left, facts = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
+    left = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
     saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
         described = f"flat parameters are divided by the order and shapes in {shown(against)}"
         rows.append(f"{described}; the files tell only how many elements there are")
     count = sum(1 for _ in tensors(changed.tree))
-    return saved.about(summary, *rows, *left, notes=notes, tensors=count, **facts)
+    return saved.about(summary, *rows, *left.lines, notes=notes, tensors=count, **left.facts)
 
 
 def _opened(

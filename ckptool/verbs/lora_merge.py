@@ -27,7 +27,7 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     one_output="For example: -o merged.safetensors",
 )
 def lora_merge(
-    base: Annotated[CheckpointLike, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
+    base: Annotated[CheckpointLike, argument("BASE", "The base weights, or FILE#ADDRESS for a part of a file.")],
     adapter: AdapterArgument,
     out: Out = None,
     *,
@@ -36,7 +36,7 @@ def lora_merge(
     at: At = None,
     part: IsPart = False,
     changed_base: Annotated[
-        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
+        bool, option("--changed-base", "BASE already has the changes that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA made.")
     ] = False,
     **options: Unpack[Save],
 ) -> Written | Any:
@@ -79,7 +79,7 @@ def lora_merge(
     else:
         tree = memory.on_disk(merged.tree, root.node)
     changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
-    left, left_facts = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
+    left = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
     inputs = [added.source] if added.source else []
     trained_on = printable(found.base_model)
     return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
@@ -89,11 +89,11 @@ def lora_merge(
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
-        *left,
+        *left.lines,
         notes=found.notes,
         adapter=found.name,
         scheme=found.scheme,
         keys=merged.count,
         changed=merged.computed,
-        **left_facts,
+        **left.facts,
     )

@@ -169,26 +169,21 @@ def show(
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
         whole = None if name in extras else opened.checkpoint
         return Shown(opened.name, address(path), node, whole=whole)
-    view = _part(node, slice) if slice is not None else node
+    view = node
+    if slice is not None:  # dimensions that are missing at the end are whole; nothing is read
+        parts, dimensions = slice.split(","), len(node.shape)
+        spans = [match for part in parts if (match := _SPAN.fullmatch(part))]
+        if len(spans) < len(parts) or len(parts) > dimensions:
+            why = "A part is FIRST:END, either of which may be left out; both count from 0."
+            if len(parts) > dimensions:
+                why = f"It has {counted(len(parts), 'part')} for {counted(dimensions, 'dimension')}."
+            what = f"the slice '{slice}' does not fit the shape {list(node.shape)}"
+            raise UsageError(what, why, "Write one part for each dimension, as in '0:4,:'.")
+        for axis, span in enumerate(spans):
+            length = node.shape[axis]
+            first, end = int(span[1] or 0), min(int(span[2] or length), length)
+            view = view.narrow(axis, first, end - first) if first < end else view.narrow(axis, 0, 0)
     with unchanged(opened.checkpoint.source):
         if not all and view.numel > FEW:
             return Shown(opened.name, address(path), node, slice, corners=corners(view))
         return Shown(opened.name, address(path), node, slice, to_numpy(view))
-
-
-def _part(entry: TensorEntry, text: str) -> TensorEntry:
-    """The part of a tensor that `'0:4,:'` names; dimensions that are missing at the end are whole. Nothing is read."""
-    parts, length = text.split(","), len(entry.shape)
-    spans = [match for part in parts if (match := _SPAN.fullmatch(part))]
-    if len(spans) < len(parts) or len(parts) > length:
-        many = f"It has {counted(len(parts), 'part')} for {counted(length, 'dimension')}."
-        raise UsageError(
-            f"the slice '{text}' does not fit the shape {list(entry.shape)}",
-            many if len(parts) > length else "A part is FIRST:END, either of which may be left out; both count from 0.",
-            "Write one part for each dimension, as in '0:4,:'.",
-        )
-    for axis, span in enumerate(spans):
-        length = entry.shape[axis]
-        first, end = int(span[1] or 0), min(int(span[2] or length), length)
-        entry = entry.narrow(axis, first, end - first) if first < end else entry.narrow(axis, 0, 0)
-    return entry

@@ -16,13 +16,12 @@ from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, mod
 from ckptool.formats.sharded import divided
 from ckptool.names.layout import LayoutList, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting
-from ckptool.names.steps import Step
 from ckptool.output import replace_file
 from ckptool.transforms.find_rules import FoundRules, proved_rules
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
-from ckptool.transforms.translate.apply import REST, TranslatedRoot
+from ckptool.transforms.translate.apply import REST
 from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, check_text, files_and_rules
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
@@ -69,9 +68,9 @@ def translate(
     out: Out = None,
     *,
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a layout that ships.")] = None,
-    set: Annotated[Settings, repeated("--set NAME=NUMBER", "A variable of the rules; else config.json has it.")] = (),
-    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
-    rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
+    set: Annotated[Settings, repeated("--set NAME=NUMBER", "Set a variable; it overrides config.json.")] = (),
+    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout detects its side.")] = False,
+    rest: Annotated[str, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
     like: Annotated[PathLike | None, LIKE] = None,
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     at: ChangedAt = None,
@@ -140,9 +139,9 @@ def translate(
         root, remark = one_state_dict(made, "" if change.named else None)
         found = export(made, root, container)
         names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
-        left, _ = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
+        left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
         made, notes = replace(found.checkpoint, base=()), found.notes
-        behind = [*([remark] if remark else []), *left]
+        behind = [*([remark] if remark else []), *left.lines]
     if shards:
         made = divided(replace(made, origin=None), shard_size, beside.stem)
     written = change.write(whole, made, beside=beside) if weights_alone else change.save(made, beside=beside)
@@ -162,21 +161,30 @@ def translate(
 
 
 def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
+    def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
+        shapes = (None if shape is None else list(shape) for shape in shapes)
+        return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
+
     roots, lines = [], []
     for place, root in done.roots:
-        steps = [_step(step, root) for step in root.steps]
+        steps = list[dict[str, Any]]()
+        for step in root.steps:
+            values = [root.items[name] for name in step.outputs]
+            shapes = [value.shape if isinstance(value, TensorEntry) else None for value in values]
+            of_rule = {"rule": step.rule.text, "place": step.rule.place, "operations": step.rule.operations}
+            inputs, outputs = described(step.keys, step.shapes or shapes), described(step.outputs, shapes)
+            steps.append({**of_rule, "inputs": inputs, "outputs": outputs, "reversible": not step.lost})
         lines += [f"{place or 'the whole file'}:"] if len(done.roots) > 1 else []
         shown = dict(enumerate(steps))
         if len(steps) > MANY and not dry_run:  # the first of each rule
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
             shown = {number: steps[number] for number in sorted(firsts.values())}
-        for number, step in shown.items():
-            sides = step["inputs"], step["outputs"]
-            texts = []
+        for number, fact in shown.items():
+            sides, texts = (fact["inputs"], fact["outputs"]), []
             for side, sized in zip(sides, (root.steps[number].shapes, True), strict=True):
                 sizes = [f" {each['shape']}" if sized and each["shape"] is not None else "" for each in side]
                 texts.append(listed([each["name"] + size for each, size in zip(side, sizes, strict=True)], 4))
-            lines.append(" → ".join(texts) + (f" : {step['operations']}" if step["operations"] else ""))
+            lines.append(" → ".join(texts) + (f" : {fact['operations']}" if fact["operations"] else ""))
         if left := len(steps) - len(shown):
             lines.append(f"… {left:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
@@ -194,23 +202,6 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
     yield Row("not_reversible", list(done.lost), [f"not reversible: {line}" for line in done.lost])
     moved = f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
     yield Row("optimizers", done.optimizers, [moved] if done.optimizers else [])
-
-
-def _step(step: Step, root: TranslatedRoot) -> dict[str, Any]:
-    def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
-        shapes = (None if shape is None else list(shape) for shape in shapes)
-        return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
-
-    values = [root.items[name] for name in step.outputs]
-    shapes = [value.shape if isinstance(value, TensorEntry) else None for value in values]
-    return {
-        "rule": step.rule.text,
-        "place": step.rule.place,
-        "operations": step.rule.operations,
-        "inputs": described(step.keys, step.shapes or shapes),
-        "outputs": described(step.outputs, shapes),
-        "reversible": not step.lost,
-    }
 
 
 def layouts(name: str | None = None) -> LayoutList:

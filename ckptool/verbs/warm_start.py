@@ -10,24 +10,23 @@ from typing import Annotated, Any, Literal
 from ckptool import formats
 from ckptool.analysis.findings import Chain
 from ckptool.analysis.quantization import refuse_codes
-from ckptool.analysis.targets import Target
 from ckptool.analysis.warm_start import LoadReport, NewFile, Suggestion, refusal
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.commands import option, repeated, several, verb
-from ckptool.conventions.state_dicts import StateDict, one_state_dict, without_wrappers
+from ckptool.conventions.state_dicts import one_state_dict, without_wrappers
 from ckptool.formats import CheckpointLike, PathLike, marks, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.model_folder import model_folder
 from ckptool.output import replace_file
 from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
-from ckptool.verbs._save import Change, Save, Unpack, Written, change_of
+from ckptool.verbs._save import Save, Unpack, change_of
 
 TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
 
 Rules = Texts | Mapping[str, str]
 Mismatch = Literal["error", "skip"]
-_SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
+_SHARE = "Fraction of the values that must load: 0.95. Default: half, and all that the suggested rules would load."
 
 
 @verb(
@@ -51,7 +50,7 @@ def warm_start(
     resize: Annotated[
         Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")
     ] = (),
-    min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
+    min_loaded: Annotated[float | None, option("--min-loaded FRACTION", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules for --rules, so that more fits.")] = None,
     part: IsPart = False,
@@ -103,9 +102,18 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        tree = filled(target, plan.chosen)
+        tree, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
         taken = tuple(name for name in tree if name not in plan.chosen)
-        saved = _written(change, opened.checkpoint, root, target, tree, bool(taken))
+        mark: dict[str, Any] = marks.recovered(whole.metadata, root.path)
+        if taken and model is not None:
+            mark |= marks.recovered(model.metadata, before=mark)
+        beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
+        saved = change.write(
+            whole if model is None else together(whole, [model]),
+            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, whole.source),
+            inputs=[model.source] if model is not None and model.source is not None else [],
+            beside=beside if beside is not None and beside.files else None,
+        )
         made, notes = saved.made, (*report.normalised, *saved.notes)
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
         report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
@@ -119,20 +127,3 @@ def warm_start(
             replace_file(rules_text(report.suggestions).encode(), suggest, overwrite=overwrite)
         report = replace(report, rules_file=os.fspath(suggest))
     return made[0] if made else report
-
-
-def _written(change: Change, whole: Checkpoint, root: StateDict, target: Target, tree: Any, taken: bool) -> Written:
-    """Writes what the model is loaded with. taken: some of it is the model's own."""
-    kind = target.checkpoint.container if target.checkpoint is not None else formats.DEFAULT
-    parts = [(whole.metadata, root.path)]
-    if taken and target.checkpoint is not None:
-        parts.append((target.checkpoint.metadata, ()))
-    mark: dict[str, Any] = {}
-    for metadata, path in parts:
-        mark |= marks.recovered(metadata, path, before=mark)
-    model = target.checkpoint.source if target.checkpoint is not None else None
-    beside = model_folder(target.checkpoint, tree) if target.checkpoint is not None else None  # of the sizes in it
-    original = whole if target.checkpoint is None else together(whole, [target.checkpoint])
-    made = Checkpoint(tree, kind, mark, whole.source)
-    beside = beside if beside is not None and beside.files else None
-    return change.write(original, made, inputs=[model] if model is not None else [], beside=beside)

@@ -377,11 +377,25 @@ def test_the_sum_of_several_files(three: Path, run: Run) -> None:
     for words, told in {
         ("verify", "one.pt", "cut.pt", "none.pt"): "3 files: 1 fine, 1 with findings, 1 not read\n",
         ("inspect", "one.pt", "cut.pt"): "2 files: 1 read, 1 not read\n",
+        ("strip-module", *FILES, "--partial", "-d", "no", "-n", "--skip-refused"): "2 would be written, 1 refused\n",
         ("strip-module", *FILES, "--partial", "-d", "out", "--skip-refused"): "3 files: 2 written, 1 refused\n",
     }.items():
         assert run(*words).out.endswith(told), words
     assert "6 files, " in run("scan", ".").out
     assert run("inspect", "one.pt", "three.pt", "-q").out.splitlines() == ["module.a.w", "a.b"] * 2
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_skip_refused_goes_on_behind_a_file_whose_data_is_damaged(three: Path, run: Run, jobs: str) -> None:
+    """Only copying it finds that out, when nothing more is planned."""
+    marked = torch.arange(64, dtype=torch.uint8)
+    data = bytearray(torch_bytes({"module.a.w": marked}))
+    data[data.index(bytes(marked))] ^= 1
+    (three / "flipped.pt").write_bytes(data)
+    words = ("convert", "flipped.pt", "one.pt", "three.pt", "--to", "safetensors", "-d", "out", "--skip-refused")
+    ran = run(*words, "--jobs", jobs)
+    assert ran.code == 1 and ran.out.endswith("3 files: 2 written, 1 refused\n") and "error[corrupt]" in ran.out
+    assert sorted(os.listdir(three / "out")) == ["one.safetensors", "three.safetensors"]
 
 
 def test_a_list_in_python(three: Path) -> None:

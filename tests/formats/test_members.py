@@ -17,12 +17,20 @@ from ckptool.analysis.verify import verified
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
-from ckptool.formats.pieces import Joiner, Piece
+from ckptool.formats.boxes import Piece
+from ckptool.formats.pieces import Joiner
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
 from tests.support.files import contents
-from tests.support.part_files import accelerate_folder, pipeline_folder, random_weights, saved_below, trainer_folder
+from tests.support.part_files import (
+    accelerate_folder,
+    pipeline_folder,
+    random_weights,
+    saved_below,
+    sentence_folder,
+    trainer_folder,
+)
 
 
 @pytest.fixture
@@ -266,3 +274,15 @@ def test_the_mean_is_of_the_weights_alone(folder: Path, weights: dict[str, torch
     assert done.facts["left_behind"] == BESIDE and done.facts["kept"] == {}
     found = load_file(tmp_path / "mean.safetensors")
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
+
+
+def test_what_keeps_a_folder_from_being_its_model_is_named(tmp_path: Path) -> None:
+    """Without modules.json, sentence-transformers pools as it likes: other embeddings, and no error."""
+    folder = sentence_folder(tmp_path / "st")
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    text = str(ckptool.cast(folder, f"{tmp_path / 'half'}/", dtype="bf16"))
+    assert "left out: modules.json (other modules" in text and "2_Dense" in text
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    ckptool.cast(copied / "model.safetensors", in_place=True, dtype="bf16")
+    assert load_file(copied / "model.safetensors")["embeddings.weight"].dtype is torch.bfloat16
+    assert ckptool.verify(copied).fine

@@ -15,7 +15,7 @@ from ckptool.training.loop import one_step
 from ckptool.training.parallel import World
 from ckptool.training.reports import Outcome
 from ckptool.training.store import Lines, RunFolder
-from ckptool.training.trainer import Trainer, build, gathered, restored, start
+from ckptool.training.trainer import Trainer, build, gathered, restore, start
 from tests.support.files import contents
 from tests.support.same import first_difference
 
@@ -96,7 +96,7 @@ def again(made: Trainer, path: Path) -> Trainer:
     """A new trainer with the state of another, through a file."""
     torch.save(gathered(made), path)
     new = build(made.config, made.world)
-    restored(new, torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
+    restore(new, torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path))
     return new
 
 

@@ -25,7 +25,8 @@ BASE = "run: r\ntrain: {steps: 5}\n"
 
 
 def parsed(text: str, *changes: str) -> Config:
-    return configfile.parsed(text, "run.yaml", changes)
+    values, lines = configfile.loaded(text, "run.yaml")
+    return configfile.checked(values, "run.yaml", lines, changes)
 
 
 def configuration_error(text: str, *changes: str) -> str:
@@ -148,10 +149,10 @@ def test_any_key_can_be_set_and_numbers_are_as_people_write_them() -> None:
 def test_what_is_written_is_read_again() -> None:
     made = parsed(example())
     text = configfile.written(made)
-    assert configfile.parsed(text, "run.yaml") == made
+    assert parsed(text) == made
     older = text.replace("{every: 10, ", "{every: 10, csv: false, ") + "cudnn_benchmark: false\n"  # of 0.2.0
     assert older.count("false") == text.count("false") + 2
-    assert configfile.parsed(older, "run.yaml") == made
+    assert parsed(older) == made
 
 
 # Values that no configuration can have -----------------------------------------------------------------------------

@@ -70,4 +70,4 @@ def test_every_example_says_what_it_is_and_has_a_run_of_its_own() -> None:
     for name in NAMES:
         text = (EXAMPLES / f"{name}.yaml").read_text()
         assert text.startswith("# "), name
-        assert configfile.parsed(text, name).run == f"runs/{name}"
+        assert configfile.checked(configfile.loaded(text, name)[0], name).run == f"runs/{name}"

@@ -20,7 +20,7 @@ from ckptool.training import optim
 from ckptool.training.config import Group, Optim
 from ckptool.training.optim import Average, build_optimizer, load_optimizer
 from ckptool.training.parallel import World
-from ckptool.training.trainer import Trainer, build, restored, resume
+from ckptool.training.trainer import Trainer, build, restore, resume
 from tests.support import small_runs as runs
 from tests.support.looped import looped
 from tests.support.small_runs import again, assert_same_trainers, config, last, own, run_to_end, take, toy, trainer
@@ -214,7 +214,7 @@ def test_state_of_other_groups_or_shapes_is_refused(tmp_path: Path) -> None:
     again(made, tmp_path / "a.pt")
     swapped = trainer(optim={"a": sgd, "b": {**sgd, "match": "*.bias"}})
     with pytest.raises(Conflict, match="given to another"):
-        restored(swapped, torch.load(tmp_path / "a.pt", weights_only=True), "here")
+        restore(swapped, torch.load(tmp_path / "a.pt", weights_only=True), "here")
 
 
 def test_what_is_loaded_is_no_part_of_the_file(tmp_path: Path) -> None:

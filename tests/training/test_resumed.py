@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ckptool.errors import Conflict
-from ckptool.training.trainer import Trainer, gathered, restored, resume, start
+from ckptool.training.trainer import Trainer, gathered, restore, resume, start
 from tests.support import small_runs as runs
 from tests.support.looped import looped, sliced
 from tests.support.small_runs import again, config, last, own, resumes, run_to_end, scheduled, take, toy, trainer
@@ -168,11 +168,11 @@ def test_what_a_plateau_follows_changes_only_when_it_is_said(tmp_path: Path, cha
 
 def changed(made: Any, path: Path, **sections: Any) -> Any:
     """A trainer of another configuration, with the state of one."""
-    from ckptool.training.trainer import restored
+    from ckptool.training.trainer import restore
 
     again(made, path)
     new = trainer(**sections)
-    restored(new, torch.load(path, weights_only=True), "here")
+    restore(new, torch.load(path, weights_only=True), "here")
     return new
 
 
@@ -262,7 +262,7 @@ def test_what_the_users_own_code_froze_stays_so(tmp_path: Path, seed: int) -> No
     for new in (again(made, tmp_path / "a.pt"), made):
         assert moved(new, 3) == {*NAMES} - {*frozen, *ruled}
     free = trainer(models={"main": {**own, "freeze": []}})
-    restored(free, torch.load(tmp_path / "a.pt", weights_only=True), "here")
+    restore(free, torch.load(tmp_path / "a.pt", weights_only=True), "here")
     assert moved(free, 1) == {*NAMES} - {*frozen}
     resumes(tmp_path, models={"main": own}, middle=dice.randrange(1, 6), steps=7)
 
@@ -304,7 +304,7 @@ def test_modules_in_another_order_get_their_own_state(tmp_path: Path, name: str,
     take(made, 4)
     torch.save(gathered(made), tmp_path / "a.pt")
     new = trainer("train.ema=0.9", models={"main": owned(tmp_path, [], swapped=True)}, optim=optim_of)
-    restored(new, torch.load(tmp_path / "a.pt", weights_only=True), "here")
+    restore(new, torch.load(tmp_path / "a.pt", weights_only=True), "here")
     take(made, 3)
     take(new, 3)
     assert list(new.models["main"].state_dict()) != list(made.models["main"].state_dict())

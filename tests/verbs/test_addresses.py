@@ -2,6 +2,7 @@
 did not."""
 
 import copy
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from tests.support.errors import refused
 from tests.support.files import saved, weights
 from tests.support.looped import looped
+from tests.support.part_files import pipeline_folder
 from tests.support.same import assert_same_objects
 
 load = partial(torch.load, weights_only=False, map_location="cpu")
@@ -202,6 +204,18 @@ def test_what_would_change_a_tensor_outside_is_refused(verb: str, change: Any, t
     refused("conflict", tmp_path, lambda: change(f"{file}#a", out), says)
     change(f"{file}#a", out, extract=True)  # nothing is outside of that
     assert list(load(out)) == ["module.x.w", "module.y.w"]
+
+
+@pytest.mark.parametrize("verb", ["cast", "remap", "slim", "strip-module"])
+def test_a_part_goes_into_a_folder_as_its_library_loads_it(verb: str, tmp_path: Path) -> None:
+    pipeline, out = pipeline_folder(tmp_path / "pipe"), f"{tmp_path / 'out'}/"
+    (pipeline / "unet" / "config.json").write_text('{"_class_name": "UNet", "_diffusers_version": "0.34.0"}')
+    CHANGES[verb](f"{pipeline}#unet", out, extract=True)
+    assert sorted(os.listdir(out)) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    refused("unsupported", tmp_path, lambda: CHANGES[verb](pipeline, f"{tmp_path / 'all'}/"), "vae")
+    weights = saved({"module.x.w": torch.randn(6)}, tmp_path / "weights.pt")
+    CHANGES[verb](weights, f"{tmp_path / 'weights'}/")
+    assert os.listdir(tmp_path / "weights") == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("verb", ["strip-module", "add-module", "slim"])

@@ -256,3 +256,11 @@ def test_names_that_differ_by_a_prefix_alone_are_told_so(tmp_path: Path) -> None
             ckptool.average(files, tmp_path / "o.pt")
         assert caught.value.fix == f"Only a prefix differs; take it off: ckptool strip-module {wrapped} -o OUT"
     assert "diff" in refused(Conflict, tmp_path, lambda: ckptool.average([plain, other], tmp_path / "o.pt")).fix
+
+
+def test_what_is_left_out_of_several_files_is_named_once(tmp_path: Path) -> None:
+    whole = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}, "epoch": 1}
+    sets = [whole, {key: value for key, value in whole.items() if key != "ema"}, {**whole, "step": 5}]
+    files = [saved(each, tmp_path / f"{number}.pt") for number, each in enumerate(sets)]
+    lines = [line for line in ckptool.average(files, tmp_path / "out.pt").details if "left out" in line]
+    assert lines == [f"left out (the input keeps it): {names}" for names in ("ema (8 B)", "epoch, step")]

@@ -293,6 +293,29 @@ def test_quiet_prints_nothing(tmp_path: Path, run: Run) -> None:
                 assert run("diff", a, other, *words) == (expected, "", "")
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_tied_are_those_of_which_one_changes_with_the_other(seed: int, tmp_path: Path) -> None:
+    """Not slices side by side in one storage, as engines that flatten their parameters leave them."""
+    draw, flat = random.Random(seed), torch.arange(1.0, 41.0)
+    begins = [draw.randrange(40) for _ in range(5)]
+    views = {f"w{number}": flat[begin : begin + draw.randrange(9)] for number, begin in enumerate(begins)}
+    apart = saved({name: view.clone() for name, view in views.items()}, tmp_path / "apart.pt")
+    changed_by = dict[str, set[str]]()
+    for name, view in views.items():
+        before = {other: each.clone() for other, each in views.items()}
+        view.neg_()
+        changed_by[name] = {other for other, each in views.items() if not torch.equal(each, before[other])}
+        view.neg_()
+    for together in [*changed_by.values()] * 5:  # what is tied to a third is one group
+        for name in together:
+            changed_by[name] = set().union(together, *(changed_by[other] for other in together))
+    tied = {frozenset(names) for names in changed_by.values() if len(names) > 1}
+    found = ckptool.diff(saved(views, tmp_path / "views.pt"), apart)
+    assert {frozenset(names) for _, names in found.ties} == tied and found.same == (not tied)
+    copied = ckptool.convert(tmp_path / "views.pt", tmp_path / "copies.npz").notes
+    assert bool(tied) == any(note.code == "ties-copied" for note in copied)
+
+
 def test_the_second_name_of_a_tied_tensor_is_called_so(tmp_path: Path) -> None:
     weight = torch.ones(3, 2)
     tied = saved({"emb.weight": weight, "fc.weight": torch.ones(2), "head.weight": weight}, tmp_path / "tied.pt")

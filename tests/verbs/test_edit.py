@@ -126,6 +126,7 @@ def test_words_that_are_no_assignment(word: str, says: str, tmp_path: Path, run:
         (torch.zeros(2, 3), numpy.arange(6, dtype=">f4").reshape(2, 3)),
         (torch.zeros(2, 3), numpy.asfortranarray(numpy.arange(6, dtype="f4").reshape(2, 3))),
         (torch.zeros(0, 4), numpy.zeros((0, 4), "f4")),
+        (torch.zeros(()), numpy.array(2, "f4")),
         (torch.zeros(3, dtype=torch.bool), numpy.array([True, False, True])),
         (torch.zeros(2, dtype=torch.complex64), numpy.array([1j, 2], "c8")),
         (torch.zeros(2, dtype=torch.uint64), numpy.array([2**64 - 1, 0], "u8")),
@@ -155,7 +156,8 @@ def test_new_values_for_a_part_of_a_storage_or_a_lazy_view_are_a_conflict(name: 
     ("tensor", "array", "says"),
     [
         (torch.zeros(2), numpy.zeros(3, "f4"), r"f32\[2\].* f32\[3\]"),
-        (torch.zeros(1), numpy.zeros((), "f4"), "would become a plain value"),
+        (torch.zeros(1), numpy.zeros((), "f4"), r"f32\[1\].* f32\[\]"),
+        (torch.zeros(1), numpy.float32(1), "would become a plain value"),
         (torch.zeros(2), numpy.zeros(2, "f8"), r"f32\[2\].* f64"),
         (torch.zeros(2), numpy.zeros(2, "u4"), "f32"),
         (torch.zeros(2, dtype=torch.int8), numpy.zeros(2, "u1"), "i8"),

@@ -4,6 +4,7 @@ the state of a folder of checkpoints or of a run, without torch, whatever is in 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -38,6 +39,33 @@ def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) ->
         lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if " f32 " in line]
         found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
         assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
+
+
+def test_what_is_printed_to_take_a_prefix_off_or_save_what_is_whole_can_be_run(tmp_path: Path, run: Run) -> None:
+    """Names with a prefix, without it, and both ways, in files whose suffix is that of another container."""
+    ways, names = ("module.", "_orig_mod.", "_orig_mod.module.", ""), set[bool]()
+    for number, (one, other) in enumerate(itertools.product(ways, repeat=2)):
+        net = {
+            f"{one}a.w": torch.ones(1),
+            f"{other}a.{'w' * (number % 2)}b": torch.ones(2),
+            f"{other}a.w": torch.ones(3),
+        }
+        tree = {"net": net, "values": {"x": torch.zeros(300)}, "epoch": 1}
+        path = saved(tree, tmp_path / f"{number}.{('pt', 'safetensors', 'npz')[number % 3]}")
+        bare = {name.removeprefix("_orig_mod.").removeprefix("module.") for name in net}
+        for verb in ("inspect", "doctor"):
+            printed = run(verb, str(path)).out
+            lines = re.findall(r"ckptool (strip-module .*)$", printed, re.MULTILINE)
+            if verb == "inspect":
+                names.add(is_one := len(bare) < len(net))
+                assert bool(lines) == (not is_one and bool(one or other)), printed
+                assert all(run(*shlex.split(line)).code == 0 for line in lines), printed
+            elif is_one:
+                assert not lines and "only one tensor could stay" in printed
+        path.write_bytes(path.read_bytes().replace(bytes(1200), bytes(1199) + b"\1"))
+        (line,) = re.findall(r"ckptool (recover .*)$", run("verify", str(path)).out, re.MULTILINE)
+        assert run(*shlex.split(line), "-n").code in (0, 1), line
+    assert names == {True, False}
 
 
 def test_a_file_that_is_one_tensor_or_has_no_parts(tmp_path: Path, run: Run) -> None:

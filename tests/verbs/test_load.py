@@ -75,6 +75,14 @@ def test_what_is_set_on_a_tensor_and_keys_are_refused_with_their_place(tmp_path:
         assert f"ckptool.load('{path}#model')" in error.fix
 
 
+def test_a_refused_part_is_named_with_a_part_that_loads(tmp_path: Path) -> None:
+    path = saved({"x": {"bad": TRAPS["20-unknown-object"](), "model": {"w": torch.ones(2)}}}, tmp_path / "x.pt")
+    error = refused("unsafe-global", tmp_path, lambda: ckptool.load(f"{path}#x"), " at bad")
+    assert f"{path}#x holds" in error.what
+    advised = error.fix.partition("ckptool.load('")[2].partition("'")[0]
+    assert list(ckptool.load(advised)) == ["w"]
+
+
 def test_reading_checks_the_checksums(tmp_path: Path) -> None:
     path = damaged(saved({"w": torch.arange(1000)}, tmp_path / "x.pt"), 0)
     with pytest.raises(Corrupt, match="checksum"):

@@ -35,9 +35,9 @@ from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import ZIP, safetensors, torch_zip
+from ckptool.formats.boxes import Box, Piece, Stored
 from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
 from ckptool.formats.layouts.hf_pieces import saved_offsets
-from ckptool.formats.pieces import Box, Piece, Stored
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"

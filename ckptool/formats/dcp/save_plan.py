@@ -31,7 +31,7 @@ from ckptool.formats import torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
-from ckptool.formats.dcp.tree_pickle import FlatNames, flat_names
+from ckptool.formats.dcp.tree_pickle import FlatNames
 from ckptool.formats.whole_tree import KEPT, as_bytes
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.encode import integer
@@ -81,7 +81,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `UnsafeObject` for unknown calls unless `keep_unknown`.
     """
     refuse_unknown(checkpoint, keep_unknown)
-    flat = flat_names(checkpoint.tree)
+    flat = FlatNames(checkpoint.tree)
     division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
     saving = _Saving(division)
     for name, value in flat.values.items():
@@ -110,7 +110,15 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
         keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
         notes = (Note(KEPT, f"{keeps}: {kept}"),)
-    files = saving.lay_out()
+    # What is not divided goes to the rank that has least by then.
+    heap = [(file.size, rank) for rank, file in enumerate(saving.files)]
+    heapq.heapify(heap)
+    for item in saving.free:
+        file = saving.files[heap[0][1]]
+        file.place(item)
+        file.items.append(item)
+        heapq.heapreplace(heap, (file.size, file.rank))
+    files: dict[str, Any] = {_file_of(file.rank): file for file in saving.files if file.size}
     table = table_pickle(flat, saving.chunks)
     if (size := sum(part.length for part in table)) > MAX_METADATA:
         what = f"the table would have {size:,} bytes"
@@ -154,19 +162,6 @@ def _joined(parts: list[Segment]) -> bytes:
 
 
 _zip_of = lru_cache(1024)(_Zip)
-
-
-class _ObjectZip(Place):
-    """The zip of an object in the file of the first rank."""
-
-    __slots__ = ("segments",)
-
-    def __init__(self, segments: list[Segment], length: int) -> None:
-        super().__init__(None, 0, length)
-        self.segments = segments
-
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self.segments)
 
 
 class _BlockZip(Place):
@@ -230,21 +225,22 @@ class _Divided:
 
 @dataclass(slots=True, eq=False)
 class _RankFile:
-    """The segments of a file, made in passing: of objects, of blocks, of whole tensors, in this order.
+    """The segments of a file, made in passing: of objects, of blocks, of whole tensors (`items`), in this order.
 
-    items: the objects, then the tensors.  numbers: of the tensors in `divided` of which a block is here.
+    numbers: of the tensors in `divided` of which a block is here.
     """
 
     rank: int
     divided: list[_Divided]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    items: list[_ObjectZip | _BlockZip] = field(default_factory=list)
+    objects: list[list[Segment]] = field(default_factory=list)
+    items: list[_BlockZip] = field(default_factory=list)
     size: int = 0
 
-    def add(self, item: _ObjectZip | _BlockZip) -> None:
+    def place(self, item: Place) -> None:
+        """Gives what comes next its place."""
         item.relative_path, item.offset = _file_of(self.rank), self.size
         self.size += item.length
-        self.items.append(item)
 
     def add_block(self, number: int) -> None:
         divided = self.divided[number]
@@ -253,10 +249,10 @@ class _RankFile:
         self.numbers.append(number)
 
     def __iter__(self) -> Iterator[Segment]:
-        objects = sum(isinstance(item, _ObjectZip) for item in self.items)  # which come first
         blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        for item in chain(self.items[:objects], blocks, self.items[objects:]):
-            yield from item
+        in_order: Iterator[Iterable[Segment]] = chain(self.objects, blocks, self.items)
+        for segments in in_order:
+            yield from segments
 
 
 @lru_cache(1024)
@@ -289,7 +285,8 @@ class _Saving:
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
             segments = [InlineBytes(_joined(segments))]
         self.checks += plan.checks
-        self.files[0].add(item := _ObjectZip(segments, plan.nbytes))
+        self.files[0].place(item := Place(None, 0, plan.nbytes))
+        self.files[0].objects.append(segments)
         self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
@@ -339,16 +336,6 @@ class _Saving:
         known = self.homes.setdefault(id(storage), home)
         if home.stop - home.start > known.stop - known.start:
             self.homes[id(storage)] = home
-
-    def lay_out(self) -> dict[str, Any]:
-        """The files of the ranks. What is not divided goes to the rank that has least by then."""
-        heap = [(file.size, rank) for rank, file in enumerate(self.files)]
-        heapq.heapify(heap)
-        for item in self.free:
-            _, rank = heap[0]
-            self.files[rank].add(item)
-            heapq.heapreplace(heap, (self.files[rank].size, rank))
-        return {_file_of(file.rank): file for file in self.files if file.size}
 
 
 def _plain(entry: TensorEntry) -> TensorEntry:

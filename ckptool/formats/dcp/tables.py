@@ -21,9 +21,9 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
+from ckptool.formats.boxes import Box, sizes_of
 from ckptool.formats.folder import lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.pieces import Box, sizes_of
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 from ckptool.pickles.torch_objects import TakesState
@@ -217,6 +217,7 @@ class Tables:
             raise NotACheckpoint(what, "Another program wrote it.", fix)
         self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
         facts: dict[Any, Any] = decoded.root.attributes
+        del data, decoded  # there may be 400,000 chunks to come
         described = facts.pop("state_dict_metadata", None)
         if not isinstance(described, dict) or not all(type(key) is str for key in described):
             raise self.damaged("has no table of names", name)
@@ -251,17 +252,16 @@ class Tables:
         """Adds the description of a value; takes what it names out of `places`."""
         if isinstance(row, _Tensor):
             shape, blocks, properties = sizes_of(row.size), row.chunks, row.properties
-            dtype, trained, state = None, None, properties.state if _class(properties) == "TensorProperties" else None
+            state = properties.state if _class(properties) == "TensorProperties" else None
             if type(state) is tuple and len(state) == 5:
-                dtype, trained = state[0], state[2]
-            elif isinstance(state, dict):
-                dtype, trained = state.get("dtype"), state.get("requires_grad")
-            known_type = BY_TORCH.get(dtype.name) if type(dtype) is Global and dtype.module == "torch" else None
+                state = {"dtype": state[0], "requires_grad": state[2]}
+            named, trained = (state.get("dtype"), state.get("requires_grad")) if type(state) is dict else (None, None)
+            dtype = BY_TORCH.get(named.name) if type(named) is Global and named.module == "torch" else None
             if not is_inert(properties):
                 self.discarded.append(properties)
-            if shape is None or known_type is None:
+            if shape is None or dtype is None:
                 raise self.damaged(f"says nothing of the shape or type of {name}", table)
-            value = Saved(shape, known_type, trained is True)
+            value = Saved(shape, dtype, trained is True)
         elif isinstance(row, _Object):
             value, blocks = Saved(), [_Block((), ())]
         else:

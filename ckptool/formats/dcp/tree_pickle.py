@@ -27,7 +27,7 @@ from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions import optimizer_keys
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, counted
-from ckptool.facts import dataclass, field, replace
+from ckptool.facts import dataclass, replace
 from ckptool.formats import marks
 from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages, as_bytes, decoded, key_of, pickle_of
 
@@ -44,19 +44,56 @@ OPTIMIZERS = "that keys of an optimizer are flat, or its numbers text"
 RESTORED = "optimizer-keys"  # of the notes
 
 
-@dataclass(slots=True, eq=False)
 class FlatNames:
     """The values of a tree by their flat names. paths: their keys, as texts, and indices of lists.
 
     lost: what the names do not say of the tree, each kind with its first address.
     holders: the dictionaries and lists that were gone into, by id.  most: names that they may have.
+    Raises `Unsupported` for a tree that is no dictionary, for two values of one name, and for a container that contains
+    itself.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    holders: dict[int, Any] = field(default_factory=dict)
-    most: int = FREE_NAMES
+    def __init__(self, tree: Any) -> None:
+        if not isinstance(tree, dict):
+            raise Unsupported(
+                "a dcp folder holds a dictionary, nothing else",
+                "torch.distributed.checkpoint saves dictionaries alone.",
+                f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
+            )
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.lost: dict[str, str] = {}
+        self.holders: dict[int, Any] = {}
+        self.most = FREE_NAMES
+        self.hold(tree, ())
+        holders = [id(tree)]
+        stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]]
+        stack = [((), (), iter(tree.items()))]
+        while stack:
+            path, place, items = stack[-1]
+            for key, value in items:
+                here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
+                where = (*place, key)
+                parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+                is_holder = isinstance(value, dict)
+                if not is_holder and not any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts):
+                    self.add(here, where, value)
+                    continue
+                if id(value) in holders or len(stack) > MAX_DEPTH:
+                    raise Conflict(
+                        f"{address(where)} contains itself",
+                        "It has no end of names. Nothing was written.",
+                        f"Leave it out first: {command('edit', FILE, drop=escape(address(where)), out=OUT)}",
+                    )
+                self.hold(value, where)
+                holders.append(id(value))
+                stack.append((here, where, iter(value.items()) if is_holder else enumerate(value)))
+                break
+            else:
+                stack.pop()
+                holders.pop()
+        if with_optimizers(tree)[0] is not tree:
+            self.lost.setdefault(OPTIMIZERS, "")
 
     def add(self, path: tuple[str | int, ...], place: tuple[Any, ...], value: Any) -> None:
         name = ".".join(map(str, path))
@@ -87,48 +124,6 @@ class FlatNames:
                 self.lost.setdefault(ORDERED, address(place))
             if not all(type(key) is str for key in node):
                 self.lost.setdefault(KEYS, address(place))
-
-
-def flat_names(tree: Any) -> FlatNames:
-    """The flat names of a tree. Raises `Unsupported` for one that is no dictionary, for two values of one name, and for
-    a container that contains itself."""
-    if not isinstance(tree, dict):
-        raise Unsupported(
-            "a dcp folder holds a dictionary, nothing else",
-            "torch.distributed.checkpoint saves dictionaries alone.",
-            f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
-        )
-    flat = FlatNames()
-    flat.hold(tree, ())
-    holders = [id(tree)]
-    stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]]
-    stack = [((), (), iter(tree.items()))]
-    while stack:
-        path, place, items = stack[-1]
-        for key, value in items:
-            here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
-            where = (*place, key)
-            parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
-            goes_on = isinstance(value, dict) or any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts)
-            if not goes_on:
-                flat.add(here, where, value)
-                continue
-            if id(value) in holders or len(stack) > MAX_DEPTH:
-                raise Conflict(
-                    f"{address(where)} contains itself",
-                    "It has no end of names. Nothing was written.",
-                    f"Leave it out first: {command('edit', FILE, drop=escape(address(where)), out=OUT)}",
-                )
-            flat.hold(value, where)
-            holders.append(id(value))
-            stack.append((here, where, iter(value.items()) if isinstance(value, dict) else enumerate(value)))
-            break
-        else:
-            stack.pop()
-            holders.pop()
-    if with_optimizers(tree)[0] is not tree:
-        flat.lost.setdefault(OPTIMIZERS, "")
-    return flat
 
 
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
@@ -259,7 +254,7 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
         if found_pickle.discarded or loaded.keys() != {"tree", "recovered"}:
             raise Corrupt("it is not what ckptool writes")
         tree, mark = loaded["tree"], loaded["recovered"]
-        found = flat_names(tree).values
+        found = FlatNames(tree).values
         if found.keys() != values.keys():
             raise Conflict("it names other values than the table")
         left = [MAX_COMPARED]

@@ -31,10 +31,11 @@ from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
-from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
+from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")

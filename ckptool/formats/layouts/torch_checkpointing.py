@@ -22,8 +22,9 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
+from ckptool.formats.boxes import sizes_of
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed
-from ckptool.formats.pieces import Joiner, sizes_of
+from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
 from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage

@@ -58,7 +58,7 @@ class ZipLayout:
             self._segments += checksummed(data, total)
         elif data.length:
             self._segments.append(Checksummed(data, total))
-        self._segments.append(Deferred(len(descriptor), partial(self._with_sum, descriptor, 4, total)))
+        self._segments.append(Deferred(len(descriptor), partial(_with_sum, descriptor, 4, total, self.checksums)))
         self._lines.append((line, total))
         self._directory_size += len(line)
         self.at += len(header) + size + len(descriptor)
@@ -86,11 +86,14 @@ class ZipLayout:
         yield Deferred(self._directory_size, self._directory)
         yield InlineBytes(end_records(len(self._lines), self.at, self._directory_size))
 
-    def _with_sum(self, raw: bytes, at: int, total: Crc) -> bytes:
-        return raw[:at] + (total.value if self.checksums else 0).to_bytes(4, "little") + raw[at + 4 :]
-
     def _directory(self) -> bytes:
-        return b"".join(line if total is None else self._with_sum(line, 16, total) for line, total in self._lines)
+        stored = self.checksums
+        return b"".join(line if total is None else _with_sum(line, 16, total, stored) for line, total in self._lines)
+
+
+def _with_sum(raw: bytes, at: int, total: Crc, stored: bool) -> bytes:
+    """Not a method: a layout that its own segments hold keeps the tensors alive until garbage is collected."""
+    return raw[:at] + (total.value if stored else 0).to_bytes(4, "little") + raw[at + 4 :]
 
 
 def _confirm(records: Sequence[Record]) -> None:

@@ -104,14 +104,40 @@ class CommandRuns:
         return len(self.reference.steps)
 
     def prove(self, kills: int) -> None:
-        """The unbroken runs, then the killed ones."""
-        proof, first = self.proof, self.unbroken("reference")
-        self.reference, proof.seconds = Reference(first.steps, first.steps), first.seconds
-        self.describe()
+        """The unbroken runs, and what of them is not judged; then the killed ones."""
+        proof, remarks, first = self.proof, self.proof.remarks, self.unbroken("reference")
+        alone = self.reference = Reference(first.steps, first.steps)
+        proof.seconds, proof.events = first.seconds, dict(self.watch.counts())
+        if not proof.events:  # a program that is linked statically
+            self.watch.library = ""
+        proof.watched, proof.steps, proof.compared = self.watch.name, self.length, tuple(self.checkpoints("reference"))
+        if not proof.compared:
+            said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
+            raise RunFailed("the command left no checkpoint in {run}", said)
+        self.saves = [place for place, step in enumerate(self.reference.steps) if place and step.saved]
+        if others := scan(os.path.join(self.folder, "reference")).other_files:
+            remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
+        if not self.length:
+            by = "events" if self.watch.name == PRELOAD else "time"
+            remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
+        for path in sorted(set(self.watch.outside())):
+            with suppress(CkptoolError):
+                if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
+                    remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
+
         again = self.unbroken("again")
-        self.reference = Reference(first.steps, again.steps)
-        if self.is_unstable(again):
+        self.reference, found = Reference(first.steps, again.steps), self.differences("reference", "again")
+        if any(found.values()):
+            proof.unstable.append(f"at the end: {next(iter(found))}")
+            same = again.steps and alone.place_of(again.steps[0]) == 0
+            if same and (apart := alone.divergence(again)):  # for which what differs here is no chance
+                proof.unstable += [f"from step {apart.step} on", *sentences(apart.causes[:1])]
+            elif again.steps and not same:
+                proof.unstable.append("the weights differ before the first step: the model is built without a seed")
             return
+        self.chance = {*found}  # values beside the tensors, which are left out of what follows
+        remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*found][:3]]
+
         left = kills + 1  # starts; the last of a run is not killed
         while left > 1 and not (proof.findings or proof.differs):
             before = proof.starts
@@ -133,43 +159,6 @@ class CommandRuns:
             raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
         os.rename(self.run, os.path.join(self.folder, name))
         return life
-
-    def describe(self) -> None:
-        """Facts about the reference, and what of it is not judged. Raises `RunFailed` without a checkpoint."""
-        proof, remarks = self.proof, self.proof.remarks
-        proof.events = dict(self.watch.counts())
-        if not proof.events:  # a program that is linked statically
-            self.watch.library = ""
-        proof.watched, proof.steps, proof.compared = self.watch.name, self.length, tuple(self.checkpoints("reference"))
-        if not proof.compared:
-            said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
-            raise RunFailed("the command left no checkpoint in {run}", said)
-        self.saves = [place for place, step in enumerate(self.reference.steps) if place and step.saved]
-        if others := scan(os.path.join(self.folder, "reference")).other_files:
-            remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
-        if not self.length:
-            by = "events" if self.watch.name == PRELOAD else "time"
-            remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
-        for path in sorted(set(self.watch.outside())):
-            with suppress(CkptoolError):
-                if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
-                    remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
-
-    def is_unstable(self, again: Life) -> bool:
-        """Compares the unbroken runs; values beside the tensors may differ, and are left out of what follows."""
-        proof, found = self.proof, self.differences("reference", "again")
-        if not any(found.values()):
-            self.chance = {*found}
-            proof.remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*found][:3]]
-            return False
-        proof.unstable.append(f"at the end: {next(iter(found))}")
-        alone = Reference(self.reference.steps, self.reference.steps)  # what differs here is no chance
-        same = again.steps and alone.place_of(again.steps[0]) == 0
-        if same and (apart := alone.divergence(again)):
-            proof.unstable += [f"from step {apart.step} on", *sentences(apart.causes[:1])]
-        elif again.steps and not same:
-            proof.unstable.append("the weights differ before the first step: the model is built without a seed")
-        return True
 
     # Killed runs ----------------------------------------------------------------------------------------------------
 
@@ -199,8 +188,16 @@ class CommandRuns:
             self.judge_start(lives, whole)
             if life.code is not None or life.late:
                 break
-            self.proof.kills.append(Kill(life.reached if self.length else None, life.place, None))
-            self.judge_files()
+            kill = Kill(life.reached if self.length else None, life.place, None)
+            self.proof.kills.append(kill)
+            # Files that it left torn under the names that checkpoints have in the end.
+            findings, names = self.proof.findings, {_pattern(name) for name in self.proof.compared}
+            for name, row in self.checkpoints().items():
+                torn = row.state not in (GOOD, MEMBER, PART) and _pattern(name) in names
+                if torn and not any(name in finding for finding in findings):
+                    problem = row.problem.replace(f"{self.run}{os.sep}", "")
+                    why = f"the program was {_killed(kill)}, and writes it in place ({problem})"
+                    findings.append(f"{name} is torn: {why}")
         self.judge_end(lives)
 
     def plan(self, kills: int) -> list[tuple[float | None, str]]:
@@ -232,16 +229,6 @@ class CommandRuns:
         elif life.code:
             last = self.tail().splitlines()[-1:] or ["it printed nothing"]
             findings.append(f"{after}it ended with exit code {life.code}: {last[0][:300]}")
-
-    def judge_files(self) -> None:
-        """Notes files that a kill left torn under the names that checkpoints have in the end."""
-        findings, names = self.proof.findings, {_pattern(name) for name in self.proof.compared}
-        for name, row in self.checkpoints().items():
-            torn = row.state not in (GOOD, MEMBER, PART) and _pattern(name) in names
-            if torn and not any(name in finding for finding in findings):
-                problem = row.problem.replace(f"{self.run}{os.sep}", "")
-                why = f"the program was {_killed(self.proof.kills[-1])}, and writes it in place ({problem})"
-                findings.append(f"{name} is torn: {why}")
 
     def judge_end(self, lives: list[Life]) -> None:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""

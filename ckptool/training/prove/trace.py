@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -199,9 +198,16 @@ class Reference:
         mine, theirs = self.facts[place], other.facts()
         found = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         ranked = sorted(found, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
-        groups: dict[Key, list[Key]] = {}
+        groups: dict[Key, list[Key]] = {}  # what is put back together
+        drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
         for key in ranked:
-            groups.setdefault(_group(key, ranked), []).append(key)
+            kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
+            group = kind, owner
+            if kind in (BATCH, GENERATOR, RANDOM) or (kind == ATTRIBUTE and owner in drawing):
+                group = BATCH, ""  # with the generators that it was drawn with, and the objects that have them
+            elif kind in (RATE, SCHEDULER):
+                group = RATE, ""
+            groups.setdefault(group, []).append(key)
         return [
             Cause([self.sentence(key, mine[key], theirs[key], place) for key in group[:MOST]], group)
             for group in groups.values()
@@ -224,12 +230,3 @@ def _is_average(text: str) -> bool:
 
 def sentences(causes: list[Cause]) -> list[str]:
     return [text for each in causes for text in each.sentences]
-
-
-def _group(key: Key, keys: Iterable[Key]) -> Key:
-    """What is put back together: with a batch the generators that it was drawn with, and the objects that have them."""
-    kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
-    draws = kind == ATTRIBUTE and any(other == GENERATOR and name.startswith(f"{owner}.") for other, name in keys)
-    if draws or kind in (BATCH, GENERATOR, RANDOM):
-        return (BATCH, "")
-    return (RATE, "") if kind in (RATE, SCHEDULER) else (kind, owner)
