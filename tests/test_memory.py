@@ -4,8 +4,10 @@ The files are sparse: their tensors are holes. `make test` uses 300 MB, `make so
 is the same.
 """
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 from math import prod
@@ -20,6 +22,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.formats import read
+from ckptool.verbs.load import load
 from ckptool.verbs.save import save
 from fixtures.sparse import make_sparse
 from fixtures.surgery.make_quantized import Case
@@ -241,3 +244,21 @@ def test_the_pieces_of_a_dcp_folder(tmp_path: Path) -> None:
         peaks.append((written, peak_of(f"ckptool.inspect('{count}.dcp')", tmp_path)))
     for few, many in zip(*peaks, strict=True):
         assert (many - few) / (1_500 * 8) <= 700, peaks
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "a.npz"])
+def test_what_is_saved_and_loaded_is_free_without_the_collector(name: str, tmp_path: Path) -> None:
+    """Training may have it off, or run it late: a layout that its own parts refer to would keep every tensor."""
+    gc.collect()
+    gc.disable()
+    try:
+        weight = torch.ones(1_000)
+        saved = weakref.ref(weight.untyped_storage())
+        save({"weight": weight}, tmp_path / name)
+        del weight
+        made = load(tmp_path / name)
+        loaded = weakref.ref(made["weight"].untyped_storage())
+        del made
+        assert (saved(), loaded()) == (None, None)
+    finally:
+        gc.enable()

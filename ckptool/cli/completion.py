@@ -95,7 +95,8 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
-NOT_OFFERED = {*"N X D R T SHARE SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}  # what only a person knows
+# What only a person knows.
+NOT_OFFERED = {*"N X D R T FRACTION SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}
 
 
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:

@@ -36,8 +36,9 @@ def edit(
     if not (drop or set):
         fix = f"For example: {arg(drop='optimizer*')}, {arg(set={'epoch': 3})}"
         raise UsageError("edit was given nothing to do", "", fix)
+    # Numbers of numpy's are plain ones; an array without dimensions is one where no tensor is.
     plain = {
-        place: value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+        place: value.item() if type(value).__module__ == "numpy" and not hasattr(type(value), "__setitem__") else value
         for place, value in (set or {}).items()
     }
     values = checkpoint_of(plain).tree

@@ -26,7 +26,7 @@ TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals 
 
 Rules = Texts | Mapping[str, str]
 Mismatch = Literal["error", "skip"]
-_SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
+_SHARE = "Fraction of the values that must load: 0.95. Default: half, and all that the suggested rules would load."
 
 
 @verb(
@@ -50,7 +50,7 @@ def warm_start(
     resize: Annotated[
         Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")
     ] = (),
-    min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
+    min_loaded: Annotated[float | None, option("--min-loaded FRACTION", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules for --rules, so that more fits.")] = None,
     part: IsPart = False,
