@@ -19,7 +19,6 @@ _CODE = "[a-z][a-z0-9-]*"
 # Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.
 _IN_BRACKETS = re.compile(rf"^(?:.*\berror|problem |note )\[({_CODE})\]", re.MULTILINE)
 _NOTE = re.compile(rf"^({_CODE}): ", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def explain_text(text: str) -> Explanation | Diagnosis:
 
     if not text.strip():
         raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
-    shown, codes = _COLOUR.sub("", text[:MAX_TEXT]), all_codes()
+    shown, codes = text[:MAX_TEXT], all_codes()
     named: Sequence[str] = _IN_BRACKETS.findall(shown)
     if "Traceback (most" not in shown:
         named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
