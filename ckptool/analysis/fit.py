@@ -68,8 +68,26 @@ def of_layout(
             kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)]) or "nothing at all"
             yield finding("no-weights", kinds="one tensor" if isinstance(found.tree, Tensor) else kinds)
         return
-    if root.path:
-        yield _nested(found, root, [] if chosen is not None else candidates, root is taken)
+    if root.path:  # an entry of the file, or one set of several: the file is not a state dict
+        tops = [key for key, _ in children(found.tree)]
+        inside, node = "checkpoint", found.tree  # what they are in Python: `checkpoint['learner'].model`
+        for key in root.path:
+            is_own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
+            inside += f".{key}" if is_own else f"[{key!r}]"
+            node = dict(children(node)).get(key)
+        inside += ".state_dict()" if root.module is not None else ""
+        if root is taken and named(found.container).is_folder:  # which torch.load does not read
+            inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
+        facts = {"place": address(root.path), "top": str(tops[0]), "python": inside}
+        if chosen is None and len(candidates) > 1:
+            sets, addresses = counted(len(candidates), "set"), listed([each.address for each in candidates], 4)
+            each = finding("several-weights", count=sets, names=addresses, **facts)
+        else:
+            averages = {other.path[0] for other in found.roots if other.kind == state_dicts.AVERAGE and other.path}
+            beside = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
+            others = [f"{key}{' (an average)' if key in averages else ''}" for key in beside]
+            each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
+        yield replace(each, commands=()) if root is taken else each
     if root.module is None:
         yield from _not_tensors(root, gone)
     if root.module is None and alone:
@@ -88,29 +106,6 @@ def of_layout(
             (prefix,), count = fronts, counted(len(names), "key")
             whose = "an average" if averaged else "the LightningModule"
             yield finding("prefix, of another object", count=count, prefix=prefix, whose=whose)
-
-
-def _nested(found: Listing, root: StateDict, candidates: Sequence[StateDict], is_taken: bool) -> Finding:
-    """Weights that are an entry of the file, or one set of several, so that the file is not a state dict."""
-    tops = [key for key, _ in children(found.tree)]
-    inside, node = "checkpoint", found.tree  # what they are in Python: `checkpoint['learner'].model`
-    for key in root.path:
-        is_own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
-        inside += f".{key}" if is_own else f"[{key!r}]"
-        node = dict(children(node)).get(key)
-    inside += ".state_dict()" if root.module is not None else ""
-    if is_taken and named(found.container).is_folder:  # which torch.load does not read
-        inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
-    facts = {"place": address(root.path), "top": str(tops[0]), "python": inside}
-    if len(candidates) > 1:
-        names = listed([each.address for each in candidates], 4)
-        each = finding("several-weights", count=counted(len(candidates), "set"), names=names, **facts)
-    else:
-        averages = {other.path[0] for other in found.roots if other.kind == state_dicts.AVERAGE and other.path}
-        beside = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
-        others = [f"{key}{' (an average)' if key in averages else ''}" for key in beside]
-        each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
-    return replace(each, commands=()) if is_taken else each
 
 
 # Inside the weights ---------------------------------------------------------------------------------------------------
