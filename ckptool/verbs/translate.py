@@ -137,8 +137,7 @@ def translate(
         beside = ModelFolder(library, beside.place, left=(behind_it,) if beside.files else ())
     if weights_alone:
         root, remark = one_state_dict(made, "" if change.named else None)
-        copies = not container.keeps_ties
-        found = export(made, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
+        found = export(made, root, container)
         names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
         left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
         made, notes = replace(found.checkpoint, base=()), found.notes

@@ -102,20 +102,21 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        full, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
+        tree, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
+        taken = tuple(name for name in tree if name not in plan.chosen)
         mark: dict[str, Any] = marks.recovered(whole.metadata, root.path)
-        if full.taken and model is not None:
+        if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
-        beside = model_folder(model, full.state_dict) if model is not None else None  # of the sizes in it
+        beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
         saved = change.write(
             whole if model is None else together(whole, [model]),
-            Checkpoint(full.state_dict, formats.DEFAULT if model is None else model.container, mark, whole.source),
+            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, whole.source),
             inputs=[model.source] if model is not None and model.source is not None else [],
             beside=beside if beside is not None and beside.files else None,
         )
         made, notes = saved.made, (*report.normalised, *saved.notes)
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
-        report = replace(report, taken=full.taken, output=file_of, normalised=notes, applied=not dry_run)
+        report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
         what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
