@@ -143,18 +143,33 @@ class Diff(Report):
         limits: dict[str, Any] = {"limit": room or None, "more": f"  … {{}} more ({arg(all=True)})"}
 
         def block(title: str, rows: Sequence[tuple[str, str]], *, by_end: bool = False) -> Table:
-            cells = [(name or WHOLE, text) for name, text in rows] if all else grouped_rows(rows, by_end)
+            # Names with the same text in groups, with their number.  by_end: those that end in different words apart.
+            alike: dict[tuple[str, str], list[tuple[str, None]]] = {}
+            for name, text in () if all else rows:
+                end = re.split("[./]", name)[-1].strip("0123456789") if by_end else ""
+                alike.setdefault((text, end), []).append((name, None))
+            cells = [(name or WHOLE, text) for name, text in rows] if all else []
+            for (text, _), names in alike.items():
+                for group, of in folded(names):
+                    cells.append((f"{group or WHOLE}  ({len(of):,})" if len(of) > 1 else group or WHOLE, text))
             return Table(cells, title=f"{title} ({len(rows):,})", hang=NAMES, **limits)
 
         yield from (block("entries", entry_rows(self), by_end=True), "")
-        yield from (block("counters and other integers", integer_rows(self), by_end=True), "")
+        integers, values = list[tuple[str, str]](), list[tuple[str, Difference]]()
+        for name, change in tensors_changed(self):
+            if not is_integer(change):
+                values.append((name, change))
+                continue
+            (old, new), far = change.aspects["values"], change.values  # of one element, else how many elements
+            share = f"{far.changed:,} of {counted(far.total, 'element')}" if far is not None else ""
+            integers.append((name, share if old is None else f"{old} → {new}"))
+        yield from (block("counters and other integers", integers, by_end=True), "")
         rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change]
         heads = ("", "tensors", "change", "layers (· the same)")
         yield from (Table(rows, title="parts", heads=heads, right=(1, 2)), "")
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
             yield from (block(f"only in {side}", [(entry.address, entry_text(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
-        values = [(name, change) for name, change in tensors_changed(self) if not is_integer(change)]
         if any(change.values is not None for _, change in values):
             yield from (*self._values(values, room, all), "")
         else:  # how far they are apart nobody asked
@@ -227,17 +242,6 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
     return sorted(rows, key=rank)
 
 
-def grouped_rows(rows: Iterable[tuple[str, str]], by_end: bool = False) -> list[tuple[str, str]]:
-    """Names with a text each: those with the same text in groups, with their number.
-    by_end: of names that end in different words each stays on its own."""
-    by_text: dict[tuple[str, str], list[tuple[str, None]]] = {}
-    for name, text in rows:
-        end = re.split("[./]", name)[-1].strip("0123456789") if by_end else ""
-        by_text.setdefault((text, end), []).append((name, None))
-    groups = ((group or WHOLE, len(alike), key[0]) for key, names in by_text.items() for group, alike in folded(names))
-    return [(f"{group}  ({count:,})" if count > 1 else group, text) for group, count, text in groups]
-
-
 def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
     """What has a name each, in groups of names: the text of each group, and all that it stands for."""
     by_name: dict[str, list[Item]] = {}
@@ -249,18 +253,6 @@ def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[I
 def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
     """The tensors whose values differ, by their addresses."""
     return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
-
-
-def integer_rows(diff: Diff) -> list[tuple[str, str]]:
-    """Tensors of integers whose values differ: old and new of one element, else how many elements."""
-    rows = []
-    for name, change in tensors_changed(diff):
-        if is_integer(change):
-            old, new = change.aspects["values"]
-            far = change.values
-            share = f"{far.changed:,} of {counted(far.total, 'element')}" if far is not None else ""
-            rows.append((name, share if old is None else f"{old} → {new}"))
-    return rows
 
 
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:

@@ -165,7 +165,7 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else what fits.", least=0)] = None,
+        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else all that fit.", least=0)] = None,
         quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
@@ -195,7 +195,13 @@ class Listing(Report):
             tied = {id(part.rows[row]): part.rows[first] for part in self.parts for row, first in part.tied.items()}
             rows = []
             for row in self.tensors:
-                odd = [*unusual(row.tensor), *([f"tied to {tied[id(row)].address}"] if id(row) in tied else [])]
+                tensor = row.tensor  # and what is not so of most
+                odd = [] if tensor.location == "cpu" else [tensor.location]
+                if isinstance(tensor, Composite):
+                    odd.append(tensor.kind)
+                elif not tensor.is_contiguous:
+                    odd.append(f"strides {list(tensor.stride)}")
+                odd += [f"tied to {tied[id(row)].address}"] if id(row) in tied else []
                 rows.append([row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(odd)])
             yield Table(rows, right=(3,), indent=0)
         else:
@@ -255,14 +261,6 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
         yield Table(rows, right=(1,) if sized else (), indent=0, hang=hang)
 
     yield aligned
-
-
-def unusual(tensor: Tensor) -> list[str]:
-    """What is not so of most tensors: a device, a kind, strides."""
-    also = [] if tensor.location == "cpu" else [tensor.location]
-    if isinstance(tensor, Composite):
-        return [*also, tensor.kind]
-    return also if tensor.is_contiguous else [*also, f"strides {list(tensor.stride)}"]
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:

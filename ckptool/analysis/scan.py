@@ -290,8 +290,18 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         count += len(inside)
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
-        own, claimed = _checkpoints_of(here, is_top=here == folder)
-        yield from ((path, True) for path in own)
+        # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
+        claimed = set[str]()
+        if _is_checkpoint(here) and not megatron.is_run(at := Folder(here)):  # each iteration of a run is one
+            candidates = sharded.candidates(at)
+            claimed = sharded.belonging(at) | members.claimed(at) | deepspeed.belonging(at)
+            claimed -= deepspeed.other_tags(at)
+            claimed |= torch_checkpointing.belonging(at)
+            left = {*at.names} - claimed
+            others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in left)
+            alone = (here == folder or others) and len(claimed) == 1  # a file among others
+            apart = len(candidates) > 1 or (alone and candidates)
+            yield from ((os.path.join(here, name), True) for name in candidates) if apart else [(here, True)]
         below: list[str] = []
         for name, is_folder, is_file in inside:
             place = os.path.join(here, name)
@@ -309,24 +319,6 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
                         is_named = name.endswith(ARCHIVES)
                 yield place, is_named
         stack.extend(reversed(below))
-
-
-def _checkpoints_of(path: str, *, is_top: bool) -> tuple[list[str], set[str]]:
-    """The checkpoints of a folder (as a rule the folder itself), each with the names in it that belong to it."""
-    if not _is_checkpoint(path):
-        return [], set()
-    folder = Folder(path)
-    if megatron.is_run(folder):
-        return [], set()  # each of its iterations is one
-    candidates = sharded.candidates(folder)
-    claimed = sharded.belonging(folder) | members.claimed(folder) | deepspeed.belonging(folder)
-    claimed -= deepspeed.other_tags(folder)
-    claimed |= torch_checkpointing.belonging(folder)
-    others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in {*folder.names} - claimed)
-    alone = (is_top or others) and len(claimed) == 1  # a file among others
-    if len(candidates) > 1 or (alone and candidates):
-        return [os.path.join(path, name) for name in candidates], claimed
-    return [path], claimed
 
 
 def _is_checkpoint(path: str) -> bool:

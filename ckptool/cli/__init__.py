@@ -109,7 +109,8 @@ def _run(words: list[str], done: list[Json]) -> int:
         if name.startswith("-"):
             raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
-            meant = commands.nearest(name, os.listdir()) if "." in name else ""
+            files = (each for each in os.listdir() if "." in name or each.startswith(f"{name}."))
+            meant = commands.nearest(name, files)
         meant = meant or commands.nearest(name.lower().replace("_", "-"), known)
         see = f"{meant} --help" if meant in known else quoted(meant or "--help")
         why = f"Did you mean '{meant}'?" if meant else ""

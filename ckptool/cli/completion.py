@@ -95,7 +95,8 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
-NOT_OFFERED = {*"N X D R T SHARE SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}  # what only a person knows
+# What only a person knows.
+NOT_OFFERED = {*"N X D R T FRACTION SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}
 
 
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
@@ -110,7 +111,15 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats").split(words[0])[0]):
         words = ["inspect", *words]
     if not words or words[0] not in VERBS:
-        return _verbs(words, typed)
+        if typed.startswith("-"):
+            return [] if words else [Candidate("--help"), Candidate("--version")]
+        verbs = {}
+        for verb, facts in VERBS.items():
+            *above, last = verb.split()[: len(words) + 1]
+            if above == [*words]:
+                verbs[last] = Candidate(last, _first_sentence(facts.about) if verb.endswith(last) else "…")
+        is_file = bool(not words and typed and not any(verb.startswith(typed) for verb in verbs))
+        return None if is_file else list(verbs.values())
     parameters: list[Parameter] = _of("cli.parser").typed_parameters(function_of(words[0]))
     flags = {name: each for each in parameters for name in each.option.flags}
     asked: Parameter | None = None  # the option whose value comes next
@@ -130,18 +139,6 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
         return [Candidate("-h", "Show the help."), Candidate("--help", "Show the help."), *told]
     asked = asked or next((each for each in parameters if not each.option.flags), None)
     return [] if asked is None else _values(asked, typed, words)
-
-
-def _verbs(words: Sequence[str], typed: str) -> list[Candidate] | None:
-    if typed.startswith("-"):
-        return [] if words else [Candidate("--help"), Candidate("--version")]
-    found = {}
-    for verb, facts in VERBS.items():
-        *above, last = verb.split()[: len(words) + 1]
-        if above == [*words]:
-            found[last] = Candidate(last, _first_sentence(facts.about) if verb.endswith(last) else "…")
-    is_file = bool(not words and typed and not any(verb.startswith(typed) for verb in found))
-    return None if is_file else list(found.values())
 
 
 def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Candidate] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isqrt
 from typing import Any
 
@@ -252,7 +252,12 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
             root = StateDict(path, node, OPTIMIZER, optimizer_detail(node))
         elif isinstance(node, dict) and _is_weights(place, node):
             kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
-            root = StateDict(path, node, kind, _adapter_detail(node))
+            detail, joined = "", "\n".join(node)  # the quickest way to look at all of many
+            if any(part in joined for part in ("lora", "hada_w", "lokr_w")):
+                from ckptool.conventions.adapter_keys import adapter_detail  # of few files
+
+                detail = adapter_detail(node)
+            root = StateDict(path, node, kind, detail)
             stack += [((*path, key), value) for key, value in node.items() if is_optimizer(value)]  # torchtitan's
         if root is None and arrays and isinstance(node, dict):
             root = _array_root(place, node)
@@ -339,15 +344,6 @@ _OPTIMIZERS = (
     ({"momentum_buffer"}, "SGD momentum"),
     ({"exp_avg"}, "Lion"),
 )
-
-
-def _adapter_detail(node: Mapping[Any, Any]) -> str:
-    joined = "\n".join(key for key in node if type(key) is str)  # the quickest way to look at all of many
-    if not any(part in joined for part in ("lora", "hada_w", "lokr_w")):
-        return ""
-    from ckptool.conventions.adapter_keys import adapter_detail  # of few files
-
-    return adapter_detail(node)
 
 
 def optimizer_detail(node: Any) -> str:

@@ -30,7 +30,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
+from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import (
     Ambiguous,
     BadTensor,
@@ -306,9 +306,9 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         way = f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
     else:  # the weights are an entry
         way = f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
-    what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in wrong.items()])}"
+    what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in wrong.items()], 3)}"
     why = "It holds only plain tensors of its own dtypes, under names."
-    raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}")
+    raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}, or {arg(folder=DIR)}")
 
 
 def _why_not(name: Any, value: Any) -> str:

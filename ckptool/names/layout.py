@@ -178,7 +178,20 @@ class LayoutRules:
         """The rules for weights of a side, by its place in `sides`."""
         turned = self.sides()[side][1]
         rules = self.translation.reversed() if turned else self.translation
-        return without_base(rules, (self.new if turned else self.old).base) if side > 1 else rules
+        base = (self.new if turned else self.old).base if side > 1 else ""
+
+        def bare(name: Name) -> Name:  # names that do not begin with the base are as they were
+            return replace(parse_name(name.text.removeprefix(base)), digits=name.digits)
+
+        if not base:
+            return rules
+        return replace(
+            rules,
+            rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
+            drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
+            unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
+            tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
+        )
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -204,21 +217,6 @@ class LayoutRules:
         what = f"the weights are not of the layout {self.name}{without}"
         have = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
         return NoMatch(what, f"{'; '.join(have)}. Nothing was written.")
-
-
-def without_base(rules: Translation, base: str) -> Translation:
-    """Rules whose old names begin with this prefix or, where they have another one, are as they were, without it."""
-
-    def bare(name: Name) -> Name:
-        return replace(parse_name(name.text.removeprefix(base)), digits=name.digits)
-
-    return replace(
-        rules,
-        rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
-        drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
-        unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
-        tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
-    )
 
 
 def read_layout(path: str) -> LayoutRules:

@@ -52,11 +52,6 @@ class Operation:
     def kind(self) -> OperationKind:
         return KINDS[self.name]
 
-    @property
-    def arithmetic(self) -> tuple[Arithmetic, ...]:
-        """All of its numbers."""
-        return *self.numbers, *(each for given in self.lists for each in given), *([self.of] if self.of else [])
-
     def inverse(self) -> Operation | None:
         """The operation that undoes it; None where none does."""
         found = self.kind.inverse
@@ -286,7 +281,11 @@ class Rule:
     @cached_property
     def names(self) -> list[str]:
         """The names in the arithmetic of its operations."""
-        return sorted({name for op in self.chain for each in op.arithmetic for name in each.names})
+        found = set[str]()
+        for op in self.chain:
+            numbers = (*op.numbers, *(each for given in op.lists for each in given), *([op.of] if op.of else []))
+            found.update(name for each in numbers for name in each.names)
+        return sorted(found)
 
     @cached_property
     def operations(self) -> str:

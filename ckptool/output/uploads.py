@@ -117,7 +117,16 @@ def upload(
         paths = {os.path.join(folder.path, each): f"{place}/{each}" if names else place for each in files.files}
         with _problems(url):
             if fs.protocol == "hf":
-                _commit(fs, paths)
+                from huggingface_hub import CommitOperationAdd
+                from huggingface_hub.utils import disable_progress_bars
+
+                disable_progress_bars()
+                found = [fs.resolve_path(each) for each in paths.values()]
+                added = [CommitOperationAdd(to.path_in_repo, path) for path, to in zip(paths, found, strict=True)]
+                at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
+                fs._api.create_commit(
+                    at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision
+                )
             else:
                 _send(fs, paths, existed, lambda sent: tell((size + sent) // 2, size))
             fs.invalidate_cache()
@@ -184,18 +193,6 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
         if job is not None:
             job.exception()  # until it has ended
         raise
-
-
-def _commit(fs: Any, places: dict[str, str]) -> None:
-    """Gives files to a hub in one commit."""
-    from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    found = [fs.resolve_path(place) for place in places.values()]
-    added = [CommitOperationAdd(each.path_in_repo, path) for each, path in zip(found, places, strict=True)]
-    at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
-    fs._api.create_commit(at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision)
 
 
 @contextmanager

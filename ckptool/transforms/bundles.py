@@ -61,7 +61,12 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
     fix = f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
-        if not _is_name(name):
+        if type(name) is str and is_text(name) and name.isprintable() and not _NO_FILE.search(name):
+            is_bare = name == name.strip(" .") and not name.startswith("-") and not _DEVICES.fullmatch(name)
+            fits = is_bare and 0 < len(name.encode()) <= LONGEST_NAME
+        else:
+            fits = type(name) is int and name >= 0
+        if not fits:
             raise Conflict(f"a member cannot be called {_shown(name)}", _NAME, fix)
         if (folded := _folded(name)) in taken:
             what = f"two members are called {_shown(name)}"
@@ -69,15 +74,6 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
                 what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
             raise Conflict(what, "One member would replace the other. Nothing was written.", fix)
         taken[folded] = name
-
-
-def _is_name(name: Any) -> bool:
-    if type(name) is int:
-        return name >= 0
-    if type(name) is not str or not is_text(name) or not name.isprintable() or _NO_FILE.search(name):
-        return False
-    is_bare = name == name.strip(" .") and not name.startswith("-") and not _DEVICES.fullmatch(name)
-    return is_bare and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def _folded(name: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint import Checkpoint, TensorEntry
@@ -218,16 +218,11 @@ def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
 # The checkpoint ------------------------------------------------------------------------------------------------------
 
 
-class DequantizedCheckpoint(NamedTuple):
-    """The checkpoint with weights in place of their parts; those weights, with addresses; and what was left out."""
-
-    checkpoint: Checkpoint
-    weights: tuple[tuple[str, QuantizedWeight], ...]
-    left_out: tuple[str, ...]
-
-
-def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType) -> DequantizedCheckpoint:
-    """Puts the weights themselves, in this type, in the places of their codes; scales and the like are left out.
+def dequantize(
+    checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType
+) -> tuple[Checkpoint, list[tuple[str, QuantizedWeight]], list[str]]:
+    """Puts the weights themselves, in this type, in the places of their codes; those weights, with addresses; and what
+    is left out, scales and the like.
 
     Raises `Unsupported` naming everything whose layout is not known, and `NoMatch` where nothing is quantized. Reads
     nothing.
@@ -260,4 +255,4 @@ def dequantize(checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType)
     typed = typed if any(weight.name in typed for _, weight in weights) else set()
     metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
     tree = rebuild(checkpoint.tree, replaced=replaced)
-    return DequantizedCheckpoint(replace(checkpoint, tree=tree, metadata=metadata), tuple(weights), tuple(left_out))
+    return replace(checkpoint, tree=tree, metadata=metadata), weights, left_out

@@ -12,7 +12,7 @@ from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
-from ckptool.commands import FILE, arg, command
+from ckptool.commands import FILE, arg, command, nearest
 from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted
 from ckptool.transforms.flatten import lost_tensors, mappings
@@ -44,10 +44,12 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
     if idle := [pattern for pattern in patterns if pattern not in used]:
         why, name = "Patterns match whole addresses, or keys of model weights.", idle[0]
         begins = any(f"/{name}." in f"/{address(path)}" for path, _ in walk(checkpoint.tree))
-        see = f"Everything below it: {arg(drop=f'{name}.*')}" if begins else ""
-        raise NoMatch(
-            f"nothing matches {name!r}", why, see or f"See what is there: {command('inspect', FILE, all=True)}"
-        )
+        see = f"See what is there: {command('inspect', FILE, all=True)}"
+        if begins:
+            see = f"Everything below it: {arg(drop=f'{name}.*')}"
+        elif meant := nearest(name, (address(path) for path, node in walk(checkpoint.tree) if isinstance(node, dict))):
+            see = f"Did you mean {meant}? {see}"
+        raise NoMatch(f"nothing matches {name!r}", why, see)
     return rebuild(checkpoint.tree, replaced=replaced), tuple(gone.values())
 
 

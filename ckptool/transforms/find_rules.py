@@ -455,7 +455,13 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
     most = TRIES // max(1, len(ours))
     texts = [*texts, *(rule for each in written for rule in each.rules)][:most]
-    drop = _patterns([key for key in ours if key not in covered], covered)[:most]
+    patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where nothing else has such a name
+    for key in (key for key in ours if key not in covered):
+        literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))
+        general = re.sub(r"[0-9]+", "*", literal)
+        is_taken = general not in patterns and literal != general and any(map(matcher(general), covered))
+        patterns[literal if is_taken else general] = None
+    drop = list(patterns)[:most]
 
     steps, items = list[Step](), dict[Any, Any]()
     try:
@@ -497,15 +503,3 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
             if same is not None
         ),
     )
-
-
-def _patterns(keys: Iterable[str], taken: Iterable[str]) -> list[str]:
-    """Patterns for keys that are left out: with `*` for their numbers, where nothing else has such a name."""
-    patterns = dict[str, None]()
-    for key in keys:
-        literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))
-        general = re.sub(r"[0-9]+", "*", literal)
-        if general not in patterns and literal != general and any(map(matcher(general), taken)):
-            general = literal
-        patterns[general] = None
-    return list(patterns)

@@ -26,7 +26,7 @@ from ckptool.conventions.state_dicts import (
 )
 from ckptool.errors import Conflict, Unsupported, counted, listed, printable, quoted
 from ckptool.facts import replace, size
-from ckptool.formats import marks
+from ckptool.formats import Format, marks
 
 MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 
@@ -42,23 +42,21 @@ class Exported(NamedTuple):
 def export(
     checkpoint: Checkpoint,
     root: StateDict,
+    container: Format,
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
     *,
     copy_ties: bool = False,
-    container: str = "safetensors",
-    keep_metadata: bool = False,
 ) -> Exported:
-    """The tensors of `root` whose keys match, as a flat dictionary.
+    """The tensors of `root` whose keys match, as a flat dictionary for a container of tensors.
 
-    copy_ties: write tied tensors once for each name.  container: where they go, for the messages.
-    keep_metadata: `_metadata` goes along.
+    copy_ties: write tied tensors once for each name, as is done where the container has no ties.
     Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for a view of more than `MAX_WRITTEN_OUT`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = getattr(root.node, "metadata", None)
-    keep_metadata = keep_metadata and is_metadata(metadata)
+    keep_metadata = container.keeps_metadata and is_metadata(metadata)
     behind = [key for key in root.node if key not in tensors or key not in keys]
     behind += ["_metadata"] if metadata and not keep_metadata else []
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
@@ -76,17 +74,29 @@ def export(
     if wrong:
         why = "It holds only plain tensors, each under its name. Nothing was written."
         fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
-        raise Unsupported(f"{container} cannot hold {listed(wrong)}", why, fix)
+        raise Unsupported(f"{container.name} cannot hold {listed(wrong)}", why, fix)
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
-            why = f"{container} has no strides, so every repeated value would be written out."
+            why = f"{container.name} has no strides, so every repeated value would be written out."
             raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}")
+    copy_ties = copy_ties or not container.keeps_ties
+    notes = lost_views(plain, copy_ties)
+    if not container.keeps_ties:
+        names: dict[int, list[str]] = {}
+        for key, number in memories(plain).items():
+            names.setdefault(number, []).append(key)
+        groups = [group for group in names.values() if len(group) > 1]
+        if tied := [
+            (" = " if len({plain[key].view for key in group}) == 1 else " with ").join(group) for group in groups
+        ]:
+            message = f"{container.name} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
+            notes.append(Note("ties-copied", message))
     if copy_ties:
         plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
     flat = replace(checkpoint, tree=tree, tensors_only=True, extras={})
-    return Exported(flat, tuple(behind), tuple(lost_views(plain, copy_ties)))
+    return Exported(flat, tuple(behind), tuple(notes))
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
@@ -98,18 +108,6 @@ def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
         )
-
-
-def lost_ties(node: dict[Any, Any], exported: Exported, container: str) -> list[Note]:
-    """Notes on tied tensors that go into a container without ties."""
-    entries = {key: node[key] for key in exported.checkpoint.tree if isinstance(node[key], TensorEntry)}
-    names: dict[int, list[str]] = {}
-    for key, number in memories(entries).items():
-        names.setdefault(number, []).append(key)
-    groups = [group for group in names.values() if len(group) > 1]
-    tied = [(" = " if len({entries[key].view for key in group}) == 1 else " with ").join(group) for group in groups]
-    message = f"{container} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
-    return [Note("ties-copied", message)] if tied else []
 
 
 def around(checkpoint: Checkpoint, root: StateDict) -> list[str]:

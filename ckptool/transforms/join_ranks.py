@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -114,60 +114,48 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
             names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in own]
     if not names:
         return None
-    joiner, found = Joiner(source), []
-    for place, name in names:
-        above, _, last = name.rpartition("/")
-        file = Folder(os.path.join(source.path, above)).open(last)
-        source.adopt(name, file)
-        each = formats.read_alone(file)
-        found.append((place, name, each.tree))
+    joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
+    sizes, steps = [1, 1], dict[int, str]()
+    for place, file in names:
+        above, _, last = file.rpartition("/")
+        opened = Folder(os.path.join(source.path, above)).open(last)
+        source.adopt(file, opened)
+        each = formats.read_alone(opened)
         joiner.notes = [*({note.code: note for note in (*joiner.notes, *each.notes)}).values()]
         joiner.discarded += each.discarded
-    ranks = _checked(source, (each for each in found if not each[1].endswith(OPTIMIZER)))
-    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
-    model = _model(joiner, ranks, rules, scope.lookup)
-    beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
-    for _, name, tree in found:
-        if name.endswith(OPTIMIZER):
-            beside[name.partition("/")[0]][OPTIMIZER] = tree
-    tree = {"model": model, "ranks": beside} if any(beside.values()) else model
-    return joiner.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
-
-
-# The ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _checked(folder: Folder, files: Iterable[tuple[tuple[int, ...], str, Any]]) -> list[_Rank]:
-    """The ranks that saved these files. Raises `Truncated` unless each stage has each rank, as many as the arguments
-    say; `Conflict` for two steps, `Unsupported` for expert parallelism."""
-    ranks: list[_Rank] = []
-    sizes = [1, 1]
-    steps: dict[Any, str] = {}
-    for place, file, tree in files:
+        owner, tree = file.partition("/")[0], each.tree
+        if last == OPTIMIZER:
+            optimizers[owner] = tree
+            continue
         if not isinstance(tree, dict):
-            raise Corrupt(f"{folder}: {file} is not a dictionary", "It is no rank's file of a model.")
+            raise Corrupt(f"{source}: {file} is not a dictionary", "It is no rank's file of a model.")
         args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
         said: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         if len(place) > 2 or (type(said[2]) is int and said[2] > 1):
-            what = f"{folder}: {file} is of expert parallelism, which divides the experts over ranks"
+            what = f"{source}: {file} is of expert parallelism, which divides the experts over ranks"
             raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
         for axis, number in enumerate((*place, 0)[:2]):
             known = said[axis] if type(said[axis]) is int and said[axis] < 1 << 20 else 1
             sizes[axis] = max(sizes[axis], number + 1, known)
-        name = file.partition("/")[0]
         if type(iteration := tree.get("iteration")) is int:
-            steps.setdefault(iteration, name)
+            steps.setdefault(iteration, owner)
         model = tree if any(map(_is_chunk, tree)) else {"model": tree}  # all of the file
-        ranks.append(_Rank(name, place[0], place[1] if len(place) > 1 else 0, model))
-    if len(ranks) != prod(sizes):
+        ranks.append(_Rank(owner, place[0], place[1] if len(place) > 1 else 0, model))
+    if len(ranks) != prod(sizes):  # each stage has each rank, as many as the arguments say
         world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
-        what = f"{folder} has {counted(len(ranks), 'file')} of {world}"
+        what = f"{source} has {counted(len(ranks), 'file')} of {world}"
         raise Truncated(what, f"There are {listed([rank.name for rank in ranks], 4)}.", "Copy all of them.")
     if len(steps) > 1:
         (one, first), (other, second) = sorted(steps.items())[:2]
-        raise mixed(folder, first, second, f"one is of iteration {one:,}, the other of {other:,}")
-    megatron.step_of(folder, next(iter(steps), None))
-    return ranks
+        raise mixed(source, first, second, f"one is of iteration {one:,}, the other of {other:,}")
+    megatron.step_of(source, next(iter(steps), None))
+    scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
+    whole = _model(joiner, ranks, rules, scope.lookup)
+    beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
+    for owner, tree in optimizers.items():
+        beside[owner][OPTIMIZER] = tree
+    tree = {"model": whole, "ranks": beside} if any(beside.values()) else whole
+    return joiner.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
 
 
 def _is_chunk(key: Any) -> bool:

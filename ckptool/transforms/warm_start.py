@@ -150,6 +150,13 @@ def plan_warm_start(
     met = {*chosen, *found.supplied, *found.excluded, *(each.target for each in mismatched)}
     taken = {*found.pairs.values()}
     rest = [(key, name, tensors[key]) for key, name in found.names.items() if key not in taken]
+    suggestions: list[Suggestion] = []
+    if len(found.pairs) not in (len(found.names), len(wanted)):
+        # Rules that would make more fit, for names as rules see them: without the prefixes that are taken off anyway.
+        ours = {without_wrappers(name): tensors[key].shape for key, name in found.names.items()}
+        theirs = {without_wrappers(name): e.shape for name, e in wanted.items() if name not in found.excluded}
+        placed = {without_wrappers(found.names[key]): without_wrappers(goal) for goal, key in found.pairs.items()}
+        suggestions = suggest(ours, theirs, placed)
     report = LoadReport(
         source=source,
         target=target.name,
@@ -165,7 +172,7 @@ def plan_warm_start(
         elements=sum(each.elements for each in loaded),
         total=sum(expected.numel for expected in target.unique),
         normalised=tuple(notes),
-        suggestions=_suggestions(tensors, found, target),
+        suggestions=tuple(suggestions),
         refused=(),
         supplied=tuple(name for name in found.supplied if name not in chosen and name not in found.excluded),
     )
@@ -317,16 +324,6 @@ def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], t
 # Advice --------------------------------------------------------------------------------------------------------------
 
 
-def _suggestions(tensors: Mapping[str, Tensor], found: _Matched, target: Target) -> tuple[Suggestion, ...]:
-    """Rules that would make more fit, for names as rules see them: without the prefixes that are taken off anyway."""
-    if len(found.pairs) in (len(found.names), len(target.tensors)):
-        return ()
-    ours = {without_wrappers(name): tensors[key].shape for key, name in found.names.items()}
-    wanted = {without_wrappers(name): e.shape for name, e in target.tensors.items() if name not in found.excluded}
-    placed = {without_wrappers(found.names[key]): without_wrappers(goal) for goal, key in found.pairs.items()}
-    return tuple(suggest(ours, wanted, placed))
-
-
 _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
@@ -374,14 +371,7 @@ def _advice(report: LoadReport) -> str:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
-class Filled(NamedTuple):
-    """A whole state dict for a target, and the names whose values are the target's own."""
-
-    state_dict: OrderedDict
-    taken: tuple[str, ...]
-
-
-def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
+def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
     """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill up.
@@ -430,4 +420,5 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> Filled:
     def on_cpu(storage: Storage) -> Storage:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-    return Filled(map_storages(OrderedDict(items, attributes), on_cpu), tuple(own_names))
+    state_dict: OrderedDict = map_storages(OrderedDict(items, attributes), on_cpu)
+    return state_dict

@@ -19,7 +19,6 @@ _CODE = "[a-z][a-z0-9-]*"
 # Errors and findings, as they are printed: `error[CODE]`, `problem [CODE]`, `note [CODE]`.
 _IN_BRACKETS = re.compile(rf"^(?:.*\berror|problem |note )\[({_CODE})\]", re.MULTILINE)
 _NOTE = re.compile(rf"^({_CODE}): ", re.MULTILINE)
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,23 @@ def explain(
     Raises `NoMatch` for an unknown code or message.
     """
     codes = all_codes()
-    if code == "-":
-        return explain_text(standard_input())
+    if code == "-":  # the codes in what ckptool printed; of any other error message what `doctor --error` says
+        from ckptool.analysis.findings import LOOK, MAX_TEXT, first_line, of_error_text, recognised
+
+        text = standard_input()
+        if not text.strip():
+            raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
+        shown = text[:MAX_TEXT]
+        named: Sequence[str] = _IN_BRACKETS.findall(shown)
+        # Only those of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is none.
+        if "Traceback (most" not in shown:
+            named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
+        if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
+            return Explanation(tuple(known))
+        if recognised(text) is None:
+            look = f"{LOOK}{command('doctor', FILE)}"
+            raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", look)
+        return of_error_text(text)
     if not code:
         return Explanation(tuple(codes.values()), is_list=True)
     pasted = _IN_BRACKETS.match(code)  # as it is printed
@@ -99,24 +113,3 @@ def explain(
         see = message if " " in name else f"See all: {Command(('ckptool', 'explain'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
     return Explanation((codes[name],))
-
-
-def explain_text(text: str) -> Explanation | Diagnosis:
-    """The explanation of the codes in what ckptool printed; of any other error message what `doctor --error` says.
-
-    Only the codes of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is no code.
-    """
-    from ckptool.analysis.findings import LOOK, MAX_TEXT, first_line, of_error_text, recognised
-
-    if not text.strip():
-        raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
-    shown, codes = _COLOUR.sub("", text[:MAX_TEXT]), all_codes()
-    named: Sequence[str] = _IN_BRACKETS.findall(shown)
-    if "Traceback (most" not in shown:
-        named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
-    if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
-        return Explanation(tuple(known))
-    if recognised(text) is None:
-        look = f"{LOOK}{command('doctor', FILE)}"
-        raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", look)
-    return of_error_text(text)

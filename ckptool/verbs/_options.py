@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,10 +195,13 @@ def check_text(path: PathLike, *, overwrite: bool) -> None:
 MAX_TEXT = 1 << 20  # bytes
 
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
 def standard_input() -> str:
-    """The text that is piped in, up to a limit."""
+    """The text that is piped in, up to a limit, without its colours: torch's own messages have some."""
     try:
-        return sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace")
+        return _COLOUR.sub("", sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace"))
     except (OSError, AttributeError) as problem:
         raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import TensorEntry
 from ckptool.commands import arg, option, several, verb
+from ckptool.conventions.quantized import QuantizedWeight
 from ckptool.conventions.state_dicts import model_state_dicts, optimizers
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.facts import size
 from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
-from ckptool.transforms.dequantize import DequantizedCheckpoint
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
@@ -51,10 +51,10 @@ def cast(
     target = parse_dtype(dtype)
     change = begin_change("cast", file, out, at, options)
     part, roots = change.part, model_state_dicts(change.part, named=change.named)
-    weights: DequantizedCheckpoint | None = None
+    weights, left_out = list[tuple[str, QuantizedWeight]](), list[str]()
     if dequantize:
-        weights = dequantized(part, roots, target)
-        part, roots = weights.checkpoint, model_state_dicts(weights.checkpoint, named=change.named)
+        part, weights, left_out = dequantized(part, roots, target)
+        roots = model_state_dicts(part, named=change.named)
     else:
         refuse_quantized(part, [root.node for root in roots], "Cast")
     values = [value for root in roots for value in root.node.values()]
@@ -67,20 +67,20 @@ def cast(
         count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
         raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
-    written = change.save(plan.checkpoint, changes=plan.tensors > 0 or weights is not None, beside=beside)
+    written = change.save(plan.checkpoint, changes=plan.tensors > 0 or bool(weights), beside=beside)
     dry_run = bool(change.asked["dry_run"])
     rows: list[Row | str] = []
     if weights:
         made: list[dict[str, Any]] = [
             {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
-            for name, weight in weights.weights
+            for name, weight in weights
         ]
         shown = made if dry_run else made[:SHOWN]
         lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in shown]
         if left := len(made) - len(shown):
             lines.append(f"… and {counted(left, 'weight')} more ({arg(dry_run=True)} shows all)")
         rows.append(Row("dequantized", made, lines))
-        rows.append(Row.named("left_out", weights.left_out, "left out, of activations:", 6))
+        rows.append(Row.named("left_out", left_out, "left out, of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
         sizes = f"{size(plan.bytes_before)} → {size(plan.bytes_after)}"
@@ -94,7 +94,7 @@ def cast(
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
     rows.append(Row("skipped", skipped, [f"{name} left as it is ({kind})" for name, kind in plan.skipped]))
     if weights:
-        summary = f"{counted(len(weights.weights), 'quantized weight')} computed as {target.name}" + (
+        summary = f"{counted(len(weights), 'quantized weight')} computed as {target.name}" + (
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:

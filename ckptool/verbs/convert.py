@@ -138,8 +138,7 @@ def convert(
         summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
         behind, notes = [], ()
     else:
-        copies = ties == "copy" or not container.keeps_ties
-        changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, copies)
+        changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, ties == "copy")
     behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
     if container.tensors_only and container.writes_folder:
         from ckptool.formats.model_folder import model_folder
@@ -243,12 +242,10 @@ def _to_tensors(
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    kept = container.keeps_metadata
-    made = flatten.export(part, root, only, exclude, copy_ties=copy_ties, container=container.name, keep_metadata=kept)
+    made = flatten.export(part, root, container, only, exclude, copy_ties=copy_ties)
     of = f" of {root.address}" if root.address else ""
     summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
-    notes = made.notes if container.keeps_ties else (*made.notes, *flatten.lost_ties(root.node, made, container.name))
-    return made.checkpoint, summary, list(made.left_behind), notes
+    return made.checkpoint, summary, list(made.left_behind), made.notes
 
 
 def _to_pickle(

@@ -23,7 +23,7 @@ def diff(
     right: Annotated[CheckpointLike, argument("B", "Another.")],
     *,
     atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", least=0)] = 0.0,
-    rtol: Annotated[float, option("--rtol X", "Relative tolerance: as a share of the value in B.", least=0)] = 0.0,
+    rtol: Annotated[float, option("--rtol X", "Relative tolerance: a multiple of the value in B.", least=0)] = 0.0,
     ignore: Annotated[str | Collection[str], repeated("--ignore KIND", _KINDS)] = (),
     stat: bool = True,
     only: Annotated[Texts, repeated("--only PATTERN", "Compare only what matches; read nothing else.")] = (),

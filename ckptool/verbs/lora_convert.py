@@ -27,7 +27,7 @@ def lora_convert(
     out: Out = None,
     *,
     to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
-    base: Annotated[Files, repeated("--base FILE", "A model that it is for: resolves kohya's names.")] = (),
+    base: Annotated[Files, repeated("--base FILE", "A base model that the adapter fits: resolves kohya's names.")] = (),
     config: ConfigOption = None,
     **options: Unpack[Save],
 ) -> Written | Any:

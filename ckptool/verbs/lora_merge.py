@@ -27,7 +27,7 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
     one_output="For example: -o merged.safetensors",
 )
 def lora_merge(
-    base: Annotated[CheckpointLike, argument("BASE", "The weights that it is for, or FILE#ADDRESS for a part of one.")],
+    base: Annotated[CheckpointLike, argument("BASE", "The base weights, or FILE#ADDRESS for a part of a file.")],
     adapter: AdapterArgument,
     out: Out = None,
     *,
@@ -36,7 +36,7 @@ def lora_merge(
     at: At = None,
     part: IsPart = False,
     changed_base: Annotated[
-        bool, option("--changed-base", "BASE is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA changed.")
+        bool, option("--changed-base", "BASE already has the changes that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA made.")
     ] = False,
     **options: Unpack[Save],
 ) -> Written | Any:

@@ -35,8 +35,8 @@ def prove(
     command: Sequence[str] = (),
     steps: Annotated[int | None, option("--steps N", "Length of the run, with 20 saves in it.", least=2)] = None,
     kills: Annotated[int, option("--kills N", "Number of kills.", least=1)] = 5,
-    seed: Annotated[int, option("--seed N", "Seed of where the kills fall.")] = 0,
-    timeout: Annotated[float, option("--timeout SECONDS", "For one process.", least=1)] = 600,
+    seed: Annotated[int, option("--seed N", "Seed for choosing where to kill.")] = 0,
+    timeout: Annotated[float, option("--timeout SECONDS", "Time limit of one process.", least=1)] = 600,
     say: Annotated[Say | None, Watched("status")] = None,
 ) -> Proof:
     """Proves that a run of this configuration, killed anywhere, ends with the same checkpoints as one that is not.

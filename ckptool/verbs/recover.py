@@ -89,7 +89,7 @@ class Recovery(Report):
 
 @verb(("ckptool recover cut.pt -o saved.pt", "salvage a file that was cut off"))
 def recover(
-    file: Annotated[CheckpointLike, argument("FILE", "A cut or damaged checkpoint; the whole file, not FILE#ADDRESS.")],
+    file: Annotated[CheckpointLike, argument("FILE", "A truncated or damaged checkpoint, not FILE#ADDRESS.")],
     out: Out = None,
     *,
     overwrite: Overwrite = False,

@@ -142,6 +142,7 @@ def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterat
 
 @verb(
     ("ckptool show model.pt#epoch", "a value"),
+    ("ckptool show model.pt#optimizer/param_groups", "an optimizer's settings: its learning rate"),
     ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
 )
 def show(

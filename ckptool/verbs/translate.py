@@ -68,9 +68,9 @@ def translate(
     out: Out = None,
     *,
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a layout that ships.")] = None,
-    set: Annotated[Settings, repeated("--set NAME=NUMBER", "A variable of the rules; else config.json has it.")] = (),
-    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout finds out itself.")] = False,
-    rest: Annotated[str, option("--rest WHAT", "Keys that no rule takes: refuse, keep or drop them.")] = "refuse",
+    set: Annotated[Settings, repeated("--set NAME=NUMBER", "Set a variable; it overrides config.json.")] = (),
+    reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout detects its side.")] = False,
+    rest: Annotated[str, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
     like: Annotated[PathLike | None, LIKE] = None,
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     at: ChangedAt = None,
@@ -137,8 +137,7 @@ def translate(
         beside = ModelFolder(library, beside.place, left=(behind_it,) if beside.files else ())
     if weights_alone:
         root, remark = one_state_dict(made, "" if change.named else None)
-        copies = not container.keeps_ties
-        found = export(made, root, copy_ties=copies, container=container.name, keep_metadata=container.keeps_metadata)
+        found = export(made, root, container)
         names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
         left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
         made, notes = replace(found.checkpoint, base=()), found.notes

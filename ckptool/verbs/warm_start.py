@@ -26,7 +26,7 @@ TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals 
 
 Rules = Texts | Mapping[str, str]
 Mismatch = Literal["error", "skip"]
-_SHARE = "Share that must load: 0.95. Default: half, and all that suggested rules would."
+_SHARE = "Fraction of the values that must load: 0.95. Default: half, and all that the suggested rules would load."
 
 
 @verb(
@@ -50,7 +50,7 @@ def warm_start(
     resize: Annotated[
         Rules, repeated("--resize PATTERN=HOW", "How to resize: 'pos_embed=bicubic(cls=1)', '*embed*=rows(mean)'.")
     ] = (),
-    min_loaded: Annotated[float | None, option("--min-loaded SHARE", _SHARE)] = None,
+    min_loaded: Annotated[float | None, option("--min-loaded FRACTION", _SHARE)] = None,
     strict: Annotated[bool, option("--strict", "Allow no missing and no unexpected names.")] = False,
     suggest: Annotated[PathLike | None, option("--suggest FILE", "Write rules for --rules, so that more fits.")] = None,
     part: IsPart = False,
@@ -102,20 +102,21 @@ def warm_start(
         raise refusal(report)
     made: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        full, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
+        tree, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
+        taken = tuple(name for name in tree if name not in plan.chosen)
         mark: dict[str, Any] = marks.recovered(whole.metadata, root.path)
-        if full.taken and model is not None:
+        if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
-        beside = model_folder(model, full.state_dict) if model is not None else None  # of the sizes in it
+        beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
         saved = change.write(
             whole if model is None else together(whole, [model]),
-            Checkpoint(full.state_dict, formats.DEFAULT if model is None else model.container, mark, whole.source),
+            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, whole.source),
             inputs=[model.source] if model is not None and model.source is not None else [],
             beside=beside if beside is not None and beside.files else None,
         )
         made, notes = saved.made, (*report.normalised, *saved.notes)
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
-        report = replace(report, taken=full.taken, output=file_of, normalised=notes, applied=not dry_run)
+        report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
         what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))

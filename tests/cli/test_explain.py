@@ -59,6 +59,9 @@ def test_a_message_of_torch_gets_what_doctor_says(tmp_path: Path) -> None:
     code, text = piped(f"{line} explain -", tmp_path)
     assert code == 0 and "ckptool strip-module FILE -o OUT" in text
     assert text == piped(f"{line} doctor --error -", tmp_path)[1]
+    coloured = "import torch; torch.save(torch.nn.ReLU(), 'm.pt'); torch.load('m.pt')"  # torch's own, in a pipe too
+    shown = piped(f"python -c {shlex.quote(coloured)} 2>&1 | ckptool explain -", tmp_path)[1]
+    assert "seen as: _pickle.UnpicklingError: Weights only" in shown and "x1b" not in shown
 
 
 @pytest.mark.parametrize("text", ["usage: train.py [-h]", "io: nothing", "Segmentation fault", "error[nothing]: x"])

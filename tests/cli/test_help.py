@@ -132,7 +132,7 @@ def told(ran: Ran) -> str:
 MISTYPED = {
     "inspect mdel.pt": "did you mean model.pt?",
     "show model.pt#state_dict.module.fc.weight": "Did you mean state_dict/module.fc.weight?",
-    "strip-module model.pt -o new/": "use -d for the folder",
+    "strip-module model.pt -o new/": "or keep everything: -o OUT.pt, or -d DIR",
     "rename model.pt 'module.* -> *' -n -o x.pt": "neither a file nor a rule",
     "rename model.pt module.fc.weight=fc.weight -n -o x.pt": "neither a file nor a rule",
     "rename model.pt module.* -n -o x.pt": "'a.* => b.*'",

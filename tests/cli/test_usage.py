@@ -42,6 +42,7 @@ def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) ->
     Path("report").write_bytes(Path("dp.pt").read_bytes())  # a verb's name wins
     assert "needs FILE" in usage_error(run("report")) and run("./report").out.startswith("./report: torch-zip")
     assert "Did you mean 'training.pt'?\n  See: ckptool training.pt\n" in usage_error(run("trainin.pt"))
+    assert "Did you mean 'training.pt'?\n  See: ckptool training.pt\n" in usage_error(run("training"))
 
 
 # Rules that a shell took apart ---------------------------------------------------------------------------------------

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from ckptool.formats import FORMATS, Format, read
+from ckptool.checkpoint import Checkpoint, Computed, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Deferred
+from ckptool.checkpoint.dtypes import by_name
+from ckptool.formats import FORMATS, WRITERS, Format, read
 from fixtures import make_old
 from tests.support.looped import looped
 from tests.support.same import assert_same_tree
@@ -25,6 +30,33 @@ def test_a_line_agrees_with_its_module(container: Format) -> None:
     assert callable(code.read) and (is_another or is_asked or not hasattr(code, "detect"))
     assert container.writable == hasattr(code, "write") and container.appendable == hasattr(code, "append")
     assert bool(container.suffixes) <= container.writable
+
+
+class Zeros:
+    """The bytes of a tensor, to which a weak reference can be had."""
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        return bytes(length)
+
+
+@pytest.mark.parametrize("container", WRITERS, ids=lambda container: container.name)
+def test_a_plan_that_was_carried_out_holds_nothing(container: Format) -> None:
+    """Else what was saved stays in memory until garbage is collected, which `Run` does not wait for."""
+    values = Zeros()
+    held = weakref.ref(values)
+    entry = TensorEntry(Storage(Computed(64, values)), by_name("f32"), (4, 4), (4, 1))
+    checkpoint = Checkpoint({"a": entry}, container.name, tensors_only=container.tensors_only)
+    del values, entry
+    gc.disable()
+    try:
+        plan = container.write(checkpoint)
+        del checkpoint
+        made = [[part.make() if isinstance(part, Deferred) else part for part in file] for file in plan.files.values()]
+        assert sum(map(len, made)) and held() is not None
+        del plan, made
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 # Versions -------------------------------------------------------------------------------------------------------------

@@ -150,6 +150,14 @@ def test_every_output(out: str, tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.parametrize(("out", "noted"), [("out.npz", True), ("out.safetensors", False)])
+def test_ties_that_a_container_cannot_hold_are_said(out: str, noted: bool, tmp_path: Path) -> None:
+    weight = torch.ones(2, 3)
+    torch.save({"wte.weight": weight, "head.weight": weight}, tmp_path / "in.pt")
+    made = ckptool.translate(tmp_path / "in.pt", ["wte.weight => embed.weight"], tmp_path / out, rest="keep")
+    assert [note.code for note in made.notes] == ["ties-copied"] * noted
+
+
 def test_versions_of_modules_follow_with_and_without_tensors(tmp_path: Path) -> None:
     """The `_metadata` of a real model: what torch reads of it there, and all of it after the way back."""
     block = torch.nn.Sequential(torch.nn.Linear(4, 12), torch.nn.GELU(), torch.nn.BatchNorm1d(12), torch.nn.Dropout())

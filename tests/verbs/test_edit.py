@@ -44,6 +44,7 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
         ({}, UsageError, "edit was given nothing to do"),
         *[({"drop": ["epoch", each]}, NoMatch, f"nothing matches '{each}'") for each in ("exp_avg", "history/2", "0")],
         ({"drop": ["head"]}, NoMatch, "drop='head.*'"),
+        ({"drop": ["optimiser"]}, NoMatch, "Did you mean optimizer?"),
         ({"set": {"": 1}}, UsageError, "the whole file cannot be set"),
         ({"set": {"/": 1}}, UsageError, "the whole file cannot be set"),
         ({"set": {"epoch/x": 1}}, UsageError, "epoch cannot have entries set"),

@@ -433,7 +433,16 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         what = f"{name} is for {listed(sorted(components))}"
         advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
-    modules = _dotted_modules(adapter, bases) if old == KOHYA and scheme != KOHYA else {}
+    modules = dict[str, str]()  # kohya's with their dots: as the bases have them, else by the words of known modules
+    if old == KOHYA and scheme != KOHYA:
+        places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
+        for module in dict.fromkeys(delta.module for delta in adapter.deltas):
+            dotted = places.key("", [f"{module}.weight"]) if bases else split_words(module)
+            modules[module] = (dotted or "").removesuffix(".weight")
+        if lost := [module for module, dotted in modules.items() if not dotted]:
+            what = f"{name}: {counted(len(lost), 'module')} of {len(modules):,} could not be told: {listed(lost)}"
+            why = "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots."
+            raise NoMatch(what, why, f"Name the models that it is for: {arg(base=FILE)} (repeatable)")
     deltas = []
     for delta in adapter.deltas:
         module = modules.get(delta.module, delta.module)
@@ -461,20 +470,6 @@ def refuse_others(adapter: Adapter) -> None:
         if delta.method != LORA or "mid" in delta.factors:
             kind = "LoRA with lora_mid" if delta.method == LORA else delta.method
             raise Unsupported(f"{name}: {delta.module} is {kind}", why)
-
-
-def _dotted_modules(adapter: Adapter, bases: Sequence[Mapping[Any, Any]]) -> dict[str, str]:
-    """kohya's modules with their dots: as the bases have them, else by the words of diffusers' and CLIP's modules."""
-    places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
-    found = {}
-    for module in dict.fromkeys(delta.module for delta in adapter.deltas):
-        name = places.key("", [f"{module}.weight"]) if bases else split_words(module)
-        found[module] = (name or "").removesuffix(".weight")
-    if lost := [module for module, name in found.items() if not name]:
-        what = f"{adapter.name}: {counted(len(lost), 'module')} of {len(found):,} could not be told: {listed(lost)}"
-        why = "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots."
-        raise NoMatch(what, why, f"Name the models that it is for: {arg(base=FILE)} (repeatable)")
-    return found
 
 
 def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
