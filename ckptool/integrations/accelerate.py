@@ -16,7 +16,7 @@ from ckptool.output import make_folder
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
 from ckptool.training.state import Objects
-from ckptool.training.store import check, commit_file, newest_whole
+from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
 _OURS = "ckptool.pt"
@@ -60,7 +60,7 @@ class AcceleratorCheckpoints:
             self._lock = Lock(self.folder, "another folder")
         accelerator.wait_for_everyone()
         say = say if accelerator.is_main_process else lambda text: None
-        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), check, say)
+        newest = newest_whole(self.folder, saved_folders(self.folder, _NAME), say)
         self.resumed = newest is not None
         if newest is not None:
             tree = loaded(os.path.join(newest.path, _OURS))

@@ -19,7 +19,7 @@ from ckptool.output import make_folder
 from ckptool.training import rng
 from ckptool.training.batches import has_state
 from ckptool.training.run_folder import to_stderr
-from ckptool.training.store import SavedState, check, commit_file, file_digest, newest_whole, read_json, remove_file
+from ckptool.training.store import SavedState, commit_file, file_digest, newest_whole, read_json, remove_file
 
 _KEY = "ckptool_ranks"
 _UNKNOWN = sys.maxsize  # the step of a file without a sidecar: it is looked at first, and named
@@ -43,7 +43,7 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
             sidecar = old  # killed before the new file had the name
         step = (sidecar or {}).get("step")
         there.append(SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar))
-    newest = newest_whole(folder, sorted(there, key=lambda saved: saved.step), check, say)
+    newest = newest_whole(folder, sorted(there, key=lambda saved: saved.step), say)
     return newest.path if newest else None
 
 

@@ -50,7 +50,7 @@ class DurableCheckpoints:
             there = saved_folders(os.path.dirname(named) or folder, _NAME)
             if resume is True:
                 say = to_stderr if self.args.should_save else lambda text: None
-                newest = newest_whole(folder, there, check, say)
+                newest = newest_whole(folder, there, say)
                 resume = newest.path if newest else None
             elif named:
                 for saved in there:

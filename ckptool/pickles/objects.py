@@ -15,7 +15,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, check_collisions, is_hashable
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, UnsafeObject, Unsupported, counted
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, UnsafeObject, counted
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.strings import MAX_STRING, key_text, python2_text, python2_unescaped, whole
@@ -272,7 +272,7 @@ class ObjectMaker:
                 self._check_key(part, pos, depth + 1)
         elif key != key:
             self.reader.at = pos
-            raise Unsupported("NaN as a dictionary key", "It equals not even itself, so nothing could be found by it.")
+            raise Corrupt("NaN as a dictionary key", "It equals not even itself, so nothing could be found by it.")
         elif not is_hashable(key):
             raise self.reader.corrupt(pos, f"a {_kind(key)} as a dictionary key")
 

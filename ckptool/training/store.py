@@ -142,18 +142,18 @@ def _damage(path: str, known: dict[str, Any], verify: str) -> str:
 def newest_whole(
     folder: str,
     there: list[SavedState],
-    check: Callable[[SavedState], SavedState],
     say: Callable[[str], Any],
+    verify: str = "full",
     note: Callable[..., Any] = lambda event, **facts: None,
 ) -> SavedState | None:
     """The newest of a folder's checkpoints, oldest first, as `check` gives it; None where there are none.
 
-    check: refuses one that is damaged.  say: called with which was skipped, and why.  note: adds that to a history.
-    Raises `NoneValid` where all are.
+    say: called with which was skipped, and why.  verify: as in `check`.  note: adds that to a history.
+    Raises `NoneValid` where all are damaged.
     """
     for saved in reversed(there):
         try:
-            return check(saved)
+            return check(saved, verify)
         except CkptoolError as error:
             say(f"skipped {printable(saved.path)}: {error.what}")
             note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
@@ -413,7 +413,7 @@ class RunFolder:
 
         verify: see `check`. Raises `NoneValid` where all are damaged, `Conflict` where all are another run's.
         """
-        newest = newest_whole(self.checkpoints, self.all(), lambda saved: check(saved, verify), say, self.note)
+        newest = newest_whole(self.checkpoints, self.all(), say, verify, self.note)
         if newest is None and checkpoints_in(self.folder):
             raise Conflict(
                 f"{self.folder} holds checkpoints, and none of them belongs to this run",

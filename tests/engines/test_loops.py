@@ -47,7 +47,7 @@ def assert_same_end(*outs: Path) -> None:
 def newest(name: str, out: Path) -> tuple[int, list[str]]:
     """The step of the newest whole checkpoint by the adapter's word, and what it says of others."""
     from ckptool.integrations import accelerate, lightning, shared, transformers
-    from ckptool.training.store import check, newest_whole
+    from ckptool.training.store import newest_whole
 
     said: list[str] = []
     if name == "lightning_fit":
@@ -55,7 +55,7 @@ def newest(name: str, out: Path) -> tuple[int, list[str]]:
     else:
         pattern = accelerate._NAME if name == "accelerate_loop" else transformers._NAME
         there = shared.saved_folders(str(out / "checkpoints" if name == "accelerate_loop" else out), pattern)
-        newest = newest_whole(str(out), there, check, said.append)
+        newest = newest_whole(str(out), there, said.append)
         found = newest and newest.path
     assert found is not None
     return int(re.findall(r"\d+", Path(found).name)[-1]), said

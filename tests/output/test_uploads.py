@@ -147,7 +147,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(run: Run, tmp
     for out, said in {
         "https://host/a.pt": "a web server only serves files",
         "memory://full": "it is a folder",
-        "memory://new/": "it is a folder",
+        "memory://new/": "cannot hold state_dict",
         "memory://full/of.pt": "exists already",
         "ftp://user:hidden@127.0.0.1:1/a.pt": "cannot use ftp://127.0.0.1:1/a.pt",
     }.items():
