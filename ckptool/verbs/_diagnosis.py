@@ -257,7 +257,8 @@ def _of_notes(found: Listing, way: Way | None, rewritten: bool) -> Iterator[Find
         elif stage is Stage.WRAPPERS and way is None and ("--partial" in note.fix or not fixes):
             row_name = "prefix-module, of some keys" if fixes else "prefix-module, with and without"
             each = replace(finding(row_name, what=note.message, says=each.says), advised=fixes)
-            each = replace(each, code=note.code)
+            # A module may have a child called module, but none is called as compiling calls it.
+            each = replace(each, code=note.code, blocks=note.code == "prefix-compiled" and not fixes)
         yield each
     kinds = set[str]()
     for names in (root.names() for root in found.roots if root.module is not None):

@@ -302,6 +302,21 @@ def test_every_command_for_a_real_file_succeeds(name: str, tmp_path: Path) -> No
         assert {finding.code for finding in again.findings if finding.blocks} <= {"prefix-module"}
 
 
+@pytest.mark.parametrize(("wrapper", "loads"), [("module", True), ("_orig_mod", False)])
+def test_names_with_and_without_a_prefix_of_compiling_load_nowhere(wrapper: str, loads: bool, tmp_path: Path) -> None:
+    """A child may be called module, as torch shows; what `torch.compile` makes has no other names beside."""
+
+    class Parent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.add_module(wrapper, torch.nn.Linear(2, 1, bias=False))
+
+    found = ckptool.doctor(saved(Parent().state_dict(), tmp_path / "m.pt"))
+    assert [each.blocks for each in found.findings if each.code.startswith("prefix")] == [not loads]
+    assert not any(each.commands for each in found.findings)
+
+
 def test_a_fix_that_casts_says_which_values_it_rounded(tmp_path: Path) -> None:
     file = saved({"fc.weight": torch.linspace(0, 1, 7)}, tmp_path / "m.pt")
     done = ckptool.doctor(file, tmp_path / "o.pt", fix=True, dtype="bf16")
