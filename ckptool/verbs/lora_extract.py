@@ -20,7 +20,7 @@ from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 @verb(("ckptool lora extract tuned.pt model.pt --rank 4 -o new/", "PEFT loads it"), one_output=NEW_ADAPTER)
 def lora_extract(
-    tuned: Annotated[CheckpointLike, argument("TUNED", "The fine-tuned weights, FILE or FILE#ADDRESS.")],
+    tuned: Annotated[CheckpointLike, argument("TUNED", "The fine-tuned weights, or FILE#ADDRESS for a part.")],
     base: Annotated[CheckpointLike, argument("BASE", "The base weights.")],
     out: Out = None,
     *,
