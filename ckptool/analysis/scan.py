@@ -398,10 +398,16 @@ def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
     top = named(tree)
     levels = [top, *map(named, top.values())]
 
-    def counter(keys: Iterable[str], in_name: re.Pattern[str]) -> int | None:
+    def stated(keys: Iterable[str]) -> int | None:
         values = (level.get(key) for level in levels for key in keys)
-        match = in_name.search(os.path.splitext(os.path.basename(path))[0])
-        stated = (value for value in values if type(value) is int and value >= 0)
-        return next(stated, int(match[1]) if match else None)
+        return next((value for value in values if type(value) is int and value >= 0), None)
 
-    return counter(_STEPS, _STEP_IN_NAME), counter(_EPOCHS, _EPOCH_IN_NAME)
+    name = os.path.splitext(os.path.basename(path))[0]
+    step, epoch, match = stated(_STEPS), stated(_EPOCHS), _STEP_IN_NAME.search(name)
+    if step is None and match is not None:
+        # `checkpoint-12` of timm has epoch 12 in it, and that of many scripts the next one: no step.
+        is_epoch = epoch is not None and match[0][0] in "cC" and abs(int(match[1]) - epoch) <= 1
+        step = None if is_epoch else int(match[1])
+    if epoch is None and (match := _EPOCH_IN_NAME.search(name)) is not None:
+        epoch = int(match[1])
+    return step, epoch

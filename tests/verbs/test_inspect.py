@@ -264,6 +264,10 @@ def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
         ("model.pt", {"global_step": 7, "epoch": 2}, (7, 2)),
         ("model.pt", {"trainer": {"step": 9}}, (9, None)),
         ("checkpoint-500.pt", None, (500, None)),
+        ("checkpoint-500.pt", {"epoch": 2}, (500, 2)),
+        ("checkpoint-12.pth.tar", {"epoch": 12}, (None, 12)),  # timm
+        ("checkpoint_0199.pth.tar", {"epoch": 200}, (None, 200)),  # MoCo
+        ("step_2.pt", {"epoch": 2}, (2, 2)),
         ("epoch=3-step=1000.ckpt", None, (1000, 3)),
         ("model_epoch_50.pth", None, (None, 50)),
         ("resnet50.pt", None, (None, None)),
