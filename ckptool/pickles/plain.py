@@ -252,7 +252,7 @@ def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -
 MAX_JSON_DEPTH = 100
 MAX_JSON_NODES = 100_000
 MAX_JSON_BYTES = 4_096
-SHORT = 256  # characters: a text counts as one value for each so many
+SHORT = 128  # characters: a text counts as one value for each so many
 
 
 def to_json(value: Any) -> Any:
