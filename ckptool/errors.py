@@ -318,6 +318,7 @@ def printable(text: str) -> str:
 # A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
 _MARK = f"\ue000{os.urandom(8).hex()}"
 _MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # as a terminal is told them
 
 
 class Slot(str):

@@ -196,8 +196,11 @@ class Scan(Report):
             read = [] if self.full else ["its data was not read: --full"]
             yield f"{last.path} ({', '.join([*progress, size(last.bytes), *read])})"
             return
-        if self.latest_only or not self.is_folder:
-            yield from [f"{self.path}: no good checkpoint"] if self.latest_only else self.files[0].told()
+        if self.latest_only:
+            yield f"{self.path}: no good checkpoint"
+            return
+        if not self.is_folder:
+            yield from self.files[0].told()
             return
         count = sum(file.state != MEMBER for file in self.files)
         damaged = sum(file.is_wrong for file in self.files)
@@ -406,7 +409,7 @@ def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
     step, epoch, match = stated(_STEPS), stated(_EPOCHS), _STEP_IN_NAME.search(name)
     if step is None and match is not None:
         # `checkpoint-12` of timm has epoch 12 in it, and that of many scripts the next one: no step.
-        is_epoch = epoch is not None and match[0][0] in "cC" and abs(int(match[1]) - epoch) <= 1
+        is_epoch = epoch is not None and match[0].lower().startswith("checkpoint") and abs(int(match[1]) - epoch) <= 1
         step = None if is_epoch else int(match[1])
     if epoch is None and (match := _EPOCH_IN_NAME.search(name)) is not None:
         epoch = int(match[1])

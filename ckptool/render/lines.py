@@ -10,10 +10,9 @@ from textwrap import wrap
 from typing import Any
 
 from ckptool.commands import VERBS
-from ckptool.errors import CkptoolError, Command, escaped, in_python, printable
+from ckptool.errors import COLOURS, CkptoolError, Command, escaped, in_python, printable
 from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 _COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
 _WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+)")  # a command is cyan
@@ -49,7 +48,7 @@ class Style:
             return text
         lines: list[str] = []
         for line in text.split("\n"):
-            seen = _COLOURS.sub("", line)
+            seen = COLOURS.sub("", line)
             start = seen.lstrip(" ")
             if len(seen) <= self.width or _COMMAND.match(start):
                 lines.append(line)
@@ -57,11 +56,11 @@ class Style:
             hang, used = " " * min(len(seen) - len(start) + 4, self.width // 2), 0
             lines.append("")
             for word in _WORDS.findall(line):
-                length = len(_COLOURS.sub("", word))
+                length = len(COLOURS.sub("", word))
                 if used and used + length > self.width:
                     lines.append("")
                     word = hang + word.lstrip(" ")
-                    used, length = 0, len(_COLOURS.sub("", word))
+                    used, length = 0, len(COLOURS.sub("", word))
                 lines[-1] += word
                 used += length
         return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ckptool.checkpoint import Checkpoint, jobs
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
-from ckptool.errors import Conflict, LimitExceeded, UsageError
+from ckptool.errors import COLOURS, Conflict, LimitExceeded, UsageError
 from ckptool.formats import SUFFIXES, CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
 
 if TYPE_CHECKING:
@@ -195,13 +194,10 @@ def check_text(path: PathLike, *, overwrite: bool) -> None:
 MAX_TEXT = 1 << 20  # bytes
 
 
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
-
-
 def standard_input() -> str:
     """The text that is piped in, up to a limit, without its colours: torch's own messages have some."""
     try:
-        return _COLOUR.sub("", sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace"))
+        return COLOURS.sub("", sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace"))
     except (OSError, AttributeError) as problem:
         raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 
