@@ -241,11 +241,6 @@ class Behind(NamedTuple):
     def lines(self) -> list[str]:
         return [f"left out (the input keeps it): {listed(names, 9)}" for names in (self.weighing, self.plain) if names]
 
-    def joined(self, other: Behind) -> Behind:
-        """With the entries that another input's output lacks, each once."""
-        weighing, plain = dict.fromkeys(self.weighing + other.weighing), dict.fromkeys(self.plain + other.plain)
-        return Behind([*weighing], [*plain], self.facts)
-
 
 def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
     """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.

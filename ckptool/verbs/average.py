@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from itertools import chain
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
@@ -92,8 +92,11 @@ def average(
         behind += around(checkpoint, root)
         left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
     saved = change.write(original, changed, inputs=sources)
-    behind = list(dict.fromkeys(name for each in left for name in each.facts["left_behind"]))
-    lines = reduce(Behind.joined, left).lines
+    # Of all inputs, each name once.
+    weighing, plain, behind = (
+        list(dict.fromkeys(chain.from_iterable(lists)))
+        for lists in zip(*((each.weighing, each.plain, each.facts["left_behind"]) for each in left), strict=True)
+    )
     paths = [printable(name) for name in names[-count:]]
     kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []
@@ -108,7 +111,7 @@ def average(
         *[f"{share:.6g} × {path}" for share, path in zip(how.weights, paths, strict=True)][:8],
         Row("settings", how.settings, how.settings),
         Row("kept", held, [f"copied from {paths[-1]}: {kept}"] if kept else []),
-        Row("left_behind", behind, lines),
+        Row("left_behind", behind, Behind(weighing, plain, {}).lines),
         notes=notes,
         files=paths,
         weights=list(how.weights),
