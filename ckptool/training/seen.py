@@ -8,6 +8,7 @@ attributes are asked: no code of the objects is run.
 from __future__ import annotations
 
 import dis
+import io
 import itertools
 import os
 import re
@@ -35,21 +36,24 @@ _HOW = {  # to save what changes; attributes and buffers as variables
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
+    moving.ATTRIBUTE: "if a later step needs it, give {owner} state_dict() and load_state_dict(), and give it to Run: "
+    "ckptool.Run(…, data={owner})",
     SETTING: "set it in every epoch or step, by run.epoch or run.step",
-    VARIABLE: 'if a later step needs it, make it a value of the run: run["{short}"] = {name}',
+    VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
+_IN_PLACE = re.compile("INPLACE_|BINARY_OP .*=$")
 _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 
 class Looks:
-    """What was there at the last look. groups: of parameters, of each optimizer at first.  saves: of this process.
+    """What was there at the last look. parameters: of each module and optimizer at first.  saves: of this process.
     entries: what was reached, as in `moving`.  ids: which object a variable held.  told: names of what was said."""
 
     def __init__(self, objects: Objects) -> None:
-        self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
+        self.parameters = _parameters_of(objects)
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
@@ -63,49 +67,63 @@ class Looks:
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
             )
-        for name in [each for each, count in self.groups.items() if len(objects.named[each].param_groups) != count]:
+        for name in [each for each, now in _parameters_of(objects).items() if self.parameters[each] != now]:
+            what = "groups of " if isinstance(self.parameters[name], int) else ""
             yield (
-                f"{printable(name)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
-                "cannot load its state; give it all of them before, and set requires_grad or lr later"
+                f"{printable(name)} has other {what}parameters than at ckptool.Run(…), and a resumed process cannot "
+                "load its state; give it all of them before, and set requires_grad or lr later"
+            )
+        for optimizer in run._window.unsaved():
+            yield (
+                f"an optimizer ({optimizer}) that was not given to ckptool.Run trains parameters of the given modules, "
+                "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), or hold its state in the "
+                "state_dict() of what is given"
             )
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
         given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
         unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
-        if first and unsaved:
-            names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
+        new = {name: value for name, value in unsaved.items() if name not in self.told}
+        self.told |= new.keys()
+        if new and (first or self.saves > 1):  # a resumed process has been told
+            names = [printable(f"{name} ({type(value).__name__})") for name, value in new.items()]
             yield (
                 f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
                 "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
-                "run.batches(loader)"
+                "run.batches(loader); a file's lines to run.log, else they come twice"
             )
         seen: dict[int, Any] = {id(run): run}
         now = {**moving.reachable(given, seen)[0], **objects.requires_grad()}
         seen |= {id(each): each for each in unsaved.values()}  # which were named
-        carried, held = variables_left()
+        used, plain, held = variables_left()
         held = {name: value for name, value in held.items() if id(value) not in seen}
-        # A variable that is a value of the run, or a part of one, is saved; so is what the run counts.
-        parts = [run.values, run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss]
+        # A variable that is a value of the run, or a part of one, is saved; an attribute may be what the run counts.
+        parts: list[Any] = [run.values]
         for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
-        known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
-        texts = {entry.partition(": ")[2] for entry in known.values()}
+        values = _texts(parts)
+        counts = _texts([run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss])
         modules = objects.modules.values()
         places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
-        entries, met = moving.reachable({**held, **carried}, seen)
+        entries, met = moving.reachable({**held, **plain, **used}, seen)
+        kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
             # A tensor of a model under another name, as in its state dict, is saved with the model.
             is_models = isinstance(met.get(name), torch.Tensor) and _memory_of(met[name]) in places
-            if (text := entry.partition(": ")[2]) not in texts and not is_models:
-                now.setdefault(name, f"{VARIABLE}: {text}")
+            text, variable = entry.partition(": ")[2], re.split(r"[.\[#]", name)[0]
+            if text in values or is_models or (text in counts and variable not in used):
+                continue
+            now.setdefault(name, f"{VARIABLE}: {text}")
+            if variable in used and variable not in self.told:
+                kinds.setdefault(VARIABLE, []).append(printable(variable))
+                self.told.add(variable)
         # What is another object now has not changed.
         ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
         others = {name for name, number in self.ids.items() if ids.get(name) != number}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in others}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
-        kinds: dict[str, list[str]] = {}
         for name, kind in moving.unsaved(before or now, now, saved).items():
             whole = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item is named by what holds it
             if whole not in self.told:
@@ -113,7 +131,9 @@ class Looks:
                 kinds.setdefault(kind, []).append(printable(whole))
         for kind, names in kinds.items():
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
-            how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
+            owner, _, short = names[0].rpartition(".")
+            how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
+            how = how.format(name=names[0], owner=owner, short=short)
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
         self.entries, self.ids = now, ids
 
@@ -135,7 +155,7 @@ def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
     """The objects with a state in the variables of the script, by name, without those given.
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
-    environments, which have `reset` and `step`. left_out: classes that are not named.
+    files that are written; environments, which have `reset` and `step`. left_out: classes that are not named.
     """
     known = {id(each) for each in given}
     for each in list(given):
@@ -162,43 +182,78 @@ def _has_state(name: str, value: Any) -> bool:
         return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
     if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
         return True
+    if kind in (io.TextIOWrapper, io.BufferedWriter):
+        return not value.closed and value.writable() and value.fileno() > 2
     methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
-def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
+def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The variables that a step may leave to a later one: not those that the body of the loop sets before it uses them.
 
-    Those that it uses and then sets; and what may change while a variable holds it, whichever object it is.
+    Those that it uses and then sets, or leaves weights in for what follows the loop, unless a text of the script names
+    them, as in `run["best"]`; other plain values; and what may change while a variable holds it, whichever object it
+    is.
     """
-    carried: dict[str, Any] = {}
+    used: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     held: dict[str, Any] = {}
     for frame in _script():
         code, at = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
+        pairs = itertools.pairwise(code)
+        stores = [after.argval for each, after in pairs if _IN_PLACE.match(f"{each.opname} {each.argrepr}")]
+        updated = {name[0] if isinstance(name, tuple) else name for name in stores}
         loops = [(each.offset, each.argval) for each in code if each.opname == "FOR_ITER"]
         bodies = [(begin, end) for begin, end in reversed(loops) if begin <= at < end]  # the innermost first
         uses: dict[str, tuple[bool, bool]] = {}  # of what is set: in the innermost body, and used before
+        after = set[str]()  # used behind the loop
         for body in bodies:
             first: dict[str, str] = {}
-            stored = set()
+            stored, skipped = set(), 0
             for each in code:
+                is_inside = body[0] <= each.offset < body[1]
+                if is_inside and "JUMP" in each.opname and each.argval < body[1]:
+                    skipped = max(skipped, each.argval)  # what is before that is in a branch
                 names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
                 for verb, name in zip(_MENTION.findall(each.opname), names, strict=False):
-                    if body[0] <= each.offset < body[1]:
-                        first.setdefault(name, verb)
+                    if is_inside:
+                        if verb == "LOAD" or name not in updated or each.offset >= skipped:
+                            first.setdefault(name, verb)
                         stored |= {name} if verb == "STORE" else set()
-            uses = {name: (body == bodies[0], first[name] == "LOAD") for name in stored} | uses
+                    elif each.offset >= body[1] and verb == "LOAD":
+                        after.add(name)
+            uses = {name: (body == bodies[0], first.get(name) == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
-            if name in carried or name in held or name.startswith("_") or not _is_of_script(type(value)):
+            known = name in used or name in plain or name in held
+            if known or name.startswith("_") or not _is_of_script(type(value)):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
+            is_used |= name in uses and name in after and _holds_weights(value)
             if is_used or (is_module and name not in uses and is_fixed):
-                carried[name] = _detached(value)
+                (used if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
                 held[name] = value
-    return carried, held
+    return used, plain, held
+
+
+def _holds_weights(value: Any) -> bool:
+    """True for a copy of a state dict."""
+    return isinstance(value, dict) and any(isinstance(each, torch.Tensor) for each in value.values())
+
+
+def _parameters_of(objects: Objects) -> dict[str, Any]:
+    """What a state is matched by: the names of a module's parameters, the number of an optimizer's groups."""
+    groups: dict[str, Any] = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
+    return groups | {name: [key for key, _ in each.named_parameters()] for name, each in objects.modules.items()}
+
+
+def _texts(values: list[Any]) -> set[str]:
+    """What a snapshot says of these values and of their parts, without their kinds."""
+    found = moving.snapshot({str(at): each for at, each in enumerate(values)})
+    return {entry.partition(": ")[2] for entry in found.values()}
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

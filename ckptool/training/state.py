@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
@@ -217,14 +219,19 @@ class Objects:
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
-        """The plain options of every optimizer's groups, as the script gives them: `lr`, `fused`."""
+        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), as the script
+        gives them."""
+        groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
+        groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
         return {
-            name: [
-                {key: value for key, value in group.items() if type(value) in (int, float, bool, tuple, type(None))}
-                for group in optimizer.param_groups
-            ]
-            for name, optimizer in self.of(Optimizer).items()
+            name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
+            for name, each in groups.items()
         }
+
+
+def _is_option(key: str, value: Any) -> bool:
+    """True for a plain value that an optimizer or a schedule was made with."""
+    return not key.startswith("_") and type(value) in (int, float, bool, str, tuple, Counter, type(None))
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -244,11 +251,14 @@ class Window:
 
     Each optimizer has a window of its own. What it used in its last step is in no window. What another one's loss left
     in it (a generator's in the discriminator) is neither, if it stepped in this body, or is known to begin anew: to
-    throw away what earlier bodies left.
+    throw away what earlier bodies left. One that was not given, but trains the same parameters, uses their gradients.
     """
 
     def __init__(self, objects: Objects) -> None:
+        self._objects = objects
         self._optimizers = list(objects.of(Optimizer).values())
+        # Those that were not given, and whether they train the same parameters.
+        self._others: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient that was used, and the version of that
         self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
@@ -258,25 +268,53 @@ class Window:
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
-        for number, optimizer in enumerate(self._optimizers):
-            _tell(optimizer, number, this, alone=len(self._optimizers) == 1)
+        for number, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
+            _tell(optimizer, number, this)
 
-    def note_step(self, number: int) -> None:
-        """An optimizer has used its gradients."""
-        self._counts[number] += 1
-        self._stepped.add(number)
-        if len(self._optimizers) > 1:
-            own = self._gradients(number)
-            kept = any(key in self._kept and self._kept[key]() is each for key, each in own)
-            (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
-        settled = self._gradients(*self._stepped, *self.renewing)
-        self._used |= {key: (weakref.ref(each), each._version) for key, each in settled}
+        def stepped(optimizer: Optimizer, *call: Any) -> None:
+            if (window := this()) is not None:
+                window.note_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of this process has used its gradients."""
+        number = next((at for at, each in enumerate(self._optimizers) if each is optimizer), None)
+        if number is None:
+            if optimizer not in self._others:
+                own = {id(one) for module in self._objects.modules.values() for one in module.parameters()}
+                self._others[optimizer] = not own.isdisjoint(_gradients(optimizer))
+            settled = _gradients(optimizer) if self._others[optimizer] else {}
+        else:
+            self._counts[number] += 1
+            self._stepped.add(number)
+            if len(self._optimizers) > 1:
+                gradients = self._gradients(number)
+                kept = any(key in self._kept and self._kept[key]() is each for key, each in gradients.items())
+                (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+            settled = self._gradients(*self._stepped, *self.renewing)
+        self._used |= {key: (weakref.ref(each), each._version) for key, each in settled.items()}
+
+    def unsaved(self) -> list[str]:
+        """The kinds of the optimizers that train given parameters, and whose state is in that of no given object."""
+        if not any(self._others.values()):
+            return []
+        named, groups = self._objects.named.values(), [each for own in self._optimizers for each in own.param_groups]
+        saved = {id(each) for one in named if not isinstance(one, nn.Module) for each in _tensors(one.state_dict())}
+        found = []
+        for optimizer in [each for each, trains in self._others.items() if trains]:
+            held = [id(each) for each in _tensors(optimizer.state)]
+            is_inner = held or any(each is own for own in groups for each in optimizer.param_groups)
+            if not (is_inner and saved.issuperset(held)):
+                found.append(type(optimizer).__name__)
+        return found
 
     def begin(self) -> None:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*range(len(self._optimizers)))}
+            every = self._gradients(*range(len(self._optimizers)))
+            self._kept = {key: weakref.ref(each) for key, each in every.items()}
 
     @property
     def steps(self) -> int:
@@ -288,17 +326,16 @@ class Window:
         """True where an optimizer has gradients that it will use. A step that a scaler skipped uses them."""
         if self._updates() != self._scaled:
             return False
-        for key, each in self._gradients(*range(len(self._optimizers))):
+        for key, each in self._gradients(*range(len(self._optimizers))).items():
             used, version = self._used.get(key, (None, 0))
             is_new = used is None or used() is not each or version != each._version
             if is_new and bool(local(each._values() if each.is_sparse else each).any()):
                 return True
         return False
 
-    def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *numbers: int) -> dict[int, torch.Tensor]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for number in numbers for group in self._optimizers[number].param_groups)
-        return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
+        return {key: each for number in numbers for key, each in _gradients(self._optimizers[number]).items()}
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -306,13 +343,23 @@ class Window:
         return sum(scale._version for scale in scales if scale is not None)
 
 
-def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
-    """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
-    this = weakref.ref(optimizer)
+def _gradients(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    """The gradients that an optimizer uses, by parameter."""
+    trained = (one for group in optimizer.param_groups for one in group["params"])
+    return {id(one): one.grad for one in trained if one.grad is not None}
 
-    def stepped(*call: Any) -> None:
-        if (told := window()) is not None:
-            told.note_step(number)
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors(each)
+
+
+def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window]) -> None:
+    """Has an optimizer tell a window of its `zero_grad`, which has no hook."""
+    this = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (told := window()) is not None:
@@ -320,6 +367,4 @@ def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alo
         if (one := this()) is not None:
             type(one).zero_grad(one, set_to_none)
 
-    optimizer.register_step_post_hook(stepped)
-    if not alone:
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
