@@ -3,10 +3,13 @@ two steps, which what they hold twice tells, in those of torch.distributed.check
 
 from __future__ import annotations
 
+import enum
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +18,16 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import MOMENTS, SHAPES, optimizer_file, states_of, write_zero, zero_weights
+from tests.support.deepspeed_folders import (
+    MOMENTS,
+    SHAPES,
+    optimizer_file,
+    piece_of,
+    random_shapes,
+    states_of,
+    write_zero,
+    zero_weights,
+)
 from tests.support.engine_cases import ROOT
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
@@ -86,6 +98,52 @@ def test_frozen_parameters_buffers_and_ties_are_as_they_were_saved(tmp_path: Pat
     assert module["mean"].torch().tolist() == [0, 0] and module["places"].dtype.name == "i64"
     (note,) = [note for note in checkpoint.notes if note.code == "replicas-differ"]
     assert "mean (rank 0's value is taken, rank 1's is another)" in note.message
+
+
+def add_frozen(still: torch.Tensor, world: int, rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+    of_rank, copy = still, still
+    if share["zero_stage"] == 3:
+        of_rank, copy = piece_of(still.flatten(), rank, world), still.new_empty(0)
+    states |= {"frozen_param_shapes": {"still": still.shape}, "frozen_param_fragments": {"still": of_rank}}
+    states["module"]["still"] = copy
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 500), marks=pytest.mark.soak)], ids=str)
+def test_groups_of_any_shapes_on_any_number_of_ranks(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        random = Random(seed)
+        stage, world, shapes = random.choice([1, 2, 3]), random.randint(1, 5), random_shapes(random)
+        model, still = zero_weights(seed, shapes), torch.randn(random.choice([(3,), (2, 4), ()])).bfloat16()
+        more = partial(add_frozen, still, world)
+        folder = write_zero(tmp_path / f"{seed}" / "global_step2", stage, world, model, more, shapes)
+        assert ckptool.verify(folder).fine, seed
+        ckptool.convert(folder, out := tmp_path / f"{seed}.pt", all=True)
+        tree = torch.load(out, weights_only=True)
+        assert all(torch.equal(tree["module"][name], value) for name, value in (model | {"still": still}).items()), seed
+        for key, factor in MOMENTS.items():
+            kept = {name: slots[key] for name, slots in tree["optimizer"]["state"].items()}
+            assert all(torch.equal(kept[name], value * factor) for name, value in model.items()), seed
+
+
+class Stage(enum.Enum):
+    weights = 3
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (Stage, self.name)
+
+
+def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
+    """As Python 3.11.0 pickles members of an enum."""
+    folder = write_zero(tmp_path / "global_step2", 3, 2, change=share(lambda s: s.update(zero_stage=Stage.weights)))
+    found = ckptool.open(folder)
+    assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())
+
+
+def test_a_trained_parameter_keeps_its_own_values_whatever_it_is_said_to_be_tied_to(tmp_path: Path) -> None:
+    change = states(lambda s: s.update(shared_params={"wide.weight": "scale", "head": "scale"}))
+    module = ckptool.open(write_zero(tmp_path / "global_step2", 2, 2, change=change))["module"]
+    assert torch.equal(module["wide.weight"].torch(), zero_weights()["wide.weight"])
+    assert module["head"].view == module["scale"].view
 
 
 def test_the_copies_in_bf16_are_told_of_and_their_checksums_are_verified(tmp_path: Path, run: Run) -> None:
@@ -291,9 +349,23 @@ def _shapes(group: int, **shapes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda states: states["param_shapes"][group].update({k.replace("_", "."): v for k, v in shapes.items()})
 
 
-def _frozen(rank: int, states: dict[str, Any], _: dict[str, Any]) -> None:
-    pieces = {"still": torch.zeros(3)} if rank else {}
-    states.update(frozen_param_shapes={"still": (5,)}, frozen_param_fragments=pieces)
+def _frozen(*ranks: int) -> Change:
+    """A parameter of which these ranks have their pieces."""
+
+    def change(rank: int, states: dict[str, Any], _: dict[str, Any]) -> None:
+        pieces = {"still": torch.zeros(3)} if rank in ranks else {}
+        states.update(frozen_param_shapes={"still": (5,)}, frozen_param_fragments=pieces)
+        states["module"]["still"] = torch.empty(0)
+
+    return change
+
+
+def _reversed(states: dict[str, Any]) -> None:
+    states["param_shapes"][0] = dict(reversed(states["param_shapes"][0].items()))
+
+
+def _twice(states: dict[str, Any]) -> None:
+    states["param_shapes"][1] = {"wide.bias": (5,), "scale": (1,)}
 
 
 def _experts(share: dict[str, Any]) -> None:
@@ -331,7 +403,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "more elements than the shapes have": (2, share(_longer), Corrupt, "of the ranks' vectors"),
     "a huge shape": (2, states(_shapes(0, scale=(1 << 40, 1 << 40)), 0), Corrupt, ""),
     "a shape that is none": (2, states(_shapes(0, scale=(-1,)), 0), Corrupt, "no names and shapes"),
-    "one name in two groups": (2, states(_shapes(1, wide_bias=(4,), scale=(1,)), 0), Corrupt, "in two groups"),
+    "one name in two groups": (2, states(_twice, 0), Corrupt, "in two groups"),
     "groups that are not there": (2, states(lambda s: s["param_shapes"].pop(), 0), Conflict, "1 group"),
     "no vectors": (2, share(lambda s: s.pop("single_partition_of_fp32_groups"), 1), Corrupt, "no f32"),
     "moments of another length": (2, share(lambda s: _state(s).update(exp_avg=torch.zeros(3)), 1), Corrupt,
@@ -340,7 +412,15 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "pieces that lie elsewhere": (2, share(lambda s: s.update(ELSEWHERE), 0), Conflict, "embed.weight lies elsewhere"),
     "a weight without values": (3, states(lambda s: s["module"].update({"lost.weight": torch.empty(0)}), 0), Corrupt,
         "no values of 1 weight: lost.weight"),
-    "a frozen piece that one rank lacks": (3, _frozen, Corrupt, "still"),
+    "a frozen piece that one rank lacks": (3, _frozen(1), Corrupt, "still in the model states of 1 rank"),
+    "a frozen parameter of which there is nothing": (3, _frozen(), Corrupt, "no values of 1 weight: still"),
+    "frozen parameters of another shape": (3, states(lambda s: s.update(frozen_param_shapes={"still": (5,)}), 1),
+        Conflict, "list of frozen parameters differs"),
+    "parameters in another order": (3, states(_reversed, 1), Conflict, "list of parameters differs"),
+    "a shape that is not the model's own": (2, states(_shapes(0, wide_weight=(3, 5))), Corrupt,
+        "has wide.weight as [5, 3], and says that it is [3, 5]"),
+    "moments that the first rank lacks": (2, share(lambda s: _base(s)["state"].pop(0), 0), Corrupt,
+        "has no exp_avg for all of group 0"),
     "no module": (2, states(lambda s: s.pop("module"), 0), Corrupt, "has no `module`"),
     "a rank's module that is none": (3, states(lambda s: s.update(module=torch.ones(3)), 1), Corrupt,
         "rank_1_mp_rank_00_model_states.pt has no `module`"),
@@ -472,6 +552,23 @@ def test_a_pipeline_lacks_no_stage_and_no_layer(name: str, words: str, tmp_path:
     _refused(folder, Corrupt, words)
 
 
+def test_every_file_of_a_universal_folder_counts(tmp_path: Path) -> None:
+    """Each is missed, and the model's own copies are compared."""
+    folder = Path(shutil.copytree(ROOT / "deepspeed-universal2" / "checkpoint", tmp_path / "u"))
+    for path in sorted(folder.glob("*/zero/**/*.pt")):
+        if path.parent.name in ("head.weight", "places", "still"):
+            continue  # which are in the model states
+        kept = path.read_bytes()
+        path.unlink()
+        assert "lacks" in (said := verdict(folder, tmp_path / "out.pt")) or "has no tensor in" in said, path
+        path.write_bytes(kept)
+    (file,) = folder.glob("*/mp_rank_*.pt")
+    module = (tree := torch.load(file))["module"]
+    module["wide.bias"] += 1
+    torch.save(tree, file)
+    assert "wide.bias: " in verdict(folder, tmp_path / "out.pt")
+
+
 def test_names_of_a_universal_folder_never_lead_outside(tmp_path: Path) -> None:
     outside = states(lambda s: s["param_shapes"][0].update({"../../secret": torch.Size([1])}))
     folder = write_zero(tmp_path / "global_step2_universal", 2, 1, change=outside)
@@ -479,4 +576,4 @@ def test_names_of_a_universal_folder_never_lead_outside(tmp_path: Path) -> None:
     for place, value in {**{f"zero/{n}": v for n, v in zero_weights().items()}, "../secret": torch.zeros(1)}.items():
         (folder / place).mkdir(parents=True)
         torch.save({"param": value}, folder / place / "fp32.pt")
-    _refused(folder, Corrupt, "lacks 1 parameter: ../../secret")
+    _refused(folder, Corrupt, "lacks 2 entries: ../../secret")
