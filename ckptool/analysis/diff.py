@@ -22,6 +22,7 @@ from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, red, replace
 from ckptool.formats import CheckpointLike, members, named, open_file
 
+BESIDE = {"device", "strides", "requires_grad", "parameter"}  # what differs beside equal values
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
 # What a safetensors file cannot say; two of a kind that can are compared in it.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
@@ -120,9 +121,10 @@ class Diff(Report):
         evidence = EVIDENCE[self.evidence]
         if self.same:
             return f"{counted(self.tensors, 'tensor')}, {evidence}"
-        tensors = sum(1 for change in self.changed if is_tensor(change.left))
-        entries = len(self.changed) - tensors
-        facts = [f"{tensors:,} of {counted(self.tensors, 'tensor')} changed"] if tensors else []
+        tensors = [change.aspects.keys() for change in self.changed if is_tensor(change.left)]
+        entries = len(self.changed) - len(tensors)
+        how = "changed" if any(aspects - BESIDE for aspects in tensors) else "changed other than by value"
+        facts = [f"{len(tensors):,} of {counted(self.tensors, 'tensor')} {how}"] if tensors else []
         facts += [f"{counted(entries, 'entry', 'entries')} changed"] if entries else []
         onlys = ((left, self.only_left), (right, self.only_right))
         facts += [f"{len(only):,} only in {side}" for side, only in onlys if only]

@@ -347,16 +347,18 @@ _OPTIMIZERS = (
 
 
 def optimizer_detail(node: Any) -> str:
-    """An optimizer's state dict in words: `Adam state for 12 parameters`."""
+    """An optimizer's state dict in words: `Adam state for 12 parameters (lr 0.0003)`."""
     state = node["state"]
     slots = {key for slot in list(state.values())[:8] if isinstance(slot, dict) for key in slot}
     groups = [group for group in node["param_groups"] if isinstance(group, dict)]
     slots |= {option for group in groups[:1] for option in group}
     name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
+    rates = dict.fromkeys(f"{group['lr']:.4g}" for group in groups if type(group.get("lr")) is float)
+    lr = f" (lr {listed(list(rates), 3)})" if rates else ""
     if not state:
-        return f"optimizer without state, {counted(count, 'parameter')}"
-    return f"{name} state for {counted(len(state), 'parameter')}"
+        return f"optimizer without state, {counted(count, 'parameter')}{lr}"
+    return f"{name} state for {counted(len(state), 'parameter')}{lr}"
 
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
