@@ -3,13 +3,10 @@ two steps, which what they hold twice tells, in those of torch.distributed.check
 
 from __future__ import annotations
 
-import enum
 import shlex
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -22,9 +19,8 @@ from tests.support.deepspeed_folders import (
     MOMENTS,
     SHAPES,
     optimizer_file,
-    piece_of,
-    random_shapes,
     states_of,
+    verdict,
     write_zero,
     zero_weights,
 )
@@ -100,52 +96,6 @@ def test_frozen_parameters_buffers_and_ties_are_as_they_were_saved(tmp_path: Pat
     assert "mean (rank 0's value is taken, rank 1's is another)" in note.message
 
 
-def add_frozen(still: torch.Tensor, world: int, rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
-    of_rank, copy = still, still
-    if share["zero_stage"] == 3:
-        of_rank, copy = piece_of(still.flatten(), rank, world), still.new_empty(0)
-    states |= {"frozen_param_shapes": {"still": still.shape}, "frozen_param_fragments": {"still": of_rank}}
-    states["module"]["still"] = copy
-
-
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 500), marks=pytest.mark.soak)], ids=str)
-def test_groups_of_any_shapes_on_any_number_of_ranks(seeds: range, tmp_path: Path) -> None:
-    for seed in seeds:
-        random = Random(seed)
-        stage, world, shapes = random.choice([1, 2, 3]), random.randint(1, 5), random_shapes(random)
-        model, still = zero_weights(seed, shapes), torch.randn(random.choice([(3,), (2, 4), ()])).bfloat16()
-        more = partial(add_frozen, still, world)
-        folder = write_zero(tmp_path / f"{seed}" / "global_step2", stage, world, model, more, shapes)
-        assert ckptool.verify(folder).fine, seed
-        ckptool.convert(folder, out := tmp_path / f"{seed}.pt", all=True)
-        tree = torch.load(out, weights_only=True)
-        assert all(torch.equal(tree["module"][name], value) for name, value in (model | {"still": still}).items()), seed
-        for key, factor in MOMENTS.items():
-            kept = {name: slots[key] for name, slots in tree["optimizer"]["state"].items()}
-            assert all(torch.equal(kept[name], value * factor) for name, value in model.items()), seed
-
-
-class Stage(enum.Enum):
-    weights = 3
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (Stage, self.name)
-
-
-def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
-    """As Python 3.11.0 pickles members of an enum."""
-    folder = write_zero(tmp_path / "global_step2", 3, 2, change=share(lambda s: s.update(zero_stage=Stage.weights)))
-    found = ckptool.open(folder)
-    assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())
-
-
-def test_a_trained_parameter_keeps_its_own_values_whatever_it_is_said_to_be_tied_to(tmp_path: Path) -> None:
-    change = states(lambda s: s.update(shared_params={"wide.weight": "scale", "head": "scale"}))
-    module = ckptool.open(write_zero(tmp_path / "global_step2", 2, 2, change=change))["module"]
-    assert torch.equal(module["wide.weight"].torch(), zero_weights()["wide.weight"])
-    assert module["head"].view == module["scale"].view
-
-
 def test_the_copies_in_bf16_are_told_of_and_their_checksums_are_verified(tmp_path: Path, run: Run) -> None:
     folder = write_zero(tmp_path / "global_step2", 2, 2)
     (note,) = [note for note in ckptool.open(folder).notes if note.code == "copies-not-shown"]
@@ -202,20 +152,6 @@ def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path
 
 
 # Files of two steps --------------------------------------------------------------------------------------------------
-
-
-def verdict(folder: Path, out: Path) -> str:
-    """Why a folder is refused, by `verify` and by `convert`; empty where it is fine."""
-    try:
-        ckptool.convert(folder, out, overwrite=True)
-        said = ""
-    except CkptoolError as error:
-        said = str(error)
-    try:
-        assert ckptool.verify(folder).fine == (not said), said
-    except Conflict:
-        assert said
-    return said
 
 
 def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
@@ -550,23 +486,6 @@ def test_a_pipeline_lacks_no_stage_and_no_layer(name: str, words: str, tmp_path:
     for path in folder.glob(name):
         path.unlink()
     _refused(folder, Corrupt, words)
-
-
-def test_every_file_of_a_universal_folder_counts(tmp_path: Path) -> None:
-    """Each is missed, and the model's own copies are compared."""
-    folder = Path(shutil.copytree(ROOT / "deepspeed-universal2" / "checkpoint", tmp_path / "u"))
-    for path in sorted(folder.glob("*/zero/**/*.pt")):
-        if path.parent.name in ("head.weight", "places", "still"):
-            continue  # which are in the model states
-        kept = path.read_bytes()
-        path.unlink()
-        assert "lacks" in (said := verdict(folder, tmp_path / "out.pt")) or "has no tensor in" in said, path
-        path.write_bytes(kept)
-    (file,) = folder.glob("*/mp_rank_*.pt")
-    module = (tree := torch.load(file))["module"]
-    module["wide.bias"] += 1
-    torch.save(tree, file)
-    assert "wide.bias: " in verdict(folder, tmp_path / "out.pt")
 
 
 def test_names_of_a_universal_folder_never_lead_outside(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+import ckptool
+from ckptool.errors import CkptoolError, Conflict
+
 STEP = 2
 Shapes = Sequence[dict[str, tuple[int, ...]]]  # by group
 SHAPES: Shapes = ({"embed.weight": (7, 3), "wide.weight": (5, 3), "scale": (1,)}, {"wide.bias": (5,), "out.bias": (3,)})
@@ -109,3 +112,17 @@ def _padded(piece: torch.Tensor, stage: int, named: dict[str, tuple[int, ...]], 
 
 def optimizer_file(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def verdict(folder: Path, out: Path) -> str:
+    """Why a folder is refused, by `verify` and by `convert`; empty where it is fine."""
+    try:
+        ckptool.convert(folder, out, overwrite=True)
+        said = ""
+    except CkptoolError as error:
+        said = str(error)
+    try:
+        assert ckptool.verify(folder).fine == (not said), said
+    except Conflict:
+        assert said
+    return said
