@@ -51,7 +51,7 @@ class Trainer:
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value that has to
     be improved on, and the count of evaluations in a row that did not.  samples: how many were trained on.
-    pending: the evaluation that is due was not done.  told: what the hooks had to say of this step.
+    pending: the evaluation that is due was not done.  facts: the numbers of the hooks for the line of this step.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Trainer:
     best: dict[str, Any] | None = None
     stale: dict[str, Any] | None = None
     pending: bool = False
-    told: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_divided(self) -> bool:
@@ -225,7 +225,7 @@ def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str,
     if trainer.stale is not None:
         tree["stale"] = dict(trainer.stale)
     if trainer.pending:
-        tree |= {"pending": "evaluation"} | ({"hooks": trainer.told} if trainer.told else {})
+        tree |= {"pending": "evaluation"} | ({"hooks": trainer.facts} if trainer.facts else {})
     tree["config"] = recorded(trainer.config.dumped())
     return tree
 
@@ -246,7 +246,7 @@ def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples = tree["data_state"]["samples"]
-    trainer.pending, trainer.told = "pending" in tree, dict(tree.get("hooks", ()))
+    trainer.pending, trainer.facts = "pending" in tree, dict(tree.get("hooks", ()))
     trainer.data.position = tree["data_state"].get("stream")
     for name in changed:
         for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
@@ -460,7 +460,7 @@ def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
         folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
         theirs = {path for path in loaded.values() if top and path.startswith(folder) and is_theirs(path)}
         code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
-    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held)}
+    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held_out)}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
@@ -550,7 +550,7 @@ def rehearse(config: Config) -> Rehearsal:
             where = f" in {printable(changed[0].address)}" if changed else ""
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
         if trainer.eval_every:
-            remember(trainer, measured(trainer, most=1) or {})  # refuses a metric that the task does not give
+            remember(trainer, measured(trainer, limit=1) or {})  # refuses a metric that the task does not give
         without = None
         if config.train.activation_checkpoint is not None:
             train = {**config.dumped()["train"], "activation_checkpoint": None}
@@ -558,7 +558,7 @@ def rehearse(config: Config) -> Rehearsal:
         return Rehearsal(
             parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
             train_samples=trainer.data.train_count,
-            val_samples=len(trainer.data.held),
+            val_samples=len(trainer.data.held_out),
             steps=trainer.total_steps,
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
