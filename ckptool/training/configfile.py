@@ -233,10 +233,10 @@ def dotted(place: Place) -> str:
 
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
-    number, text = run_folder.recorded(folder)
+    run_id, text = run_folder.recorded(folder)
     recorded = run_folder.values_of(text)
     if LOOP in recorded:  # a run of `ckptool.Run` records its rules in the form of a configuration
-        values = run_folder.last_config(folder, number, recorded)
+        values = run_folder.last_config(folder, run_id, recorded)
         sections = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
     else:
         sections = recorded_config(folder)[1].dumped()
@@ -255,15 +255,15 @@ def recorded_config(folder: str) -> tuple[str, Config]:
 
     Raises `UsageError` for a folder that is no run of the harness.
     """
-    number, text = run_folder.recorded(folder)
+    run_id, text = run_folder.recorded(folder)
     path = os.path.join(folder, CONFIG)
     if script := run_folder.values_of(text).get(LOOP):
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
         raise UsageError(what, "", "Run the script again: it resumes by itself.")
     values, lines = loaded(text, path)
     config = checked(values, path, lines)
-    values = run_folder.last_config(folder, number, {})
-    return number, checked({**values, "run": config.run}, path) if values else config
+    values = run_folder.last_config(folder, run_id, {})
+    return run_id, checked({**values, "run": config.run}, path) if values else config
 
 
 # What --init and --schema give ----------------------------------------------------------------------------------------
