@@ -169,9 +169,7 @@ def computed_rows(
     them as they are. inputs: the tensors they are computed from, whose checksums are verified on the way.
     """
     width, length = max(1, prod(shape[1:]) * dtype.itemsize), prod(shape) * dtype.itemsize
-    blocks = LazyBlocks(
-        length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width)
-    )
+    blocks = LazyBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
     return _array(dtype, shape, inputs, location, blocks.read, blocks.view)
 
 
