@@ -233,6 +233,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         world = max((each for each in items(count) or [count] if type(each) is int), default=None)
         what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
         return _ranked(rank, world, f"{what}; the model is in the files together")
+    if "param_shapes" in top and isinstance(source, Folder):
+        return None  # what is empty there has no elements
     if "param_shapes" in top and facts.empty:
         world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
         what = f"{facts.empty:,} of its weights are placeholders (shape [0])"

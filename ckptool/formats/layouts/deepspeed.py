@@ -23,6 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -318,7 +319,8 @@ def _checkpoint(
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
         each = first.model(file) if facts else states
         about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
-        about["list of parameters"] = first.shapes_in(each, file)
+        lists = {"list of parameters": "param_shapes", "list of frozen parameters": "frozen_param_shapes"}
+        about |= {what: [[*g.items()] for g in first.shapes_in(each, file, key)] for what, key in lists.items()}
         facts = facts or about
         refuse_other(tag.folder, (first.file, facts), (file, about))
         module, parts = fields(each.get("module")), fields(each.get("frozen_param_fragments"))
@@ -329,6 +331,8 @@ def _checkpoint(
                     kind.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
     for name, shape in frozen.items():
         given = fragments.get(name, [])
+        if stage > 2 and 0 < len(given) < ranks:  # whose place is that of the rank
+            raise lacks(tag.folder, f"{name} in the model states of {counted(ranks - len(given), 'rank')}")
         if given and (stage > 2 or name not in own):
             vectors = [Vector([(each.entry, each.owner)]) for each in given if len(each.entry.shape) == 1]
             whole = len(given) == 1 and given[0].entry.shape == shape
@@ -342,14 +346,14 @@ def _checkpoint(
             ties.setdefault(name, views[entry.view])
     for name, source in ties.items():
         if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
-            values[name] = value
-    if copies := Counter(e.dtype for name in trained if isinstance(e := own.get(name), TensorEntry) and e.numel):
+            values.setdefault(name, value)
+    both = [(own[name], entry) for name, entry in trained.items() if isinstance(own.get(name), TensorEntry)]
+    if copies := Counter(copy.dtype for copy, entry in both if copy.numel and copy.shape == entry.shape):
         what = counted(copies.total(), "weight is shown as", "weights are shown as")
         compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
     module = same_kind(own, {**own, **values})
-    empty = [n for n, v in module.items() if isinstance(v, TensorEntry) and v.shape == (0,)]
-    empty = [str(name) for name in empty if name not in {*frozen, *buffers, *trained}]
+    empty = [str(n) for n, v in own.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
         why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
@@ -390,9 +394,9 @@ def _universal(tag: Tag) -> Checkpoint:
                 why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
                 raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
     inside = Folder(os.path.join(folder.path, UNIVERSAL))
-    if missing := [name for shapes in groups for name in shapes if name not in inside]:
-        raise lacks(inside, counted(len(missing), "parameter"), missing)
-    common = fields(tag.joiner.open(_COMMON, inside).tree if _COMMON in inside else {})
+    if missing := [name for name in [*chain(*groups), _COMMON] if name not in inside]:
+        raise lacks(inside, counted(len(missing), "entry", "entries"), missing)
+    common = fields(tag.joiner.open(_COMMON, inside).tree)
     once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -416,11 +420,18 @@ def _universal(tag: Tag) -> Checkpoint:
             if wrong or len(weight.shape) != len(shape):
                 meant = list(weight.shape if wrong else shape)
                 raise damaged(files, f"has {listed(wrong or [_WEIGHT])} of another shape than {meant}")
-            weights[name] = slots.pop(_WEIGHT)
+            del slots[_WEIGHT]
+            copy = own.get(name)  # of tensor parallelism, a part of it
+            copy = copy if isinstance(copy, TensorEntry) and copy.shape == weight.shape else None
+            piece = Piece(weight.reshape((weight.numel,)), (0,), f"{name}/{_WEIGHT}.pt")
+            weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy)
             state[name] = zero.undivided(once.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
                 stepped = stepped or (name, {"step": step})
                 refuse_other(inside, stepped, (name, {"step": step}))
+    every = dict.fromkeys(key for slots in state.values() for key in slots)
+    if missing := [f"{name}/{key}.pt" for name, slots in state.items() for key in every if key not in slots]:
+        raise lacks(inside, counted(len(missing), "file"), missing)
     parameters = zero.named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
     world = first.get("dp_world_size")

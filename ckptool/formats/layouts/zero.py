@@ -106,7 +106,8 @@ class Share:
 
     def __init__(self, rank: int, file: str, tree: Any, is_mapped: bool) -> None:
         found = fields(fields(tree).get("optimizer_state_dict"))
-        vectors, base = (next((found[key] for key in keys if key in found), None) for keys in (_VECTORS, _STATES))
+        kind, vectors = next(((key, found[key]) for key in _VECTORS if key in found), ("", None))
+        base = next((found[key] for key in _STATES if key in found), None)
         self.rank, self.file = rank, file
         weights = [*map(bare, items(vectors))]
         if vectors is None or not all(isinstance(each, TensorEntry) and len(each.shape) == 1 for each in weights):
@@ -116,8 +117,8 @@ class Share:
         pairs = enumerate(states) if isinstance(states, list) else fields(states).items()
         self.states: dict[Any, dict[Any, Any]] = {group: fields(state) for group, state in pairs}
         self.groups = items(fields(base).get("param_groups"))
-        stage = plain(found.get("zero_stage"))
-        self.stage = stage if type(stage) is int else 1
+        # What is in it tells stage 3: of a member of an enum, some Pythons pickle the name in place of the number.
+        self.stage = 3 if kind == _VECTORS[1] else 2 if plain(found.get("zero_stage")) == 2 else 1
         self.counts = (*items(found.get("partition_count")),) or (found.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
             raise damaged(file, "does not say over how many ranks it is divided")
@@ -214,8 +215,8 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
         raise lacks(stage.folder, "the file of the layer", lacking)
     shapes = [{n: sized[n] if shape is None else shape for n, shape in group.items()} for group in stage.groups]
     for teams, groups, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
-        slots = teams[0][0].states.get(min(groups, default=0), {})
-        keys = ["", *(key for key, value in slots.items() if isinstance(value, TensorEntry) and value.shape)]
+        kept = [slot for team in teams for s in team for group in groups for slot in s.states.get(group, {}).items()]
+        keys = ["", *dict.fromkeys(key for key, value in kept if isinstance(value, TensorEntry) and value.shape)]
         rows = {key: [Vector(s.vector(group, key) for s in team for group in groups) for team in teams] for key in keys}
         length = rows[""][0].length
         needed = max((begin + -(-prod(shape) // len(teams)) for _, shape, _, begin in laid), default=0)
@@ -225,9 +226,11 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
         for name, shape, group, begin in laid:
             if name in weights:
                 raise damaged(stage.folder, f"{name} is in two groups of the optimizer")
-            copy = own.get(name)  # the model's own, to which the optimizer's is compared; stage 3 has none
-            if not isinstance(copy, TensorEntry) or copy.shape != shape or not copy.dtype.is_float:
-                copy = None
+            copy = own.get(name)  # the model's own, to which the optimizer's is compared; of stage 3 it is empty
+            copy = copy if isinstance(copy, TensorEntry) and copy.numel else None
+            if copy is not None and copy.shape != shape:
+                what = f"{stage.file} has {name} as {list(copy.shape)}, and says that it is {list(shape)}"
+                raise damaged(stage.folder, what)
             values = {
                 key: stage.joiner.flat(f"{name} {key}".strip(), shape, pieces(row, shape, begin), None if key else copy)
                 for key, row in rows.items()
