@@ -112,7 +112,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason against a plan, and what to type to change that."""
+    """A reason against a plan, and what to type to have it otherwise."""
 
     code: str
     what: str
