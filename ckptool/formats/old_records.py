@@ -71,8 +71,8 @@ class _Record:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
-            odd = listed(sorted(names ^ set(stored)))
-            what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
+            difference = listed(sorted(names ^ set(stored)))
+            what = f"{source}: its tensors and the record of its tree no longer agree ({difference})"
             raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
         self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
@@ -115,14 +115,14 @@ class _Record:
         if kind == "tuple":
             return self.values(fields[0])
         if kind == "composite":
-            made = Object(self.value(fields[0]), self.values(fields[1]))
-            if len(fields) > 2 and made.args[0] is REBUILD_JAGGED:
-                return jagged(made.fn, by_name(fields[2]), made.args)
-            return rebuilt(made)
+            call = Object(self.value(fields[0]), self.values(fields[1]))
+            if len(fields) > 2 and call.args[0] is REBUILD_JAGGED:
+                return jagged(call.fn, by_name(fields[2]), call.args)
+            return rebuilt(call)
         if kind == "object":
             fn, args, kwargs = self.values(fields[1:4])
-            known = fields[0] in ("call", "new") and type(args) is tuple
-            if not known or not isinstance(kwargs, (dict, type(None))):
+            is_known = fields[0] in ("call", "new") and type(args) is tuple
+            if not is_known or not isinstance(kwargs, (dict, type(None))):
                 raise TypeError("an object")
             return Object(fn, args, fields[0], kwargs)
         if kind == "set":
@@ -174,12 +174,12 @@ class _Record:
         return TensorEntry(storage, dtype, shape, stride, offset, flags)
 
 
-def _at(things: list[Any], index: Any) -> Any:
+def _at(items: list[Any], index: Any) -> Any:
     if type(index) is not int or index < 0:
         raise TypeError("an index")
-    return things[index]
+    return items[index]
 
 
 def _float(text: str) -> float:
-    found: float = struct.unpack(">d", bytes.fromhex(text))[0]
-    return found
+    number: float = struct.unpack(">d", bytes.fromhex(text))[0]
+    return number
