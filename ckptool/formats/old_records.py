@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Readable
@@ -74,7 +74,6 @@ class _Record:
             difference = listed(sorted(names ^ set(stored)))
             what = f"{source}: its tensors and the record of its tree no longer agree ({difference})"
             raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
-        self.alike: dict[tuple[int, str], Data] = {}
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []
