@@ -109,14 +109,14 @@ class Salvaged:
         checkpoint, lost = self.checkpoint, self.lost_tensors()
         if not lost:
             return replace(checkpoint, origin=None), lost, []
-        tree, dropped = _without(checkpoint.tree, {id(tensor.node) for tensor in lost})
+        tree, dropped = _without_nodes(checkpoint.tree, {id(tensor.node) for tensor in lost})
         earlier = str(checkpoint.metadata.get(marks.RECOVERED, ""))
         mark = marks.recovered_mark([tensor.address for tensor in lost], earlier)
         metadata = {**checkpoint.metadata, marks.RECOVERED: mark}
         return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
 
 
-def _without(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
+def _without_nodes(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
     """The tree without the nodes of these ids, and the addresses of an optimizer's states that had to go along.
 
     An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
@@ -337,7 +337,7 @@ class _Walk:
         self.states = 0  # that were tried
         at, previous = 0, -1
         while previous < at and len(self.records) < max_records and not self.goes_on:
-            previous, at = at, self._record(at)
+            previous, at = at, self._add_record(at)
             if at == previous:
                 at = self._past_directory(at)
         self._prove_names()
@@ -347,7 +347,7 @@ class _Walk:
         at = min(at, self.source.size)
         return self.archive.peek(at, min(length, self.source.size - at))
 
-    def _record(self, at: int) -> int:
+    def _add_record(self, at: int) -> int:
         """Adds the record whose header is at `at`, if a usual one is there; gives the byte at which to go on."""
         head = self._peek(at, LOCAL.size)
         if head[:4] != b"PK\x03\x04" or len(head) < LOCAL.size:
@@ -369,7 +369,7 @@ class _Walk:
         self.records.append(record)
         if flags & 8 and not stored:
             known_size = self.sizes.get(name) if not method else None
-            record.stored = self._searched(record) if known_size is None else known_size
+            record.stored = self._search_length(record) if known_size is None else known_size
             record.size = max(0, record.stored)
         end: int = data_at + record.stored
         if record.stored < 0 or end > self.source.size:
@@ -397,7 +397,7 @@ class _Walk:
                     self.sizes = {name: record.size for name, record in lossy.archive.records.items()}
         return end
 
-    def _searched(self, record: Record) -> int:
+    def _search_length(self, record: Record) -> int:
         """The length of data whose length is stated nowhere: up to a descriptor that fits its place (-1: none)."""
         at, length = record.data_at, _FEW  # most such records are short
         while self.budget > 0 and len(chunk := self._peek(at, length)) >= DESCRIPTOR.size:
@@ -456,8 +456,8 @@ class _Walk:
             if fitting := [order for order in orders if order[matched : matched + 1] == [record.name]]:
                 orders, matched, last = fitting, matched + 1, record
             elif record.name in self.sizes or 0 < matched < len(sizes):
-                doubted = [*self.records[number:], *([last] if last is not None else ())]
-                self.why |= {record: NO_NAME for record in doubted if record not in self.why}
+                unproven = [*self.records[number:], *([last] if last is not None else ())]
+                self.why |= {record: NO_NAME for record in unproven if record not in self.why}
                 return
 
 

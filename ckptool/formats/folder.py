@@ -207,7 +207,7 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     source = checkpoint.source
     # A folder was put together by its index or table; an index or table that is named itself stands for its folder.
     path = "" if source is None or isinstance(source, Folder) else source.path  # empty: it has no name
-    tree, facts, (folder, name) = checkpoint.tree, _Facts(checkpoint.tree), os.path.split(path)
+    tree, facts, (folder, name) = checkpoint.tree, _TreeFacts(checkpoint.tree), os.path.split(path)
     top = tree if isinstance(tree, dict) else {}
     # A rank's share of tensors that several ranks hold.
     world_match = OF_WORLD.fullmatch(name)
@@ -310,7 +310,7 @@ def _beside(path: str) -> list[str]:
     return names_in(os.path.dirname(path) or ".") if path else []
 
 
-class _Facts:
+class _TreeFacts:
     """Counts of a tree.
 
     tensors: those of torch.distributed; shared: those of them that are only a rank's share.  rank, world: as they say.

@@ -158,7 +158,7 @@ def checkpoint_in_memory(value: Any, *, members: bool = False) -> Checkpoint:
 
 def together(checkpoint: Checkpoint, others: Iterable[Checkpoint]) -> Checkpoint:
     """The checkpoint with the memories of others too: it is made of tensors of them all."""
-    memories = [each.memory for each in (checkpoint, *others) if each.memory is not None]
+    memories = [other.memory for other in (checkpoint, *others) if other.memory is not None]
     if not memories:
         return checkpoint
     joined = copy(max(memories, key=lambda memory: (memory.of_torch, memory.refusal is not None)))

@@ -82,7 +82,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     Raises `UsageError` where `like` has no configuration.
     """
     tree = tree if isinstance(tree, dict) else {}
-    for place in _places(part) if like is None else [like]:
+    for place in _config_folders(part) if like is None else [like]:
         names = names_in(place)
         configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
         library = _library(configs, tree)
@@ -140,7 +140,7 @@ def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) 
     return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
-def _places(part: Checkpoint) -> Iterator[str]:
+def _config_folders(part: Checkpoint) -> Iterator[str]:
     """The folders where the configuration of a checkpoint may be, the likeliest first."""
     if part.source is None:
         return
@@ -159,7 +159,7 @@ def _places(part: Checkpoint) -> Iterator[str]:
 
 def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _places(part) for name in names if name in names_in(place))
+    configs = (_json(place, name) for place in _config_folders(part) for name in names if name in names_in(place))
     return next(filter(None, configs), None)
 
 

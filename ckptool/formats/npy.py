@@ -171,10 +171,10 @@ def spelled(entry: TensorEntry) -> tuple[bytes, Data, int | None] | None:
     if code is None or numpy_bytes(entry.shape, entry.dtype.itemsize) >= 1 << 63:
         return None
     entry = resolved(entry)
-    turned = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
-    fortran = not entry.is_contiguous and turned.is_contiguous
+    transposed = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
+    fortran = not entry.is_contiguous and transposed.is_contiguous
     order = "|" if entry.dtype.itemsize == 1 else "<"
-    data = (turned if fortran else entry).row_major()
+    data = (transposed if fortran else entry).row_major()
     text = f"{{'descr': '{order}{code}', 'fortran_order': {fortran}, 'shape': {entry.shape}, }}".encode()
     size = -(-(len(text) + 11) // ALIGNMENT) * ALIGNMENT - 10  # padded so that the data is aligned
     header = MAGIC + b"\1\0" + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"

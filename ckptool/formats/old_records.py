@@ -92,7 +92,7 @@ class _Record:
     def tree(self) -> Any:
         encoded = self.record["nodes"]
         for fields in encoded:
-            self.nodes.append(self._begun(*fields) if fields else None)
+            self.nodes.append(self._new_node(*fields) if fields else None)
         for node, fields in zip(self.nodes, encoded, strict=True):
             if fields:
                 self._fill(node, *fields)
@@ -109,7 +109,7 @@ class _Record:
     def values(self, values: Any) -> tuple[Any, ...]:
         return tuple(map(self.value, values))
 
-    def _begun(self, kind: str, *fields: Any) -> Any:
+    def _new_node(self, kind: str, *fields: Any) -> Any:
         """A node: whole where it cannot be changed once made, else empty."""
         if kind == "tuple":
             return self.values(fields[0])

@@ -210,7 +210,7 @@ def agree(one: TensorEntry, other: TensorEntry, *, read: bool = False) -> bool |
     if (one.dtype, one.shape, one.flags.lazy) != (other.dtype, other.shape, other.flags.lazy):
         return False
     sums = one.storage.crc, other.storage.crc
-    if None not in sums and one.stride == other.stride and _is_all(one) and _is_all(other):
+    if None not in sums and one.stride == other.stride and _covers_storage(one) and _covers_storage(other):
         return sums[0] == sums[1]
     if read and one.nbytes <= SMALL:
         return one.bytes() == other.bytes()
@@ -229,14 +229,14 @@ def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple
             raise mixed(where, one[0], other[0], f"the {what} differs{shown}")
 
 
-def _is_all(entry: TensorEntry) -> bool:
+def _covers_storage(entry: TensorEntry) -> bool:
     return entry.is_contiguous and entry.offset == 0 and entry.nbytes == entry.storage.nbytes
 
 
 def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
     """What is wrong with blocks that do not fill the shape exactly once."""
     for block in blocks:
-        if not _inside(shape, block.box):
+        if not _is_inside(shape, block.box):
             return f"{block.owner} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
     ordered = sorted(blocks, key=lambda block: block.offsets)
     for before, after in pairwise(ordered):
@@ -248,7 +248,7 @@ def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
     return "its blocks overlap"
 
 
-def _inside(shape: tuple[int, ...], box: Box) -> bool:
+def _is_inside(shape: tuple[int, ...], box: Box) -> bool:
     return all(0 <= lo <= lo + n <= full for lo, n, full in zip(*box, shape, strict=True))
 
 
@@ -259,7 +259,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     are left over is every element in exactly one box. That is linear in the number of boxes. Raises `Unsupported` for
     boxes that are cut along more than 8 axes.
     """
-    if not all(_inside(shape, box) for box in boxes):
+    if not all(_is_inside(shape, box) for box in boxes):
         return False
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
@@ -307,7 +307,7 @@ class _Assembly:
         self.pieces = sorted((piece for piece in pieces if piece.like.numel), key=lambda piece: piece.offsets)
         self.tallest = max((piece.like.shape[0] for piece in self.pieces), default=0)
         self.in_turn = len(self.pieces) == len(pieces) and all(
-            piece.like.shape[1:] == shape[1:] and _is_all(piece.like) and not piece.replicas for piece in pieces
+            piece.like.shape[1:] == shape[1:] and _covers_storage(piece.like) and not piece.replicas for piece in pieces
         )
 
     def __iter__(self) -> Iterator[Storage]:
@@ -337,7 +337,7 @@ class _Assembly:
                 values = data.read(0, data.length)
                 for other in piece.replicas:  # which have to have the same
                     theirs = row_major(other.part(common))
-                    if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+                    if not _values_agree(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
                         what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of "
                         what += f"the elements from {list(common[0])}"
                         why = "Both have the same part of it, so one of the files was damaged or is of another "
@@ -349,7 +349,7 @@ class _Assembly:
         return b"".join(parts)[offset - first * size : stop - first * size]
 
 
-def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
+def _values_agree(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
     """True for equal bytes; for a copy in another type, if a cast to that type gives its numbers."""
     import numpy
 

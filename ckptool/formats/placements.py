@@ -169,10 +169,10 @@ class RankFile:
         if not saved.is_dtensor:
             if sizes_of(saved.facts.get("size")) not in (None, shape):
                 raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
-            places = tuple(map(_place, items(saved.facts.get("shards_metadata"))))  # of the shards of all ranks
+            places = tuple(map(_shard_place, items(saved.facts.get("shards_metadata"))))  # of the shards of all ranks
             chunks: list[Piece] = []
             for local, metadata in saved.local:
-                place = _place(metadata)
+                place = _shard_place(metadata)
                 if not isinstance(local, TensorEntry) or place is None:
                     raise damaged(self.path, f"{name} has a shard without values or without a place")
                 begin, sizes, rank = place
@@ -268,7 +268,7 @@ class RankFile:
             raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
-        axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout(facts.get("_layout"))
+        axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout_axes(facts.get("_layout"))
         if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
             raise damaged(self.path, f"{name} has a mesh whose axes do not fit its table of ranks")
         mesh = self.mesh(ranks, axes)
@@ -279,7 +279,7 @@ class RankFile:
         return mesh
 
 
-def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
+def _shard_place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
     """The offsets and sizes of a shard, and the rank that has it."""
     begin, sizes = sizes_of(inside(node, "shard_offsets")), sizes_of(inside(node, "shard_sizes"))
     rank = inside(node, "placement._rank")
@@ -291,7 +291,7 @@ def row_major_axes(shape: tuple[int, ...]) -> list[_Strides]:
     return [((size,), (stride,)) for size, stride in zip(shape, row_major_strides(shape), strict=True)]
 
 
-def _layout(node: Any) -> list[_Strides] | None:
+def _layout_axes(node: Any) -> list[_Strides] | None:
     """The axes of a mesh that was cut from a larger table."""
     if (axes_of := inside(node, "axes")) is not None:
         parts = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
@@ -350,7 +350,7 @@ def runs_of(shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: O
         for axis in stated if sorted(stated) == dividing else dividing:
             placement = axes[axis]
             assert placement is not None
-            runs[dim] = _divided(runs[dim], placement[1], mesh.sizes[axis], mesh.coordinate[axis])
+            runs[dim] = _share_of_runs(runs[dim], placement[1], mesh.sizes[axis], mesh.coordinate[axis])
     return runs
 
 
@@ -372,7 +372,7 @@ def encoded_order(axes: tuple[Axis, ...], sizes: tuple[int, ...]) -> tuple[tuple
     return tuple(None if placement is None else (placement[0], 1) for placement in axes), order
 
 
-def _divided(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
+def _share_of_runs(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
     """The share with this index: of each of `split` pieces, one of `count`. Pieces are as those of `torch.chunk`."""
     total = sum(length for _, length in runs)
     step = -(-total // split)

@@ -95,7 +95,7 @@ class _SideBySide:
         if len(path) > MAX_DEPTH:
             raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
-            return self._tensor(path, files, values)
+            return self._join_tensor(path, files, values)
         kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
         uneven = kind is not dict and kind and len({len(value) for value in values}) > 1
         if kind is None or uneven or (kind is not dict and not any(isinstance(i, _HOLDERS) for v in values for i in v)):
@@ -115,7 +115,7 @@ class _SideBySide:
                 self._joined[key] = kind(self.join((*path, i), files, items) for i, items in rows)
         return self._joined[key]
 
-    def _tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+    def _join_tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         name = address(path)
         tensors = [tensor for tensor in map(distributed, values) if tensor is not None]
         if tensors and len(tensors) < len(values):

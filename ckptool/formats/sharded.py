@@ -126,7 +126,7 @@ def read(source: Input) -> Checkpoint:
 
 def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     index = os.path.join(folder.path, index_name)
-    weight_map, metadata = _parsed(folder.open(index_name))
+    weight_map, metadata = _parse_index(folder.open(index_name))
     shards = _shards(folder, index, weight_map)
     pickled = any(shard.container != safetensors.NAME for shard in shards.values())
     items = {name: value for shard in shards.values() for name, value in shard.tree.items()}
@@ -218,7 +218,7 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
     return shards
 
 
-def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
+def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The `weight_map` of an index, and its metadata."""
     if source.size > MAX_INDEX:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")

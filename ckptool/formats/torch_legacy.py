@@ -271,8 +271,8 @@ def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     if depth > MAX_NESTING:
         what = f"streams nested in bytes more than {MAX_NESTING} deep"
         raise LimitExceeded(what, "torch writes one; the file is probably malicious.")
-    found, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
+    checkpoint, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - end:,} bytes after its end", "Nothing reads them.")
     # What it calls and throws away would not be seen from outside: the whole stays a call then, and is named.
-    return NotImplemented if found.discarded else found.tree
+    return NotImplemented if checkpoint.discarded else checkpoint.tree

@@ -43,8 +43,8 @@ def detect(head: bytes, source: Input) -> bool:
     if not isinstance(source, Source) or not is_tar(head):
         return False
     first = head[:100].partition(b"\0")[0].decode("latin-1")
-    found = [first, *(path.rpartition("/")[2] for path in record_paths(source))]
-    return any(name in MEMBERS for name in found[:2]) or len({name for name in found if name in MEMBERS}) > 1
+    names = [first, *(path.rpartition("/")[2] for path in record_paths(source))]
+    return any(name in MEMBERS for name in names[:2]) or len({name for name in names if name in MEMBERS}) > 1
 
 
 def read(source: Source) -> Checkpoint:

@@ -197,11 +197,11 @@ class _Program:
         except CkptoolError:
             yield Object(Global("constants", "pkl"), ("which cannot be read",))
         texts = {name: text for name, text in self.texts(self.files).items() if _SETSTATE in text}
-        look = sum(map(len, texts.values())) <= _MOST_TEXT
+        is_checked = sum(map(len, texts.values())) <= _MOST_TEXT
         names, method = set[str](), f".{_SETSTATE}"
         for name, text in texts.items():
             for part in re.split(r"(?m)^class ", text):
-                if _SETSTATE in part and not (look and _only_packs(f"class {part}")):
+                if _SETSTATE in part and not (is_checked and _only_packs(f"class {part}")):
                     owner = re.split(r"\W", part)[0]
                     names.add(f"{name[:-3].replace('/', '.')}.{owner}")
         for node in visit(self.unpickled("bytecode")) if "bytecode" in self.pickles else ():

@@ -84,9 +84,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     """The error for a file or folder that no format reads, naming what it is as exactly as its first bytes allow."""
     if isinstance(source, Folder):
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
-        sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
+        expected = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
-        why = f"ckptool looked for {sought}. {held}"
+        why = f"ckptool looked for {expected}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:
         if match := re.match(pattern, head, re.DOTALL):

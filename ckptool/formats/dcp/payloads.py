@@ -147,7 +147,7 @@ class Payloads:
                 checkpoint = inflate(part, torch_zip.inflated_limit(part.size))
                 self.discarded += checkpoint.discarded
             else:
-                checkpoint = self._zip(name, part)
+                checkpoint = self._read_zip(name, part)
             self._objects[key] = checkpoint.tree
         return self._objects[key]
 
@@ -175,10 +175,10 @@ class Payloads:
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if (entry := known.get(key)) is None:
                     # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
-                    later = self._is_compressed(name, chunk.place) or self.folder.far
-                    if later and not self.folder.far:
+                    is_lazy = self._is_compressed(name, chunk.place) or self.folder.far
+                    if is_lazy and not self.folder.far:
                         self.part(chunk.place)  # is there, and its file is of the checkpoint
-                    entry = _Later(self, name, replace(chunk), dtype).tensor if later else self.chunk(name, chunk)
+                    entry = _LazyChunk(self, name, replace(chunk), dtype).tensor if is_lazy else self.chunk(name, chunk)
                     known[key] = entry
                 pieces[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
                 chunk.place = opened  # from here on the file is enough
@@ -210,7 +210,7 @@ class Payloads:
                 return stored
         if part.read(0, min(4, part.size))[:2] != b"PK" and (tensor := self._in_safetensors(name, chunk)):
             return tensor
-        checkpoint = self._zip(name, part)
+        checkpoint = self._read_zip(name, part)
         if self._learned < MOST_TEMPLATES and (learned := template_of(part, checkpoint)) is not None:
             self._learned += 1
             templates = self._templates.setdefault(part.size, [])
@@ -256,7 +256,7 @@ class Payloads:
             raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix)
         return True
 
-    def _zip(self, name: str, part: Part) -> Checkpoint:
+    def _read_zip(self, name: str, part: Part) -> Checkpoint:
         if part.read(0, min(4, part.size)) not in ZIP:
             what = f"{part}: there is no torch zip where {name} should be"
             raise Corrupt(what, "The file or the table belongs to another checkpoint.")
@@ -283,7 +283,7 @@ class Payloads:
 
 
 @dataclass(slots=True, eq=False)
-class _Later:
+class _LazyChunk:
     """A chunk whose values, and their storage, are looked up when they are asked for. tensor: as the table has it.
 
     A compressed one has a checksum from then on, if its zip has one.
@@ -343,7 +343,7 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
-    reader = decompressor.stream_reader(cast(Any, _Packed(part)), read_size=1 << 16, read_across_frames=True)
+    reader = decompressor.stream_reader(cast(Any, _CompressedPart(part)), read_size=1 << 16, read_across_frames=True)
     try:
         with tempfile.TemporaryFile() as file:
             while data := reader.read(1 << 18):
@@ -370,7 +370,7 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     return replace(checkpoint, tree=map_storages(checkpoint.tree, unnamed))
 
 
-class _Packed:
+class _CompressedPart:
     """The compressed bytes, for a decompressor."""
 
     def __init__(self, part: Part) -> None:

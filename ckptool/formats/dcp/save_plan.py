@@ -197,13 +197,13 @@ class _Divided:
     def __init__(self, name: str, entry: TensorEntry, dim: int, ranks: int, step: int) -> None:
         self.name, self.entry, self.dim, self.step = name, entry, dim, step
         self.lengths, known = array("Q"), dict[tuple[int, ...], int]()
-        for rank, (_, sizes) in enumerate(self._places(ranks)):
+        for rank, (_, sizes) in enumerate(self._blocks(ranks)):
             if sizes not in known:
                 known[sizes] = self.item(rank).length
             self.lengths.append(known[sizes])
         self.offsets = array("Q", bytes(8 * ranks))
 
-    def _places(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _blocks(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Where each rank's block begins in the dimension, and its shape."""
         shape, dim = self.entry.shape, self.dim
         for begin in range(0, ranks * self.step, self.step):
@@ -213,12 +213,12 @@ class _Divided:
     def item(self, rank: int) -> _BlockZip:
         begin = min(rank * self.step, size := self.entry.shape[self.dim])
         block = self.entry.narrow(self.dim, begin, min(self.step, size - begin))
-        return _BlockZip(self.name, _plain(block), row_major(resolved(block)))
+        return _BlockZip(self.name, _row_major_entry(block), row_major(resolved(block)))
 
     def __iter__(self) -> Iterator[Chunk]:
         """As the table has them."""
         zeros = (0,) * len(self.entry.shape)
-        for rank, (begin, sizes) in enumerate(self._places(len(self.lengths))):
+        for rank, (begin, sizes) in enumerate(self._blocks(len(self.lengths))):
             place = Place(_file_of(rank), self.offsets[rank], self.lengths[rank])
             yield Chunk((*zeros[: self.dim], begin, *zeros[self.dim + 1 :]), sizes, place)
 
@@ -322,7 +322,7 @@ class _Saving:
         storage, has_gaps = entry.storage, stop - start > entry.nbytes
         self.strides_lost = self.strides_lost or (name if has_gaps else "")
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize or has_gaps:
-            item = _BlockZip(name, _plain(entry), row_major(resolved(entry)))
+            item = _BlockZip(name, _row_major_entry(entry), row_major(resolved(entry)))
         else:
             self._settle(storage, tree_pickle.Home(name, start, stop))
             data = subrange(storage.data, start, stop - start)
@@ -338,7 +338,7 @@ class _Saving:
             self.homes[id(storage)] = home
 
 
-def _plain(entry: TensorEntry) -> TensorEntry:
+def _row_major_entry(entry: TensorEntry) -> TensorEntry:
     strides = row_major_strides(entry.shape)
     return TensorEntry(entry.storage, entry.dtype, entry.shape, strides, entry.offset, entry.flags)
 

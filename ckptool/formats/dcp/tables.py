@@ -211,7 +211,7 @@ class Tables:
         if decoded.end != len(data):
             what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
             raise Ambiguous(what, "Another pickle may be hidden there.")
-        if _class(decoded.root) not in ("Metadata", "MCoreMetadata"):
+        if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
             what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
             fix = f"Name the file: {other_program('ls', self.folder.path)}"
             raise NotACheckpoint(what, "Another program wrote it.", fix)
@@ -252,7 +252,7 @@ class Tables:
         """Adds the description of a value; takes what it names out of `places`."""
         if isinstance(row, _Tensor):
             shape, blocks, properties = sizes_of(row.size), row.chunks, row.properties
-            state = properties.state if _class(properties) == "TensorProperties" else None
+            state = properties.state if _class_name(properties) == "TensorProperties" else None
             if type(state) is tuple and len(state) == 5:
                 state = {"dtype": state[0], "requires_grad": state[2]}
             kind, grad = (state.get("dtype"), state.get("requires_grad")) if type(state) is dict else (None, None)
@@ -265,7 +265,7 @@ class Tables:
         elif isinstance(row, _Object):
             value, blocks = Saved(), [_Block((), ())]
         else:
-            raise self.damaged(f"says of {name} that it is a {_class(row) or type(row).__name__}", table)
+            raise self.damaged(f"says of {name} that it is a {_class_name(row) or type(row).__name__}", table)
         saved = self.values.setdefault(name, value)
         if (saved.shape, saved.dtype) != (value.shape, value.dtype):
             what = f"{self.folder}: {name} is {saved} in one of its tables, and {value} in {table}"
@@ -305,7 +305,7 @@ def table_names(folder: Folder) -> list[str]:
     return [name for _, name in sorted(ranks.items())]
 
 
-def _class(node: Any) -> str:
+def _class_name(node: Any) -> str:
     """The name of the class of torch.distributed or Megatron that an object is of; empty for anything else."""
     fn = node.fn if isinstance(node, Object) else None
     is_known = type(fn) is Global and fn.module.startswith(("torch.distributed.", "megatron.core."))

@@ -469,7 +469,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         archive.source.expect((record.header, end) for record, end in small)
     end_at = pickles[0].header - END.size if len(pickles) == 1 else -1
     if 0 <= end_at < archive.directory - END.size and archive.source.read(end_at, 4) == b"PK\x05\x06":
-        records = _place_as_before(archive, pickles[0], records, depth)
+        records = _place_earlier_state(archive, pickles[0], records, depth)
         begins = archive.superseded
     first = records[0].header if records else archive.directory
     if first > begins:
@@ -506,7 +506,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
 # In-place edits ------------------------------------------------------------------------------------------------------
 
 
-def _place_as_before(archive: Archive, pickle: Record, records: list[Record], depth: int) -> list[Record]:
+def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record], depth: int) -> list[Record]:
     """Places the records of the complete archive that stands before a `data.pkl` which an in-place edit appended;
     returns the new ones, by offset."""
     source, end_at = archive.source, pickle.header - END.size
