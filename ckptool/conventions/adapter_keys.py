@@ -140,7 +140,8 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     texts = [key for key in node if type(key) is str]
     factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}
     if not factors or 4 * len(factors) < len(texts):
-        return ""
+        is_other = all(key.startswith("base_model.model.") and ".base_layer." not in key for key in texts)
+        return "PEFT adapter (not low-rank)" if is_other or texts == ["prompt_embeddings"] else ""
     shapes = [getattr(node[key], "shape", None) for key, of in factors.items() if of.role in RANKED]
     found = factors.values()
     methods, schemes = sorted({method_of(each.role) for each in found}), sorted({each.scheme for each in found})

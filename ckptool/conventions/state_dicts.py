@@ -253,7 +253,7 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
         elif isinstance(node, dict) and _is_weights(place, node):
             kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
             detail, joined = "", "\n".join(node)  # the quickest way to look at all of many
-            if any(part in joined for part in ("lora", "hada_w", "lokr_w")):
+            if any(part in joined for part in ("lora", "hada_w", "lokr_w", "base_model.model.", "prompt_embeddings")):
                 from ckptool.conventions.adapter_keys import adapter_detail  # of few files
 
                 detail = adapter_detail(node)
