@@ -181,7 +181,7 @@ def read_source(source: Input) -> Checkpoint:
             shown = listed([f"{name} → {place}" for name, place in links.items()], 3)
             note = Note("link-elsewhere", f"{what} out of the folder: {shown}")
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-        checkpoint.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
+        checkpoint.kept[FOLDER] = source.path  # whose other files `members.all_uses` judges
     return checkpoint
 
 

@@ -29,7 +29,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, 
 from ckptool.facts import replace
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
+MAX_NAMES = 20_000  # of a folder, looked at beside a file
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -246,8 +246,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
         return PartOf(PartKind.SHARD, label, what)
-    # A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
-    args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
+    # One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
+    args = top.get("args") if "model" in top else None  # Megatron's say over how many files it is divided
     sizes = [
         args.attributes.get(f"{kind}_model_parallel_size")
         for kind in ("tensor", "pipeline")

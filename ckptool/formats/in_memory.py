@@ -188,7 +188,7 @@ def source_of(file: Any) -> Source:
     raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
     at = 0
     try:
-        with suppress(AttributeError, OSError):  # a pipe stands nowhere
+        with suppress(AttributeError, OSError):  # a pipe has no position
             at = file.tell()
         if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             if not file.readable():

@@ -48,7 +48,7 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
-MAX_STEPS = 512  # of parameters, that are looked at
+MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 ROUTER = "router_config.json"
 

@@ -37,7 +37,7 @@ _COMPANION = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(?:jinja|json)"
     r"|vocab\.(?:json|txt|bpe)|merges\.txt|[\w.-]+\.model"
 )
-# Folders whose name is an engine's, below that of the model.
+# Names that engines give to folders below that of the model.
 _TAG = re.compile(r"(?:checkpoint-|global_step_?|step[-_]?|iter_|pytorch_model_fsdp_)\d+|pytorch_model|sharded|actor")
 _NO_JSON = "empty, or not JSON that can be read"
 _FLOATS = {dtype.torch for dtype in DTYPES if dtype.is_float}

@@ -68,7 +68,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             raise Ambiguous(f"{source} has the records {key} and {name}")
         tree[key] = read_array(record.data, f"{source}: {record}", record.crc if archive.has_checksums else None)
         if tree[key] is None:
-            pickled.append(key)  # what it calls is not known; another sum is another array
+            pickled.append(key)  # its calls are not known; its checksum tells it from others
             tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))
     notes = [*archive.notes]
     if non_tensors := [
@@ -122,7 +122,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add(name + ENDING, data, crc, header)
         storage = tree[name].storage
         if storage.crc is not None and crc is None:
-            checks.append(storage)  # of which only a part is written, or another order
+            checks.append(storage)  # of which only a part is written, or in another order
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return Plan({"": layout}, checks)

@@ -23,7 +23,7 @@ from ckptool.formats.boxes import MAX_DIMENSIONS, Box, Piece, sizes_of
 from ckptool.formats.folder import another_run, damaged
 
 MAX_MESH = 1 << 20  # ranks
-MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
+MAX_RUNS = 1_024  # of a rank's part of a tensor along one dimension; 4 times as many in all
 
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""

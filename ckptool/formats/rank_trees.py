@@ -156,7 +156,7 @@ class _SideBySide:
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
             raise another_run(self.where, f"{name} is divided over meshes of which some ranks are in two")
         fits = (reading for reading in zip(*(share.readings for share in shares), strict=True) if None not in reading)
-        if (blocks := next(fits, None)) is None:  # the one way that fits all of them
+        if (blocks := next(fits, None)) is None:  # the reading that fits all of them
             misfit = next(share for share in shares if None in share.readings)
             what = f"{name} has another shape here than its rank's part of {list(misfit.shape)} would have"
             raise another_run(misfit.file.path, what)

@@ -274,5 +274,5 @@ def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     checkpoint, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - end:,} bytes after its end", "Nothing reads them.")
-    # What it calls and throws away would not be seen from outside: the whole stays a call then, and is named.
+    # Calls whose results it throws away would not be seen from outside: then all of it stays a call, which is named.
     return NotImplemented if checkpoint.discarded else checkpoint.tree

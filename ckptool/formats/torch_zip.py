@@ -167,7 +167,7 @@ class RecordStorages:
     prefix: str
     big_endian: bool
     find: Find | None = None
-    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
+    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, with the first class used for it
     typed: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 
     def load(self, pid: Any) -> StorageRef:

@@ -229,7 +229,7 @@ class _Program:
 # statement is looked at.
 _SETSTATE = "__setstate__"
 _MOST = 1 << 15  # characters of a class whose program is looked at
-_MOST_TEXT = 1 << 19  # of all files with one: of quantized models some hundred thousand
+_MOST_TEXT = 1 << 19  # of all files with one; quantized models have some hundred thousand
 _STATEMENTS = (ast.Assign, ast.Expr, ast.If, ast.Return, ast.Pass, ast.expr_context)
 _VALUES = (ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Call)
 _CALLS = re.compile(r"ops\.quantized\.\w+_prepack(_fp16)?|ops\.prim\.RaiseException|torch\.(eq|ne)")

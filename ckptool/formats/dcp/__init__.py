@@ -26,7 +26,7 @@ from ckptool.formats.pieces import Joiner
 
 NAME = "dcp"
 SUFFIX = ".distcp"
-MAX_STEPS = 256  # of a file's, that are compared with those of others
+MAX_STEPS = 256  # of one file, compared with those of the others
 ENGINE = "torch.distributed.checkpoint"
 
 

@@ -43,7 +43,7 @@ SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
 MOST_BESIDE = 1 << 16  # bytes of a compressed chunk's zip that are not its values
 MOST_WINDOW = 1 << 23  # bytes that a decompressor keeps
-MOST_KEPT = 1 << 30  # bytes of files without a name, beside the last one
+MOST_KEPT = 1 << 30  # bytes of unnamed files that stay, beside the last one
 ALL = 1 << 17  # bytes of a zip that is read at once
 TAIL = 1 << 16 | 1 << 7  # bytes at the end in which the reader of zips looks for other ends
 MOST_TEMPLATES = 4_096  # templates that are learned, of all sizes
@@ -177,7 +177,7 @@ class Payloads:
                     # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
                     is_lazy = self._is_compressed(name, chunk.place) or self.folder.far
                     if is_lazy and not self.folder.far:
-                        self.part(chunk.place)  # is there, and its file is of the checkpoint
+                        self.part(chunk.place)  # raises unless it is there, in a file of the checkpoint
                     entry = _LazyChunk(self, name, replace(chunk), dtype).tensor if is_lazy else self.chunk(name, chunk)
                     known[key] = entry
                 pieces[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)

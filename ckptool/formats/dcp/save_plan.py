@@ -279,7 +279,7 @@ class _Saving:
         self.strides_lost = ""
 
     def add_object(self, name: str, value: Any) -> None:
-        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # what is unknown was asked for
+        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
         (layout,) = plan.files.values()
         segments = list(layout)
         if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):

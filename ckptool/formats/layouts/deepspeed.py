@@ -200,9 +200,9 @@ def read(folder: Folder) -> Checkpoint:
             what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
         optimizers = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
-        if is_pipeline and any(state is not None for state in optimizers.values()):  # numbered by each for itself
+        if is_pipeline and any(state is not None for state in optimizers.values()):  # each numbers its own
             optimizer = optimizers
-        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # the first rank of each saves alone
+        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # only the first rank of each saves
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
         return _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
     world = sum(len(stage.shares) for stage in stages.values())
@@ -269,7 +269,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
         parameters |= {name: shape for group in stage.groups for name, shape in group.items()}
     expected |= parameters
     values: dict[Any, Any] = {}
-    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # of those in a layer
+    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # by the name in its layer
     for name, shape in parameters.items():
         if name.startswith("tied_modules.") and name.count(".") > 1:
             tied_by_name.setdefault(name.split(".", 2)[2], []).append((name, shape))
@@ -283,7 +283,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
     of_layers = {(n.partition(".")[2], v.shape if isinstance(v, TensorEntry) else None) for n, v in values.items()}
     for name, shape in expected.items():
         number, _, rest = name.partition(".")
-        # A tied one whose layer cannot be told from its name is under that of the layer.
+        # A tied parameter whose layer cannot be told from its name is there under the layer's own name.
         is_tied = number == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
         if name not in values and (number.isdecimal() or number == "tied_modules") and not is_tied:
             file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
@@ -331,7 +331,7 @@ def _checkpoint(
                     by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
     for name, shape in frozen.items():
         pieces = fragments.get(name, [])
-        if stage > 2 and 0 < len(pieces) < ranks:  # whose place is that of the rank
+        if stage > 2 and 0 < len(pieces) < ranks:  # their places follow from the ranks
             raise lacks(tag.folder, f"{name} in the model states of {counted(ranks - len(pieces), 'rank')}")
         if pieces and (stage > 2 or name not in model):
             vectors = [Vector([(piece.entry, piece.owner)]) for piece in pieces if len(piece.entry.shape) == 1]
@@ -421,7 +421,7 @@ def _universal(tag: Tag) -> Checkpoint:
                 expected = list(weight.shape if misfits else shape)
                 raise damaged(files, f"has {listed(misfits or [_WEIGHT])} of another shape than {expected}")
             del slots[_WEIGHT]
-            copy = model.get(name)  # of tensor parallelism, a part of it
+            copy = model.get(name)  # with tensor parallelism, a part of it
             copy = copy if isinstance(copy, TensorEntry) and copy.shape == weight.shape else None
             piece = Piece(weight.reshape((weight.numel,)), (0,), f"{name}/{_WEIGHT}.pt")
             weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy)

@@ -117,7 +117,7 @@ class Share:
         pairs = enumerate(states) if isinstance(states, list) else fields(states).items()
         self.states: dict[Any, dict[Any, Any]] = {group: fields(state) for group, state in pairs}
         self.groups = items(fields(base).get("param_groups"))
-        # What is in it tells stage 3: of a member of an enum, some Pythons pickle the name in place of the number.
+        # The kind of vectors tells stage 3: some Pythons pickle a member of an enum by its name, not by its number.
         self.stage = 3 if kind == _VECTORS[1] else 2 if plain(state_dict.get("zero_stage")) == 2 else 1
         self.counts = (*items(state_dict.get("partition_count")),) or (state_dict.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
@@ -283,7 +283,7 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
     for group, group_shapes in enumerate(shapes):
         size = share.counts[group] if group < len(share.counts) else max(share.counts)
         size = len(shares) if size >= len(shares) or len(shares) % size else size
-        teams = len(shares) // size  # of experts, several, with experts of their own
+        teams = len(shares) // size  # several for experts, each with experts of its own
         row = _in_a_row(group, group_shapes, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
         ranges = {name: (at, prod(shape)) for name, shape, _, at in row}
         for number in range(teams):
@@ -292,7 +292,7 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
             high = 0
             for member in team:
                 low, high = high, high + member.weights[group].shape[0]
-                for name, place in member.placed.get(group, {}).items():  # of the rank's own alone
+                for name, place in member.placed.get(group, {}).items():  # a rank lists its own alone
                     at, count = ranges.get(name, (high, 0))
                     begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):

@@ -51,7 +51,7 @@ MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
 _WINDOW = 8 << 10  # bytes: a system call for every header would take longer than the rest
 SECTOR = 512  # bytes that a disk writes or loses together
-_ENCRYPTED = 0x2061  # flags: in one of three ways; or what it holds is a patch
+_ENCRYPTED = 0x2061  # flags: in one of three ways, or a patch of another file
 _OTHER_METHODS = (9, 12, 14, 93, 95, 98, 99)  # Deflate64, bzip2, LZMA, zstd, XZ, PPMd, AES
 _NEEDED, ZIP64_VERSION = 63, 45  # versions of the format: the last one; the first with 64 bits
 _HAS_DESCRIPTOR, _UTF8 = 0x0008, 0x0800  # flags
@@ -535,7 +535,7 @@ def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record]
     return fresh
 
 
-_KEPT = ("crc", "stored", "size", "method", "header")  # of a record, by an in-place edit
+_KEPT = ("crc", "stored", "size", "method", "header")  # what an in-place edit keeps of a record
 
 
 def guard(records: bytes) -> bytes:

@@ -26,7 +26,7 @@ class ZipLayout:
         self.alignment, self.at, self.checksums = alignment, begin, checksums
         self.sums: list[Crc] = []
         self._segments: list[Segment] = []
-        self._together: list[Record] = []  # the old records that the last of the segments is, if it is a range
+        self._together: list[Record] = []  # the old records in the last segment, if that is a range
         self._lines: list[tuple[bytes, Crc | None]] = []  # of the directory; a new record's lacks the checksum
         self._directory_size = 0
 
