@@ -154,25 +154,24 @@ SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Where a verb writes, and how.  path: None where none was named.  asked: every option that the verb has, of
-    `SaveInPlace`.
-    live: nothing is written: something in memory was given, and so is the result."""
+    """Where a verb writes, and how.  path: None where none was named.  options: all of `Save`, or of `SaveInPlace`.
+    live: nothing is written: something in memory was given, and the result is returned."""
 
     verb: str
     path: str | None
-    asked: SaveInPlace
+    options: SaveInPlace
     live: bool
 
     def format(self, default: str) -> Format:
         """The container option, else that of the suffix, else shards for `DIR/`, or the default."""
-        if self.asked["container"]:
-            return formats.by_name(self.asked["container"])
+        if self.options["container"]:
+            return formats.by_name(self.options["container"])
         path = self.path or ""
         return formats.for_output(path, formats.SHARDED if path.endswith("/") else default)
 
     def into(self, container: str) -> Self:
         """The same change, into this container."""
-        return replace(self, asked={**self.asked, "container": container})
+        return replace(self, options={**self.options, "container": container})
 
     def write(
         self,
@@ -188,7 +187,7 @@ class Change:
         expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
         beside: the files that go into a folder of weights, if not those beside the original.
         Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises."""
-        options, path, source = self.asked, self.path, original.source
+        options, path, source = self.options, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
         if (path is None) != bool(options.get("in_place")) and not self.live:
             conflict = f"{self.verb} was given both an output and {arg(in_place=True)}"
@@ -286,12 +285,12 @@ class Change:
         details: Iterable[str] = (),
     ) -> Written:
         """The report of what was written, or would be; with notes on what the output lacks of the original."""
-        dry_run = bool(self.asked["dry_run"])
-        verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
+        dry_run = bool(self.options["dry_run"])
+        verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
         has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.asked.get("in_place"):
+        if has_others and how != "nothing" and not self.options.get("in_place"):
             from ckptool.formats.members import left_beside
 
             left_behind += left_beside(original)
@@ -301,7 +300,7 @@ class Change:
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
-        source, options = original.source, self.asked
+        source, options = original.source, self.options
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or not formats.named(original.container).writable:
@@ -325,7 +324,7 @@ class Change:
         plan = container.append(changed, keep_unknown=keep_unknown)
         if plan is None:
             plan = container.write(changed, keep_unknown=keep_unknown)
-            replacing = replace(self, asked={**options, "overwrite": True})
+            replacing = replace(self, options={**options, "overwrite": True})
             notes += replacing.put(plan, source.path, inputs, partial(check_written, changed))
             size = plan.nbytes
             written = self.written(original, source.path, container.name, "new file", size, size, notes)
@@ -357,7 +356,7 @@ class Change:
         """Writes a plan under its name, or checks that it could be written; returns the notes on that.
         A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
         in a folder of that name, if not those of a checkpoint."""
-        options, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
+        options, folder, is_file = self.options, os.path.dirname(target), set(plan.files) == {""}
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
         keywords: Any = {"overwrite": bool(options["overwrite"])}
@@ -478,7 +477,7 @@ def begin_change(
         what = f"{verb} {arg(extract=True)} was given no address"
         why = f"Without {arg(extract=True)} the whole file is written."
         raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
-    if extract and change.asked["in_place"]:
+    if extract and change.options["in_place"]:
         what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
         why = "The file itself would lose everything but the part."
         raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
@@ -489,7 +488,7 @@ def begin_change(
             what = f"{address(part.base)} contains itself"
             raise UsageError(what, "It cannot be changed on its own.", "Change the whole file, without the address.")
         outside = replaced_at(original.tree, part.base, None)
-    head = change.verb, change.path, change.asked, change.live
+    head = change.verb, change.path, change.options, change.live
     return FileChange(*head, original, part, opened.at is not None, outside, extract)
 
 
@@ -543,9 +542,9 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
     if checkpoint.container == "torchscript" and container.name == formats.DEFAULT:
-        made = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
-        if own := [name for name in dict.fromkeys(made) if name.startswith("__torch__.")]:
-            what = f"{source}: {listed(own, 3)} {form(len(own), 'is', 'are')} made by its program alone"
+        classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
+        if scripted := [name for name in dict.fromkeys(classes) if name.startswith("__torch__.")]:
+            what = f"{source}: {listed(scripted, 3)} {form(len(scripted), 'is', 'are')} made by its program alone"
             why = "torch.load would fail on a file without the program. Nothing was written."
             fix = f"Leave it out: {arg(exclude=NAME)}; or keep it for ckptool, in a .safetensors: {arg(all=True)}"
             raise Unsupported(what, why, fix)

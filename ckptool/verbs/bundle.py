@@ -111,7 +111,7 @@ def bundle(
     tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.
-    origin = parts.original.origin if change.asked["in_place"] else None
+    origin = parts.original.origin if change.options["in_place"] else None
     bundled = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
     bundled = replace(bundled, container=container.name)
     if thing := bundles.one_thing(bundled):

@@ -62,13 +62,13 @@ def cast(
         what = f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own"
         raise NoMatch(what, "Only those are cast. Nothing was written.")
     plan = cast_roots(part, roots, target, several(only), several(exclude))
-    if change.live and not change.asked["dry_run"] and plan.skipped and not plan.tensors:
+    if change.live and not change.options["dry_run"] and plan.skipped and not plan.tensors:
         kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)
         count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
         raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     written = change.save(plan.checkpoint, changes=plan.tensors > 0 or bool(weights), beside=beside)
-    dry_run = bool(change.asked["dry_run"])
+    dry_run = bool(change.options["dry_run"])
     rows: list[Row | str] = []
     if weights:
         computed: list[dict[str, Any]] = [

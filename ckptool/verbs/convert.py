@@ -104,7 +104,7 @@ def convert(
     elif shard_dim is not None:
         fix = f"For example: {arg(ranks=8, shard_dim=0)}"
         raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be divided.", fix)
-    if change.asked["container"] is None and (change.path or "").endswith("/"):
+    if change.options["container"] is None and (change.path or "").endswith("/"):
         change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:

@@ -113,7 +113,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
     the file or the result does not fit the model, and what the verbs raise."""
     from ckptool.verbs._diagnosis import of_opened, of_unopened
 
-    in_place, path = bool(change.asked["in_place"]), shown(file) if isinstance(file, (str, os.PathLike)) else ""
+    in_place, path = bool(change.options["in_place"]), shown(file) if isinstance(file, (str, os.PathLike)) else ""
     original: Checkpoint | None = None
     current: Checkpoint | None = None
     place: str | None = None

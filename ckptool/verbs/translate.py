@@ -116,7 +116,7 @@ def translate(
         translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
-    chosen, original = change.asked, change.original
+    chosen, original = change.options, change.original
     in_folder = (change.path or "").endswith("/") or shard_size is not None or like is not None
     if in_folder and chosen["container"] is None:
         change = change.into(change.format(SHARDED).name)

@@ -46,7 +46,7 @@ def unbundle(
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
-    container = formats.by_name(change.asked["container"] or bundles.container_of(checkpoint))
+    container = formats.by_name(change.options["container"] or bundles.container_of(checkpoint))
     bundles.refuse_container("members cannot be written as", container.name, str(arg(container="safetensors")))
     refuse_extras(checkpoint, container)
     members = bundles.members_of(checkpoint)
@@ -72,14 +72,14 @@ def unbundle(
         template = replace(checkpoint, container=container.name, origin=None, tensors_only=False, notes=())
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {file: replace(template, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
-        keep_unknown = bool(change.asked["keep_unknown"])
+        keep_unknown = bool(change.options["keep_unknown"])
         refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # as named here
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
         record_file = {bundle_json.NAME: [InlineBytes(bundle_json.text(record))]}
         plan = Plan({name: plan.files[""] for name, plan in plans.items()} | record_file, list(checks.values()))
-        if change.asked["verify"] and not change.asked["dry_run"]:
+        if change.options["verify"] and not change.options["dry_run"]:
             refuse_damaged(checkpoint)
 
         def verify(path: str) -> None:

@@ -74,7 +74,7 @@ def warm_start(
     rule_options = ((), None) if changing else (rename, rules_file)
     match = match_options(*rule_options, only, exclude, None, resize, on_mismatch, min_loaded, strict)
     change = change_of("warm-start", out, options, file)
-    dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
+    dry_run, overwrite = bool(change.options["dry_run"]), bool(change.options["overwrite"])
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
