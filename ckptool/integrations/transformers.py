@@ -58,11 +58,11 @@ class DurableCheckpoints:
                         check(saved)
             elif self.args.should_save and checkpoints:
                 # A stock Trainer's checkpoints have no sidecars, so none is whole: the last is named by its path.
-                way = True if any(saved.sidecar for saved in checkpoints) else checkpoints[-1].path
+                argument = True if any(saved.sidecar for saved in checkpoints) else checkpoints[-1].path
                 raise Conflict(
                     f"{folder} holds checkpoints already",
                     "A new run would overwrite some and mix with the others.",
-                    f"Resume: trainer.train(resume_from_checkpoint={way!r}); or name another output_dir",
+                    f"Resume: trainer.train(resume_from_checkpoint={argument!r}); or name another output_dir",
                 )
             if resume and self.args.save_only_model:
                 raise UsageError(

@@ -97,10 +97,10 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
             words += f" (it is {_KINDS.get(type(value)) or repr(value)[:80]})" if kind != "value_error" else ""
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         numbered.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
-    wrong = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
+    sentences = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
     raise UsageError(
-        wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
-        TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
+        sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}",
+        TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started."),
         "All keys with what they mean: ckptool train --init",
     )
 
@@ -246,8 +246,8 @@ def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunF
 
 def retention_of(config: Config) -> Retention:
     """The checkpoints that a configuration wants to keep."""
-    save, by = config.save, config.eval
-    return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
+    save, evaluation = config.save, config.eval
+    return Retention(save.keep_last, save.keep_best, save.keep_every, evaluation.metric, evaluation.mode)
 
 
 def recorded_config(folder: str) -> tuple[str, Config]:

@@ -127,10 +127,10 @@ class Samples:
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
         for step in steps:
-            epoch, place = divmod(step, per_epoch)
-            if place == 0 or ordered is None:
+            epoch, index = divmod(step, per_epoch)
+            if index == 0 or ordered is None:
                 ordered = self._order(epoch)
-            samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
+            samples = [(epoch, self.train[i]) for i in ordered[index * batch : (index + 1) * batch]]
             yield shares(samples, micro_steps, shard)
 
     def _order(self, epoch: int) -> list[int]:
@@ -185,8 +185,8 @@ class Samples:
         """The batches to evaluate on, in order, with the randomness of an epoch. Closing it ends its workers."""
         dataset, indices = _held_out(self.settings.test) if on == "test" else (self.val, self.held_out)
         batch = self.settings.batch
-        places = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
-        requests = [[(chunk, len(chunk), len(chunk))] for chunk in places]
+        pairs = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
+        requests = [[(chunk, len(chunk), len(chunk))] for chunk in pairs]
         source = Picked(dataset, self.collate, self.seed, evaluated=True)
         with closing(self._loaded(source, requests, device)) as loader:
             for ((data, size, total),), _ in loader:
@@ -206,11 +206,11 @@ class Picked(Dataset[Any]):
     def __getitems__(self, shares: list[Share]) -> tuple[Parts, None]:
         """The micro-batches of a step, collated; it has no position of its own."""
         # In a generator a StopIteration of the user's code is an error, and not the end of the data.
-        return [*((self._collated(places), size, total) for places, size, total in shares)], None
+        return [*((self._collated(pairs), size, total) for pairs, size, total in shares)], None
 
-    def _collated(self, places: list[tuple[int, int]]) -> Any:
+    def _collated(self, pairs: list[tuple[int, int]]) -> Any:
         """The collated samples of a micro-batch, all of one epoch."""
-        epoch = places[0][0]
+        epoch = pairs[0][0]
         if epoch != self.epoch:
             if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
                 own_numbers(self.dataset)
@@ -220,9 +220,9 @@ class Picked(Dataset[Any]):
         plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
         columns: Any = getattr(self.dataset, "tensors", ())
         if plain and self.collate is stacked and all(isinstance(column, torch.Tensor) for column in columns):
-            return list(self.dataset[[index for _, index in places]])  # one look-up in each column
+            return list(self.dataset[[index for _, index in pairs]])  # one look-up in each column
         samples = []
-        for _, index in places:
+        for _, index in pairs:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
             samples.append(self.dataset[index])
         return self.collate(samples)

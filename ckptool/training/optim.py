@@ -48,7 +48,7 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
         for name, options in settings.items()
         if options.match
     }
-    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or catch_alls for p in parameters}
+    takers = {p: [name for name, members in chosen.items() if p in members] or catch_alls for p in parameters}
     if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
         fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
         raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
@@ -70,8 +70,8 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     groups: list[dict[str, Any]] = []
     for rule in settings.groups:  # the first that matches wins
         options = rule.model_extra or {}
-        if wrong := [name for name in options if takes and name not in takes]:  # torch would store and ignore it
-            what = f"optim.groups: {kind.__name__} has no option {wrong[0]!r}"
+        if unknown := [name for name in options if takes and name not in takes]:  # torch would store and ignore it
+            what = f"optim.groups: {kind.__name__} has no option {unknown[0]!r}"
             raise UsageError(what, f"It has: {', '.join(takes)}.")
         matching = parameters_matching(model, rule.match, "optim.groups")
         chosen = {name: remaining.pop(name) for name in matching if name in remaining}
@@ -258,11 +258,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
             "Give the optimizer these groups before its state is loaded",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*saved_groups))
+    indices, saved_names = {name: position for position, name in enumerate(chain(*names))}, list(chain(*saved_groups))
     state = {}
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
-        parameter = parameters[places[name]]
+        parameter = parameters[indices[name]]
         slots = {slot: divided_like(value, parameter) for slot, value in slots.items()}
         if type(optimizer).__module__.startswith("torch.") and not isinstance(optimizer, torch.optim.LBFGS):
             for slot, value in slots.items():
@@ -275,10 +275,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
                         "It is the state of another model.",
                     )
         # Copies: without them, tensors would stay mapped to the file that they were loaded from.
-        state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
+        state[indices[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     groups = [
-        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [places[p] for p in members]}
-        for group, members in zip(saved["param_groups"], names, strict=True)
+        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [indices[p] for p in order]}
+        for group, order in zip(saved["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
     for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
@@ -301,8 +301,8 @@ class Average:
         self.values: dict[str, torch.Tensor] = {}
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor):
-                place = local(value).data_ptr() or id(value), value.shape, value.stride()
-                self.values[name] = copies.setdefault(place, value.detach().clone())
+                layout = local(value).data_ptr() or id(value), value.shape, value.stride()
+                self.values[name] = copies.setdefault(layout, value.detach().clone())
         learning = {name: p for name, p in model.named_parameters() if name in self.values and p.is_floating_point()}
         self._means = [self.values[name] for name in learning]
         self._live: list[torch.Tensor] = list(learning.values())

@@ -166,8 +166,8 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
             if (home := moved.get(storage._cdata)) is None:
                 home = moved[storage._cdata] = move(storage)
             if home is not storage:
-                place = part.storage_offset(), part.shape, part.stride()
-                part = torch.empty(0, dtype=part.dtype).set_(home, *place)
+                layout = part.storage_offset(), part.shape, part.stride()
+                part = torch.empty(0, dtype=part.dtype).set_(home, *layout)
         return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         container: Any = type(node)() if type(node) is not dict else {}

@@ -127,7 +127,7 @@ class Objects:
             for name, parameter in module.named_parameters()
         }
         return [
-            [known.get(id(parameter), f"parameter {number}.{place}") for place, parameter in enumerate(group["params"])]
+            [known.get(id(parameter), f"parameter {number}.{index}") for index, parameter in enumerate(group["params"])]
             for number, group in enumerate(optimizer.param_groups)
         ]
 
@@ -258,17 +258,17 @@ class Window:
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
-        for number, optimizer in enumerate(self._optimizers):
-            _tell(optimizer, number, this, alone=len(self._optimizers) == 1)
+        for index, optimizer in enumerate(self._optimizers):
+            _tell(optimizer, index, this, alone=len(self._optimizers) == 1)
 
-    def note_step(self, number: int) -> None:
+    def note_step(self, index: int) -> None:
         """An optimizer has used its gradients."""
-        self._counts[number] += 1
-        self._stepped.add(number)
+        self._counts[index] += 1
+        self._stepped.add(index)
         if len(self._optimizers) > 1:
-            gradients = self._gradients(number)
+            gradients = self._gradients(index)
             remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-            (self.renewing.discard if remained and number not in self.zeroed else self.renewing.add)(number)
+            (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
         settled = self._gradients(*self._stepped, *self.renewing)
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
@@ -295,9 +295,9 @@ class Window:
                 return True
         return False
 
-    def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *indices: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for number in numbers for group in self._optimizers[number].param_groups)
+        groups = (group for index in indices for group in self._optimizers[index].param_groups)
         return ((id(p), p.grad) for group in groups for p in group["params"] if p.grad is not None)
 
     def _updates(self) -> int:
@@ -306,17 +306,17 @@ class Window:
         return sum(scale._version for scale in scales if scale is not None)
 
 
-def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
+def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window], *, alone: bool) -> None:
     """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
     itself = weakref.ref(optimizer)
 
     def stepped(*call: Any) -> None:
         if (watcher := window()) is not None:
-            watcher.note_step(number)
+            watcher.note_step(index)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (watcher := window()) is not None:
-            watcher.zeroed.add(number)
+            watcher.zeroed.add(index)
         if (live := itself()) is not None:
             type(live).zero_grad(live, set_to_none)
 

@@ -100,8 +100,8 @@ def commit_file(tree: Any, path: str, sidecar: str, header: dict[str, Any], fact
 
 def _replaced(path: str, sidecar: str) -> dict[str, Any]:
     """What the old sidecar says of the old checkpoint, to which the new one belongs, too, until that is replaced."""
-    places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
-    old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
+    paths = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
+    old = read_json(sidecar) if any(map(os.path.lexists, paths)) else None
     keys = ("step", "bytes", "sha256", "files", LOGGED)
     return {} if old is None else {"replaces": {key: old[key] for key in keys if key in old}}
 
@@ -170,7 +170,7 @@ def files_of(path: str) -> dict[str, str]:
     """The files of a checkpoint by their names below its folder; a checkpoint of one file by the name ""."""
     if not os.path.isdir(path):
         return {"": path}
-    below = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
+    below = (os.path.join(root, name) for root, _, names in os.walk(path) for name in names)
     return {os.path.relpath(file, path): file for file in sorted(below) if stat.S_ISREG(os.lstat(file).st_mode)}
 
 
@@ -496,10 +496,10 @@ def checkpoints_in(folder: str) -> list[tuple[int, str]]:
 
 def _files_in(folder: str) -> list[tuple[int, str]]:
     """The same with sidecars."""
-    place, names = os.path.join(folder, CHECKPOINTS), list[str]()
-    with _problems(place, "read"), suppress(FileNotFoundError):
-        names = os.listdir(place)
-    return sorted((int(match[1]), os.path.join(place, match[0])) for match in map(_FILE.fullmatch, names) if match)
+    root, names = os.path.join(folder, CHECKPOINTS), list[str]()
+    with _problems(root, "read"), suppress(FileNotFoundError):
+        names = os.listdir(root)
+    return sorted((int(match[1]), os.path.join(root, match[0])) for match in map(_FILE.fullmatch, names) if match)
 
 
 def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:

@@ -132,17 +132,17 @@ class Reference:
     def place_of(self, first: TracedStep) -> int | None:
         """The number of steps before the one that begins with the same weights; None where none does."""
         facts, identity = first.facts(), (first.optimizer, first.weights)
-        places = [place for place, step in enumerate(self.steps) if (step.optimizer, step.weights) == identity]
-        return max(places, key=lambda place: len(facts.items() & self.facts[place].items()), default=None)
+        indices = [index for index, step in enumerate(self.steps) if (step.optimizer, step.weights) == identity]
+        return max(indices, key=lambda index: len(facts.items() & self.facts[index].items()), default=None)
 
-    def differing(self, place: int, other: TracedStep) -> set[Key]:
+    def differing(self, index: int, other: TracedStep) -> set[Key]:
         """The facts in which a step differs from another at the same place, of those that change, and not by chance."""
-        mine, theirs = self.facts[place], other.facts()
-        before = self.facts[place - 1].items() if place else ()
+        mine, theirs = self.facts[index], other.facts()
+        before = self.facts[index - 1].items() if index else ()
         # A global generator that nothing drew from is no cause.
         idle = {key for key, entry in mine.items() if key[0] == RANDOM and (key, entry) in before}
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
-        if self.steps[place].age != other.age:  # the variables were looked at in other steps
+        if self.steps[index].age != other.age:  # the variables were looked at in other steps
             keys = {key for key in keys if key[1] not in other.found or key[0] != kind_of(other.found[key[1]])}
         return {key for key in keys if mine[key] != theirs[key]}
 
@@ -156,21 +156,21 @@ class Reference:
         until = next((count for count, (one, other) in enumerate(pairs) if one.weights != other.weights), None)
         if until is None:
             return self.elsewhere(pairs, start) if ended and pairs else None
-        by = pairs[until][0].optimizer  # the last step before that of the same optimizer led there
-        place = max((place for place, (one, _) in enumerate(pairs[:until]) if one.optimizer == by), default=-1)
-        if place < 0:
+        optimizer = pairs[until][0].optimizer  # the last step before that of the same optimizer led there
+        index = max((index for index, (one, _) in enumerate(pairs[:until]) if one.optimizer == optimizer), default=-1)
+        if index < 0:
             return Divergence(start + (until or 0), [Cause([NOT_RESTORED], [])])
         # The weights of another optimizer show in this one's batch before it steps again; its state was there earlier.
         states = [(STATE, one.optimizer) in self.differing(start + at, other) for at, (one, other) in enumerate(pairs)]
-        place = states[:place].index(True) if True in states[:place] else place
-        return Divergence(start + place + 1, self.causes(start + place, pairs[place][1]))
+        index = states[:index].index(True) if True in states[:index] else index
+        return Divergence(start + index + 1, self.causes(start + index, pairs[index][1]))
 
     def elsewhere(self, pairs: list[tuple[TracedStep, TracedStep]], start: int) -> Divergence:
         """Where the facts that differ at the end, beside the weights, began to differ."""
         final = self.differing(start + len(pairs) - 1, pairs[-1][1])
-        candidates = [(place, final & self.differing(start + place, other)) for place, (_, other) in enumerate(pairs)]
-        place, keys = next((candidate for candidate in candidates if candidate[1]), candidates[-1])
-        return Divergence(start + place + 1, self.causes(start + place, pairs[place][1], keys))
+        candidates = [(index, final & self.differing(start + index, other)) for index, (_, other) in enumerate(pairs)]
+        index, keys = next((candidate for candidate in candidates if candidate[1]), candidates[-1])
+        return Divergence(start + index + 1, self.causes(start + index, pairs[index][1], keys))
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that differ at the end and that no optimizer trains: those that change with every step (unlike the
@@ -189,13 +189,13 @@ class Reference:
 
     # Causes ---------------------------------------------------------------------------------------------------------
 
-    def causes(self, place: int, other: TracedStep, keys: set[Key] | None = None) -> list[Cause]:
+    def causes(self, index: int, other: TracedStep, keys: set[Key] | None = None) -> list[Cause]:
         """The causes of a step's difference, the likeliest first; effects only if there is nothing else."""
-        keys = self.differing(place, other) if keys is None else keys
+        keys = self.differing(index, other) if keys is None else keys
         prefixes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(prefixes)}
         kinds = (*_ORDER, *_EFFECTS)
-        mine, theirs = self.facts[place], other.facts()
+        mine, theirs = self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         ranked = sorted(relevant, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}  # what is put back together
@@ -209,11 +209,11 @@ class Reference:
                 group = RATE, ""
             groups.setdefault(group, []).append(key)
         return [
-            Cause([self.sentence(key, mine[key], theirs[key], place) for key in group[:MOST]], group)
+            Cause([self.sentence(key, mine[key], theirs[key], index) for key in group[:MOST]], group)
             for group in groups.values()
         ]
 
-    def sentence(self, key: Key, mine: str, theirs: str, place: int) -> str:
+    def sentence(self, key: Key, mine: str, theirs: str, index: int) -> str:
         """What differs, in words."""
         kind, name = key[0], printable(key[1])
         expected, actual = (printable(text.partition(": ")[2]) for text in (mine, theirs))
@@ -221,7 +221,7 @@ class Reference:
             expected, actual = mine.strip("[]"), theirs.strip("[]")
         average = "EMA: " if _is_average(f"{name} {expected}") else ""
         values = {"here": expected, "there": actual, "of": expected.partition(" ")[0], "average": average}
-        return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=place + 1, **values)
+        return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=index + 1, **values)
 
 
 def _is_average(text: str) -> bool:
