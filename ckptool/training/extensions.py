@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def typed(self) -> str:
-        """What to type for one of the user's own."""
+        """How to name one of the user's own."""
         return f"Your own is file.py:NAME, which {self.yours}"
 
     def find(self, name: str) -> Any:
@@ -151,7 +151,7 @@ def name_culprits() -> Iterator[None]:
                 "The error is in your code, not in ckptool's.",
             ) from error
         if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
-            raise  # a fault of ckptool's
+            raise  # a bug in ckptool
         raise RunFailed(
             f"training stopped: {what}",
             f"It was raised in {last.name} ({last.filename}:{last.lineno}).",

@@ -117,7 +117,7 @@ def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
         options: Any = {"use_reentrant": older, "preserve_rng_state": settings.preserve_rng_state}
         if settings.sequential is None:
             return checkpoint(partial(kind.forward, self), *args, **options, **kwargs)
-        in_segments: Any = checkpoint_sequential  # to which torch gives no types
+        in_segments: Any = checkpoint_sequential  # torch gives it no types
         return in_segments(list(self), min(settings.segments, len(self)), *args, **options)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

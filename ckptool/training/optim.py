@@ -29,7 +29,7 @@ Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
     "optim",
     "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
-    # Without LBFGS, which computes the loss several times in a step, by a closure.
+    # Without LBFGS, which calls a closure for the loss several times in a step.
     classes={name: kind for name, kind in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
     gives=("a torch.optim.Optimizer", lambda value: isinstance(value, torch.optim.Optimizer)),
 )
@@ -38,8 +38,8 @@ OPTIMIZERS = Choice(
 def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[str] = ()) -> dict[str, Parameters]:
     """The parameters of a model that each of its optimizers takes, by name.
 
-    never: names of those that do not learn, which need no optimizer. Raises `UsageError` naming the others that none
-    takes, or that two take.
+    never: names of parameters that never learn and need no optimizer. Raises `UsageError` naming the others that no
+    optimizer takes, or two.
     """
     parameters = dict(model.named_parameters())  # a tied one once, under its first name
     catch_alls = [name for name, options in settings.items() if not options.match]
@@ -138,10 +138,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> Non
 
 
 class Freezing:
-    """Freezes parameters for ever or until a step, by taking their gradients away; groups are never rebuilt.
+    """Freezes parameters for ever or until a step, by turning their gradients off; groups are never rebuilt.
 
-    Other parameters stay as the model's own code left them, and those that thaw become so again. never: the names of
-    those that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
+    Other parameters stay as the model's own code set them, and thawed ones return to that. never: the names of
+    parameters that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
@@ -172,18 +172,18 @@ class Freezing:
 
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
+    """A factor that rises linearly over `warmup` steps, then falls by half a cosine to `floor` at `total`."""
     angle = math.pi * min(1.0, (step - warmup) / max(1, total - warmup))
     return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
 
 
 def inverse_sqrt(step: int, warmup: int) -> float:
-    """Up in a line over `warmup` steps, then down with the square root of the step (Vaswani et al., 2017)."""
+    """A factor that rises linearly over `warmup` steps, then falls as 1/√step (Vaswani et al., 2017)."""
     return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
 
 
 def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
+    """A factor that rises linearly over `warmup` steps, then falls linearly to `floor` at `total`."""
     down = 1 - (1 - floor) * (step - warmup) / max(1, total - warmup)
     return (step + 1) / warmup if step < warmup else max(floor, down)
 
@@ -193,7 +193,7 @@ SCHEDULES = Choice(
     "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
     {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
-    # Without those whose arguments, functions and other schedules, no configuration can hold.
+    # Without schedules that take functions or other schedules, which no configuration can hold.
     {
         name: kind
         for name, kind in classes_of(lr_scheduler, LRScheduler).items()
@@ -281,7 +281,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
         for group, order in zip(saved["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
+    for index, slots in state.items():  # loading casts them to the parameter's dtype; this undoes it
         live = optimizer.state[parameters[index]]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and isinstance(live[slot], torch.Tensor):

@@ -152,7 +152,7 @@ def world_of(config: Config) -> Iterator[World]:
         if not launched:
             options["store"] = library.HashStore()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
+            # torchrun's store outlives a restart of its processes, and has the addresses of those that are gone.
             start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT')}"
             options["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
         library.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
@@ -396,7 +396,7 @@ def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
 
     try:
         writer: Any = FileSystemWriter(folder, sync_files=True)
-        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
+        writer.storage_meta = lambda: None  # leaves out a random number, and the folder's temporary name
         planner = Planner(dedup_save_to_lowest_rank=True)
         save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
@@ -413,7 +413,7 @@ def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
         yield path, node
         return
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        # Interned: a pickle tells two equal texts from one that is there twice.
+        # Interned: in a pickle two equal texts differ from one that occurs twice.
         yield from _values(value, (*path, sys.intern(str(key)) if isinstance(node, dict) else key))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptool.training.run import Run
 
 VARIABLE = "variable"  # a kind like those of `moving`
-_HOW = {  # to save what changes; attributes and buffers as variables
+_HOW = {  # what to write, by the kind of what changes; for attributes and buffers as for variables
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",

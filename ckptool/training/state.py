@@ -118,7 +118,7 @@ class Objects:
         torch matches an optimizer's state by position, and silently accepts swapped parameters.
         """
         names: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
-        if all(names):  # made of named parameters
+        if all(names):  # the optimizer was made of named parameters
             return names
         several = len(self.modules) > 1
         known = {
@@ -206,7 +206,7 @@ class Objects:
                 )
 
     def requires_grad(self) -> dict[str, str]:
-        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has it."""
+        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has this."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
         return {f"{SETTING} {label}.{key}": f"{SETTING}: {parameter.requires_grad}" for label, key, parameter in named}
 
@@ -252,7 +252,7 @@ class Window:
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
-        self._stepped: set[int] = set()  # the optimizers, by number, in this body
+        self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
         self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
@@ -307,7 +307,7 @@ class Window:
 
 
 def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window], *, alone: bool) -> None:
-    """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
+    """Has an optimizer report its steps to a window, and, if there are several, its `zero_grad`, which has no hook."""
     itself = weakref.ref(optimizer)
 
     def stepped(*call: Any) -> None:

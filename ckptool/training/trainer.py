@@ -89,7 +89,7 @@ class Trainer:
     def thaw(self) -> None:
         """Sets which parameters learn in the next step."""
         for name, freezing in self.freezing.items():
-            # Which gradients the processes exchange is fixed when the model is wrapped.
+            # A wrapper fixes which gradients the processes exchange.
             if freezing.apply(self.step) and self.config.strategy == "ddp":
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
 
@@ -218,7 +218,7 @@ def deterministic(mode: bool | str) -> Iterator[None]:
 def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str, Any]:
     """All that is saved after the last step. place: in the data before the next batch, if that was fetched since."""
     tree = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss, **trainer.objects().state({})}
-    del tree["kinds"]  # which the configuration has
+    del tree["kinds"]  # the configuration has them
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
     tree["data_state"] = trainer.place if place is None else place
     tree["best"] = dict(trainer.best) if trainer.best else None
@@ -418,7 +418,7 @@ class TrainerRun(Run):
         self._metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _say_notes(self, first: bool) -> None:
-        pass  # its objects are known, and so is their randomness
+        pass  # the harness knows its objects and their randomness
 
     def _leave(self, *, stopped: bool) -> None:
         trainer, status, code, why = self.trainer, "stopped", 0, ""
@@ -563,7 +563,7 @@ def rehearse(config: Config) -> Rehearsal:
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
             save_seconds=saving,
-            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all before the first deletes it
+            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all processes before the first deletes it
             activations=activations,
             without=without,
             device=str(world.device),

@@ -40,12 +40,12 @@ HERE = Path(__file__).parent
 RUN = "{run}"
 HALF = "half of a write"
 KINDS = ("open", "write", HALF, "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
-# Kinds of events in the order in which kills come at them.
+# Kinds of events, in the order of the kills at them.
 PLAN = (HALF, ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
-PAUSE = 0.002  # seconds between two looks
+PAUSE = 0.002  # seconds between two polls
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
-TAIL = 1500  # characters of the program's own words
-TRIES = 3  # of putting something back
+TAIL = 1500  # characters of the program's output that are shown
+TRIES = 3  # causes to put back
 _NUMBERS = [("total", "i8"), ("from", "i8"), *((name, "i4") for name in ("kind", "dead", "group", "noted", "size"))]
 _PAGE = numpy.dtype([*_NUMBERS, ("folder", "S4096"), ("outside", "S8192"), ("log", "u1", 1 << 20)])  # as in shim.c
 
@@ -138,7 +138,7 @@ class CommandRuns:
         self.chance = {*differing}  # values beside the tensors, which are not compared from here on
         remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*differing][:3]]
 
-        starts_left = kills + 1  # starts; the last of a run is not killed
+        starts_left = kills + 1  # the last start of a run is not killed
         while starts_left > 1 and not (proof.findings or proof.differs):
             before = proof.starts
             self.broken(min(kills - len(proof.kills), starts_left - 1))
@@ -206,7 +206,7 @@ class CommandRuns:
         if self.length:
             first = min([*self.saves, self.length - 1, self.length])
             moments: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
-            moments[0] = min(moments[0], (first + self.length) // 2)  # early enough for what it breaks to show
+            moments[0] = min(moments[0], (first + self.length) // 2)  # early enough for its effects to show
         else:
             parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
             total = sum(self.proof.events.values()) or self.proof.seconds
