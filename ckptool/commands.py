@@ -210,26 +210,26 @@ class Declared(NamedTuple):
     other_reports: tuple[str, ...] = ()
 
 
-def option(names: str, text: str, **more: Any) -> Option:
+def option(names: str, text: str, **fields: Any) -> Option:
     """An option as its help prints it, its names and what stands for its value (`-o --out OUT`), then the text."""
     flags = tuple(word for word in names.split() if word.startswith("-"))
-    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
+    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **fields)
 
 
 repeated = partial(option, several=True)
 """An option that may be given several times, as its help says."""
 
 
-def argument(metavar: str, text: str, **more: Any) -> Option:
+def argument(metavar: str, text: str, **fields: Any) -> Option:
     """An argument as its help prints it: what stands for its value, then the text."""
-    return Option(text, (), metavar, **more)
+    return Option(text, (), metavar, **fields)
 
 
-def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Function]:
+def verb(*examples: tuple[str, str], **fields: Any) -> Callable[[Function], Function]:
     """Makes a command of a function, which stays as it is; see `Declared`."""
 
     def declare(function: Function) -> Function:
-        vars(function)["verb"] = Declared(examples, **more)
+        vars(function)["verb"] = Declared(examples, **fields)
         return function
 
     return declare
@@ -331,13 +331,13 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
     """A function that raises `UsageError` for a value of a type that its parameter does not take.
     kinds: the types of the parameters."""
     accepted: dict[str, list[tuple[type, str]]] = {}
-    named = set[str]()  # dictionaries of names
+    by_name = set[str]()  # dictionaries of names
     for name, kind in kinds.items():  # verbs that write look at `out` themselves
         choices = get_args(kind) if isinstance(kind, UnionType) else [kind]
         types = [get_origin(hint) or hint for hint in choices]
         if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
             accepted[name] = [_ACCEPTED[hint] for hint in types]
-            named |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
+            by_name |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
     words = {param.name: (param.default, *param.option.choices) for param in typed if param.option.choices}
 
     def check(name: str, value: Any) -> None:
@@ -347,7 +347,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
             raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
         if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
             raise UsageError(problem, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
-        if name in named and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        if name in by_name and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
             raise UsageError(problem, "Its keys have to be strings.")
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(item, os.PathLike) and not isinstance(_place_of(item), str):
@@ -456,7 +456,7 @@ def _keywords(options: Mapping[str, Value]) -> Iterator[str]:
 def _literal(value: Any) -> str:
     """The value as Python has it; what is filled in later stays a name."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
     return str(value) if isinstance(value, Slot) and value.isidentifier() else repr(value)

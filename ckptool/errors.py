@@ -95,13 +95,13 @@ class MissingKey(UsageError, KeyError):
 
     @classmethod
     def among(
-        cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
+        cls, name: str, names: Callable[[], Sequence[str]], where: str, deeper: Callable[[], str] = str
     ) -> MissingKey:
         """The error for a name that is not among those that exist. where: `at the top`, `in state_dict`.
-        below: finds the place further down that has one of that name."""
+        deeper: finds the place further down that has one of that name."""
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names, below
+        error._looked = name, names, deeper
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -109,11 +109,11 @@ class MissingKey(UsageError, KeyError):
             raise AttributeError(attribute)
         from difflib import get_close_matches
 
-        (name, names, below), dotted = self._looked, ""
+        (name, names, deeper), dotted = self._looked, ""
         if keys := names():
             dotted = next((f"{key}/{name[len(key) + 1 :]}" for key in keys if name.startswith(f"{key}.")), "")
         longer = [key for key in keys if key.startswith((f"{name}.", f"{name}/"))]
-        meant = dotted or next(iter(longer), "") or below() or next(iter(get_close_matches(name, keys[:2000], 1)), "")
+        meant = dotted or next(iter(longer), "") or deeper() or next(iter(get_close_matches(name, keys[:2000], 1)), "")
         self.why = printable(f"Available: {listed(keys, 12)}.") if keys else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         if len(longer) > 1 and not dotted:
@@ -251,10 +251,10 @@ class RunFailed(CkptoolError, code="run-failed"):
     """A process that ckptool started ended in an error of its own, or was killed."""
 
 
-def listed(things: Sequence[object], limit: int = 5) -> str:
-    """At most `limit` things in one line, then how many were left out."""
-    shown = ", ".join(str(thing) for thing in things[:limit])
-    omitted = len(things) - limit
+def listed(items: Sequence[object], limit: int = 5) -> str:
+    """At most `limit` items in one line, then how many were left out."""
+    shown = ", ".join(str(item) for item in items[:limit])
+    omitted = len(items) - limit
     return f"{shown} and {omitted:,} more" if omitted > 0 else shown
 
 

@@ -238,8 +238,8 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
             rows.append((change.address, " → ".join(sides)))
 
     def rank(row: tuple[str, str]) -> tuple[bool, int]:
-        above, _, last = row[0].rpartition("/")
-        return last.isdigit(), 2 * bool(above) - (last == "lr")
+        parent, _, last = row[0].rpartition("/")
+        return last.isdigit(), 2 * bool(parent) - (last == "lr")
 
     return sorted(rows, key=rank)
 
@@ -402,9 +402,9 @@ def diff_of_parts(
     roots = [find_state_dicts(part) for part in parts]
     flat = [len(sets) == 1 and sets[0].path == () for sets in roots]  # a bare set of weights
     paths = [[root.path for root in sets if root.is_model] for sets in roots]
-    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
+    by_weights = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
     for side, (mine, other) in enumerate(((a, b), (b, a))):
-        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+        if mine.at is None and (by_weights if other.at is None else flat[not side] and not flat[side]):
             parts[side] = _weights_of(parts[side], remarks)
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()

@@ -319,9 +319,9 @@ def recognised(text: str) -> KnownError | None:
 def first_line(text: str, error: KnownError | None = None) -> str:
     """The line of a traceback that says what happened: a known one, else one that begins as errors do."""
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
-    named = [line for line in lines if error is not None and error.pattern.search(line)]
+    matches = [line for line in lines if error is not None and error.pattern.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((named or errors or lines or [""])[0])[:200]
+    return printable((matches or errors or lines or [""])[0])[:200]
 
 
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:

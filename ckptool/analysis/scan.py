@@ -115,12 +115,12 @@ class ScannedFile:
         """What a table says of it; red where something is wrong."""
         if self.is_good:
             members = [f"{self.members:,} of {counted(self.members, 'member')}"] if self.members else []
-            about = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
+            detail = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
         else:  # without its name, which stands at the beginning of the row
             path = printable(self.path)
-            about = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
+            detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
-        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), about)
+        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), detail)
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:

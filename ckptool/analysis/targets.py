@@ -200,16 +200,16 @@ def accepted(
     renamed, supplied, dropped = dict[str, str](), list[str](), list[str]()
     for name in missing:
         *outer, last = name.split(".")
-        old, around = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
-        gamma, mean = free.get(f"{around}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
+        old, module = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
+        gamma, mean = free.get(f"{module}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
         is_norm = last in _WEIGHT_NORM and outer[-2:-1] == ["parametrizations"]
         if is_norm and f"{old}_g" in free and f"{old}_v" in free:
             renamed[name] = free[old + _WEIGHT_NORM[last]]
-        elif gamma and f"{around}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
-            renamed[name] = free[around + _FUSED[last]]
+        elif gamma and f"{module}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
+            renamed[name] = free[module + _FUSED[last]]
         elif last == COUNTER and (key := renamed.get(mean) or pairs.get(mean)) and _version(metadata, key) < 2:
             # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
-            quantizer = pairs.get(f"{around}weight_fake_quant.scale", "")
+            quantizer = pairs.get(f"{module}weight_fake_quant.scale", "")
             supplied += [name] if not quantizer or _version(metadata, quantizer.removesuffix(".scale")) >= 2 else []
         elif last == "eps" and (low := pairs.get(".".join([*outer, "min_val"]))) and _version(metadata, low) < 2:
             supplied.append(name)  # of an observer

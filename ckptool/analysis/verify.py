@@ -424,8 +424,8 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     if not problems:
         return
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
-    about = f", the data of {listed(names, 3)}" if names else ""
-    what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}"
+    detail = f", the data of {listed(names, 3)}" if names else ""
+    what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{detail}"
     why = "Its bytes changed after they were written, and anything made from them would be damaged too."
     raise Corrupt(what, why, f"See all of it: {command('verify', input_of(checkpoint.source))}")
 
@@ -463,22 +463,22 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
             owners[owner].append(place)
     problems: list[Problem] = []
     for record, total in zip(records, sums, strict=True):
-        about = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
+        location = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
         if id(record) in unconfirmed:
-            problems.append(problem_of(unconfirmed[id(record)], *about))
-        problems += _of_sum(total, record.crc, f"the record {record}", about)
+            problems.append(problem_of(unconfirmed[id(record)], *location))
+        problems += _of_sum(total, record.crc, f"the record {record}", location)
     return problems
 
 
 def _of_sum(
-    total: int | CkptoolError, stored: int, name: str, about: tuple[str, int | None, tuple[str, ...]]
+    total: int | CkptoolError, stored: int, name: str, location: tuple[str, int | None, tuple[str, ...]]
 ) -> Iterator[Problem]:
     """The problem of data that could not be read, or whose CRC-32 is not the stored one."""
     if isinstance(total, CkptoolError):
-        yield problem_of(total, *about)
+        yield problem_of(total, *location)
     elif total != stored:
         why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
-        yield Problem("checksum", mismatch(name, stored, total), why, *about)
+        yield Problem("checksum", mismatch(name, stored, total), why, *location)
 
 
 def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
@@ -515,8 +515,8 @@ def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Prob
     problems: list[Problem] = []
     for total, part in zip(sums, summed.values(), strict=True):
         file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
-        about = (file, offset, tuple(names[id(part)]))
-        problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
+        location = (file, offset, tuple(names[id(part)]))
+        problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", location)
     return problems, extent, len(summed), sum(part.nbytes for part in summed.values())
 
 

@@ -83,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(words: list[str], done: list[Json]) -> int:
+def _run(words: list[str], results: list[Json]) -> int:
     words = commands.with_verb(words)
     first = words[0] if words else ""
     before_dashes = words[: words.index("--")] if "--" in words else words
-    below = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
+    subcommands = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
     if not words:
         tell(FIRST_STEPS)
         return 2
@@ -96,24 +96,24 @@ def _run(words: list[str], done: list[Json]) -> int:
 
         say(f"ckptool {__version__}\n")
         return 0
-    if first in HELP_FLAGS or (below and (not words[1:] or words[1] in HELP_FLAGS)):
-        say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
+    if first in HELP_FLAGS or (subcommands and (not words[1:] or words[1] in HELP_FLAGS)):
+        say(program_help(style_of(sys.stdout), subcommands or tuple(VERBS)))
         return 0
     if first not in VERBS:
         from ckptool.formats import split
 
-        if not below and may_exist(split(first)[0]):
+        if not subcommands and may_exist(split(first)[0]):
             first, words = "inspect", ["inspect", *words]
     if first not in VERBS:
-        name, names, meant = " ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES], ""
+        name, names, closest = " ".join(words[: 2 if subcommands else 1]), [*VERBS, *ALIASES], ""
         if name.startswith("-"):
             raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
             files = (file for file in os.listdir() if "." in name or file.startswith(f"{name}."))
-            meant = commands.nearest(name, files)
-        meant = meant or commands.nearest(name.lower().replace("_", "-"), names)
-        see = f"{meant} --help" if meant in names else quoted(meant or "--help")
-        why = f"Did you mean '{meant}'?" if meant else ""
+            closest = commands.nearest(name, files)
+        closest = closest or commands.nearest(name.lower().replace("_", "-"), names)
+        see = f"{closest} --help" if closest in names else quoted(closest or "--help")
+        why = f"Did you mean '{closest}'?" if closest else ""
         raise UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
     function = commands.function_of(first)
     parameters = typed_parameters(function)
@@ -128,11 +128,11 @@ def _run(words: list[str], done: list[Json]) -> int:
         for number, answer in enumerate(answers):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
             if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
-                done.append(error_json(answer))
+                results.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _told(answer, [])
             elif form == "json":
-                done.append(answer.content)
+                results.append(answer.content)
             elif form == "markdown":
                 from ckptool.render.html import markdown
 
@@ -140,7 +140,7 @@ def _run(words: list[str], done: list[Json]) -> int:
             else:
                 say(("\n" if number and is_spaced else "") + answer.content)
     if form == "json":
-        say(dumps(results_json(done)) + "\n")
+        say(dumps(results_json(results)) + "\n")
     return code
 
 

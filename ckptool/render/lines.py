@@ -84,20 +84,20 @@ def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     return style.page("\n".join(lines) + "\n")
 
 
-def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:
+def lines(parts: Told, style: Style = PLAIN) -> Iterator[str]:
     """The lines of a report, escaped; an empty one only between two others."""
-    gap, begun = False, False
-    for line in _every(told, style):
+    gap, is_begun = False, False
+    for line in _every(parts, style):
         if line is not None:
-            yield from [""] if gap and begun else []
+            yield from [""] if gap and is_begun else []
             yield line
-            begun = True
+            is_begun = True
         gap = line is None
 
 
-def _every(told: Told, style: Style) -> Iterator[str | None]:
+def _every(parts: Told, style: Style) -> Iterator[str | None]:
     """Every line; None for an empty one between others."""
-    for part in told:
+    for part in parts:
         if isinstance(part, Verbatim):
             yield from map(printable, part.split("\n"))
         elif isinstance(part, str):

@@ -71,10 +71,10 @@ def page(report: CheckpointReport) -> str:
             storages = f"{counted(contents.storages, 'storage')} of {size(contents.tensor_bytes)}"
             facts += [storages, engine_of(contents.metadata)]
             facts += [contents.part.label] if contents.part else []
-        about = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
-        about |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
+        header = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
+        header |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
         letter = "AB"[side] * (len(report.files) > 1)
-        files.append({**about, "letter": letter, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)})
+        files.append({**header, "letter": letter, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)})
     return environment.get_template("report.html").render(
         report=report,
         policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
@@ -371,13 +371,13 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
     # What changed, in a few words for each kind of change.
-    clauses, odd = list[str](), list[set[str | None]]()
+    clauses, bad = list[str](), list[set[str | None]]()
     for side, file in enumerate(report.files):
         statistics = file.inspection.statistics if file.inspection is not None else {}
         rows = file.inspection.tensors if file.inspection is not None else ()
         of_row = ((row, statistics.get(row.address)) for row in rows)
-        odd.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
-    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
+        bad.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
+    for letter, new in (("B", bad[1] - bad[0]), ("A", bad[0] - bad[1])):
         if new:
             clauses.append(f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}")
     by_text: dict[str, list[str]] = {}

@@ -50,9 +50,9 @@ def browse(file: File) -> Page:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
     gc.enable()  # it may live long
-    with signals_held() as held:  # the app takes them when it can give the terminal back
+    with signals_held() as signals:  # the app takes them when it can give the terminal back
         app.run()
-        held += [app.return_code - 128] * (app.return_code > 128)
+        signals += [app.return_code - 128] * (app.return_code > 128)
     return Page("\n".join(app.copied))
 
 
