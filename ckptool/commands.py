@@ -350,13 +350,13 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
         if name in by_name and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
             raise UsageError(problem, "Its keys have to be strings.")
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, os.PathLike) and not isinstance(_place_of(item), str):
+            if isinstance(item, os.PathLike) and not isinstance(_fspath_of(item), str):
                 raise UsageError(f"{problem}, which is no path in text", "Give a string, or a path that is one.")
 
     return check
 
 
-def _place_of(path: os.PathLike[Any]) -> Any:
+def _fspath_of(path: os.PathLike[Any]) -> Any:
     try:
         return os.fspath(path)
     except TypeError:  # it gives neither text nor bytes
@@ -400,7 +400,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     """`ckptool VERB ARGUMENTS… OPTIONS…`, with the options called as in Python: `weights_only=True`, `out=OUT`.
     True is a flag; an option with several values is repeated; `False` and "" are left out."""
     present = {name: value for name, value in options.items() if value is not False and value != ""}
-    words = (word for name, value in present.items() for word in _typed(name, value))
+    words = (word for name, value in present.items() for word in _option_words(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
     if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in present):
         return line
@@ -412,7 +412,7 @@ def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, dtype="bf16")`."""
     if name:
         return Command((flag(name),), name)
-    words = (word for option, value in options.items() for word in _typed(option, value))
+    words = (word for option, value in options.items() for word in _option_words(option, value))
     return Command(words, ", ".join(_keywords(options)))
 
 
@@ -438,7 +438,7 @@ def flag(name: str) -> str:
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def _typed(name: str, value: Value) -> Iterator[str]:
+def _option_words(name: str, value: Value) -> Iterator[str]:
     """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, but for `bundle`, where it is
     `epoch:=3`."""
     if isinstance(value, Mapping):

@@ -408,7 +408,7 @@ def diff_of_parts(
             parts[side] = _weights_of(parts[side], remarks)
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()
-        remarks += [_beside(opened.name, others)] if others else []
+        remarks += [_weights_remark(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
@@ -430,10 +430,10 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [f"compared the state dict of the {root.detail} in {name}"] if root.module else []
     tree = root.node if root.arrays is None else root.arrays
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
-        remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
+        remarks.append(_weights_remark(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
         tree = {key: value for key, value in tree.items() if is_tensor(value)}
     return replace(checkpoint, tree=tree, base=(*checkpoint.base, *root.path))
 
 
-def _beside(name: str, others: Sequence[str]) -> str:
+def _weights_remark(name: str, others: Sequence[str]) -> str:
     return f"compared the weights of {name}, not {listed(others, 6)} beside them"

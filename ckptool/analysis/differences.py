@@ -208,10 +208,10 @@ class Comparer:
             if (pair := next(stack[-1], None)) is None:
                 stack.pop()
             else:
-                stack.append(self._pair(*pair))
+                stack.append(self._compare_pair(*pair))
         return not (self.changed or self.only_left or self.only_right)
 
-    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
+    def _compare_pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
         """Compares two nodes; yields the pairs of their parts that are still to be compared."""
         aspects: Aspects = {}
         has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
@@ -281,7 +281,7 @@ class Comparer:
                 part = _bare_modules(part)
                 self._bare[id(part)] = part
             name = without_wrappers(segment) if strip and type(segment) is str else segment
-            key = _comparable(name, counts)
+            key = _comparison_key(name, counts)
             if key in parts and not strip:
                 key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
@@ -302,7 +302,7 @@ class Comparer:
         self.elements += a.numel
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
-        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._aspects_of(a, b), a, b))
         size = None
         if aspects or kinds:
             change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)
@@ -321,7 +321,7 @@ class Comparer:
             changed = [size for size in sizes if size is not None]
             yield PartChange(name, len(sizes), len(changed), max(changed, default=0.0), layers)
 
-    def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
+    def _aspects_of(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """The aspects in which two tensors differ, and by how much their values do."""
         is_same, values = True, None
         aspects = {
@@ -385,7 +385,7 @@ def _scalar(node: Any) -> Any:
     return None if isinstance(value, (Object, Set, Array, LongValue, dict, list, tuple)) else value
 
 
-def _comparable(key: Any, counts: Counter[str]) -> Any:
+def _comparison_key(key: Any, counts: Counter[str]) -> Any:
     """A key in a form that compares equal in both files: a text or integer itself, others by type, an inert object as
     its text and its place among those with the same."""
     if type(key) is str or type(key) is int:

@@ -58,7 +58,7 @@ class Chain:
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
                 suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
-                word = output = self._free(word[3:] or suffix or None)
+                word = output = self._free_name(word[3:] or suffix or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current
@@ -76,7 +76,7 @@ class Chain:
         branch.steps = []
         return branch.fill(command)
 
-    def _free(self, suffix: str | None) -> str:
+    def _free_name(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
         name = os.path.basename(path)
@@ -232,10 +232,10 @@ def table(name: str) -> Any:
 
 def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
     """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
-    return tuple(Command(_word(word, facts) for word in shlex.split(line)) for line in lines)
+    return tuple(Command(_filled_word(word, facts) for word in shlex.split(line)) for line in lines)
 
 
-def _word(word: str, facts: Mapping[str, str]) -> str:
+def _filled_word(word: str, facts: Mapping[str, str]) -> str:
     """A word of a command, its facts filled in; in a pattern they stand for themselves."""
     if word in _SLOTS:
         return _SLOTS[word]

@@ -89,7 +89,7 @@ def of_layout(
             reason = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
         yield replace(reason, commands=()) if root is sole else reason
     if root.module is None:
-        yield from _not_tensors(root, dropped)
+        yield from _non_tensor_finding(root, dropped)
     if root.module is None and no_model:
         if COUNTER in root.node and len(root.node) > 1:
             yield finding("averaged-counter", model="the model itself")
@@ -117,7 +117,7 @@ def not_tensors(root: StateDict) -> dict[str, Any]:
     return {k: v for k, v in entries if not isinstance(v, Tensor) and not str(k).endswith(_OF_MODULES)}
 
 
-def _not_tensors(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]:
+def _non_tensor_finding(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]:
     odd = {}
     for key, value in not_tensors(root).items():
         # `convert --weights-only` makes a tensor of an array, which has that command already.
@@ -280,7 +280,7 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
         yield finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
     if shapes:
         unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
-        differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in unequal], 3)
+        differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
         row_name = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
         ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
         is_grid = bool(ways) and row_name == "shape-mismatch"
@@ -290,5 +290,5 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
         yield replace(reason, commands=(line,)) if is_grid else reason
 
 
-def _shape(tensor: Any) -> str:
+def _shape_text(tensor: Any) -> str:
     return str(list(tensor.shape)) if tensor.shape is not None else "[?]"

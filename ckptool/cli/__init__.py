@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         reserve.clear()
         try:
-            code = 0 if _interrupts else _told(error, results)
+            code = 0 if _interrupts else _print_error(error, results)
         except Exception as failure:  # noqa: BLE001 (there is no room even for that: memory or files have run out)
             problem = in_words(MemoryError() if isinstance(failure, MemoryError) else error)
             tell(f"error[{problem.code}]: {problem.what}\n  Outputs were left as they were.\n")
@@ -130,7 +130,7 @@ def _run(words: list[str], results: list[Json]) -> int:
             if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
                 results.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
-                _told(answer, [])
+                _print_error(answer, [])
             elif form == "json":
                 results.append(answer.content)
             elif form == "markdown":
@@ -144,7 +144,7 @@ def _run(words: list[str], results: list[Json]) -> int:
     return code
 
 
-def _told(error: Exception, results: list[Json]) -> int:
+def _print_error(error: Exception, results: list[Json]) -> int:
     """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with the
     results before it. Where standard output takes nothing, standard error has it."""
     problem: CkptoolError = in_words(error)
@@ -180,9 +180,9 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     style, declared = None if args["as_json"] else style_of(sys.stdout), function.verb
     if declared.from_words is not None:
         with redirect_stdout(sys.stdout if FORM.get() == "text" else sys.stderr):
-            prepared = declared.from_words(**_named(declared.from_words, args))
+            prepared = declared.from_words(**_options_of(declared.from_words, args))
         if isinstance(prepared, Report):
-            return [answer_of(prepared, style, _named(prepared.told, args), prepared.exit())], False, ""
+            return [answer_of(prepared, style, _options_of(prepared.told, args), prepared.exit())], False, ""
         args |= prepared
     first = next(iter(signature_of(function).parameters))
     several = next((param.option.several for param in commands.parameters_of(function) if param.name == first), False)
@@ -225,10 +225,10 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         results = write_many(list(zip(inputs, outs, strict=True)), args, work)
     else:
         results, args["jobs"] = each_file(work, inputs, args.get("jobs", 1)), 1  # the work on one is not divided
-    return _summed(results, len(inputs), words, style, bool(args.get("quiet"))), is_spaced, verb
+    return _with_summary(results, len(inputs), words, style, bool(args.get("quiet"))), is_spaced, verb
 
 
-def _summed(
+def _with_summary(
     results: Iterator[Any], files: int, outcomes: tuple[str, str, str], style: Style | None, quiet: bool
 ) -> Iterator[Answer | CkptoolError]:
     """The answers on several files, then a line that counts them.  outcomes: words for those that are fine, that have
@@ -245,7 +245,7 @@ def _summed(
         yield Answer(f"{counted(files, 'file')}: {', '.join(parts)}\n")
 
 
-def _named(function: Any, args: Arguments) -> dict[str, Any]:
+def _options_of(function: Any, args: Arguments) -> dict[str, Any]:
     """The options that a hook or a view names."""
     names = inspect.signature(function).parameters
     takes_all = any(param.kind is param.VAR_KEYWORD for param in names.values())
@@ -259,7 +259,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
 
     args = {**args, **({first: file} if first else {}), **output_to}
     declared: Declared = function.verb
-    report = declared.first_try(**_named(declared.first_try, args)) if declared.first_try is not None else None
+    report = declared.first_try(**_options_of(declared.first_try, args)) if declared.first_try is not None else None
     if report is None:
         keywords = {name: value for name, value in args.items() if name in signature_of(function).parameters}
         hooks = watched(function)
@@ -284,7 +284,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
                 raise
         if "training" in hooks.values() and os.environ.get("RANK", "0") != "0":
             return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
-    return answer_of(report, style, _named(report.told, args), report.exit() if declared.exits else 0)
+    return answer_of(report, style, _options_of(report.told, args), report.exit() if declared.exits else 0)
 
 
 _interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it

@@ -186,11 +186,11 @@ def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
     app.command(verb, add_help_option=False)(command)
     parser: Any = typer.main.get_command(app)
     for param in parser.params:
-        param.process_value = partial(_value, param, param.process_value)
+        param.process_value = partial(_parsed_value, param, param.process_value)
     return parser
 
 
-def _value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+def _parsed_value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     """Texts and flags as they are: typer would import pydantic for them, a third of the time of a small `inspect`."""
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
     if value is None and not option.required:

@@ -87,7 +87,7 @@ def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
 def lines(parts: Told, style: Style = PLAIN) -> Iterator[str]:
     """The lines of a report, escaped; an empty one only between two others."""
     gap, is_begun = False, False
-    for line in _every(parts, style):
+    for line in _all_lines(parts, style):
         if line is not None:
             yield from [""] if gap and is_begun else []
             yield line
@@ -95,7 +95,7 @@ def lines(parts: Told, style: Style = PLAIN) -> Iterator[str]:
         gap = line is None
 
 
-def _every(parts: Told, style: Style) -> Iterator[str | None]:
+def _all_lines(parts: Told, style: Style) -> Iterator[str | None]:
     """Every line; None for an empty one between others."""
     for part in parts:
         if isinstance(part, Verbatim):
@@ -109,7 +109,7 @@ def _every(parts: Told, style: Style) -> Iterator[str | None]:
             fix = part.fix if isinstance(part.fix, Command) else Command(part.fix)
             yield from [f"  {style.cyan(style.spelled(fix))}"] if fix else []
         elif callable(part):
-            yield from _every(part(style.width), style)
+            yield from _all_lines(part(style.width), style)
         elif part is not None:
             yield "".join(_marked(piece, style) for piece in part).rstrip() or None
 

@@ -197,7 +197,7 @@ def treemap(
 def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int) -> Iterator[Cell]:
     """A part's modules, largest first; small ones go together in the cell of the module that they are in."""
     items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
-    start, groups = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
+    start, groups = _by_piece(items, len(part.root.address) + 1 if part.root.address else 0)
     todo: list[tuple[int, int, str, list[Item]]] = []
     cells: list[tuple[int, int, str, list[Item]]] = []
     while True:
@@ -206,7 +206,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
         if not todo or len(todo) + len(cells) > limit:  # there is no room to divide any of them
             break
         cell = heapq.heappop(todo)
-        _, groups = _divided(cell[3], len(cell[2]) + 1)
+        _, groups = _by_piece(cell[3], len(cell[2]) + 1)
         is_flat = all(place == name for name, group in groups.items() for place, _ in group)  # tensors alone
         if is_flat or len(groups) + len(todo) + len(cells) > limit:
             cells, groups = [*cells, cell], {}
@@ -221,7 +221,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
             yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
 
 
-def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
+def _by_piece(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
     """Items by what their names have in common up to the end of the first piece in which they differ, or of their last
     one; and where that piece begins, which is not before `start`."""
     common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
@@ -278,7 +278,7 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
             for index, row in enumerate(part.rows):
                 tied = part.rows[part.tied[index]].address if index in part.tied else 0
                 change = compared.change(side, row) if compared is not None else 0
-                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change))
+                rows.append((row.address, len(names) - 1, *_tensor_cells(row, tied, file), change))
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": compared is not None, "columns": columns}
@@ -286,7 +286,7 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
     return b64encode(compress(text.encode(), 5)).decode()
 
 
-def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
+def _tensor_cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     """The cells of a tensor from its dtype to its thumbnail: rows, columns, the value of the strongest shade, a digit
     for each block."""
     assert file.inspection is not None
@@ -379,21 +379,21 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
         bad.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
     for letter, new in (("B", bad[1] - bad[0]), ("A", bad[0] - bad[1])):
         if new:
-            clauses.append(f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}")
+            clauses.append(f"NaN or Inf only in {letter}: {_names_text(sorted(filter(None, new)))}")
     by_text: dict[str, list[str]] = {}
     for name, text in aspect_rows(diff):
         by_text.setdefault(text, []).append(name)
-    clauses += [f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3]]
+    clauses += [f"{cut(text, 90)} in {_names_text(names)}" for text, names in list(by_text.items())[:3]]
     if len(by_text) > 3:
         clauses.append(counted(len(by_text) - 3, "more change of that kind", "more changes of that kind"))
     if values:
         deltas = [change.values for _, change in values if change.values is not None]
         changed, total, largest = totals(deltas)
         extent = f": {changed:,} of {counted(total, 'element')}, by up to {number(largest)}" if deltas else ""
-        clauses.append(f"values changed in {_named([name for name, _ in values])}{extent}")
+        clauses.append(f"values changed in {_names_text([name for name, _ in values])}{extent}")
     for letter, only in (("A", diff.only_left), ("B", diff.only_right)):
         if only:
-            clauses.append(f"only in {letter}: {_named([address(path) for path, _ in only], 'entry', 'entries')}")
+            clauses.append(f"only in {letter}: {_names_text([address(path) for path, _ in only], 'entry', 'entries')}")
     if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
         more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
         clauses.append(f"entries changed: {', '.join(entries[:3])}{more}")
@@ -419,7 +419,7 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     }
 
 
-def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
+def _names_text(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
     """Their number, and the first two of their groups."""
     groups = [text for text, _ in folded((name, None) for name in names)]
     shown = [cut(group, 90) or WHOLE for group in groups[:2]]
