@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line that the program was started with; does not come back."""
+    """Runs the command line that the program was started with; does not return."""
     forget_working_directory()
     import gc
 

@@ -137,8 +137,7 @@ def function_of(verb: str) -> Any:
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
-    """The words of a command line with its verb as one word, in the place of an alias, too; `help VERB` is its
-    `--help`."""
+    """The words of a command line, the verb as one word and an alias replaced; `help VERB` becomes `VERB --help`."""
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     joined = " ".join(words[:2])
@@ -226,7 +225,7 @@ def argument(metavar: str, text: str, **fields: Any) -> Option:
 
 
 def verb(*examples: tuple[str, str], **fields: Any) -> Callable[[Function], Function]:
-    """Makes a command of a function, which stays as it is; see `Declared`."""
+    """Declares a function as a command, without changing it; see `Declared`."""
 
     def declare(function: Function) -> Function:
         vars(function)["verb"] = Declared(examples, **fields)
@@ -251,7 +250,7 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def parameters_of(function: Any) -> Iterator[Parameter]:
-    """The parameters of a verb, a hook or a view that are typed, each with its type on the command line: flags and
+    """The parameters of a verb, a hook or a view that can be typed, each with its type on the command line: flags and
     numbers as they are, one of a few words, lists of texts; anything else is a text."""
     for name, param in signature_of(function).parameters.items():
         for option in getattr(param.annotation, "__metadata__", ()):
@@ -434,12 +433,12 @@ def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
 
 
 def flag(name: str) -> str:
-    """The option of a parameter; empty for a word without one."""
+    """The option of a parameter; empty for an argument."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def _option_words(name: str, value: Value) -> Iterator[str]:
-    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, but for `bundle`, where it is
+    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, except for `bundle`, where it is
     `epoch:=3`."""
     if isinstance(value, Mapping):
         sign = ":=" if name == "values" else "="
@@ -463,7 +462,7 @@ def _literal(value: Any) -> str:
 
 
 def as_argument(path: str) -> str:
-    """A path that no parser takes for an option."""
+    """A path in a form that no parser takes for an option."""
     return os.path.join(".", path) if path.startswith("-") and not isinstance(path, Slot) else path
 
 
@@ -477,7 +476,7 @@ def input_of(source: Any, address: str = "") -> str:
 
 def other_program(program: str, *files: str, into: str = "") -> Command:
     """A command of another program, with its own options, for these files; `into`: the file that its output goes to.
-    What lists a folder that is elsewhere is our own."""
+    For `ls` of a URL it is our own `scan`."""
     if program == "ls" and "://" in files[0]:
         return command("scan", *files)
     return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))

@@ -269,7 +269,7 @@ def form(count: int, one: str, many: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """True unless there are halves of surrogate pairs in it, which UTF-8 cannot spell."""
+    """True unless it has halves of surrogate pairs, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -305,7 +305,7 @@ def without_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
-    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is."""
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. Escaped text stays as it is."""
     text = without_secrets(text) if GIVEN and "://" in text else text
     if text.isprintable():
         return text
@@ -403,12 +403,12 @@ class TextLines(Text):
 
 
 def in_python(text: str | Command) -> str:
-    """The text with the words that Python has for what a shell types."""
+    """The text with commands and options spelled as in Python."""
     return getattr(text, "python", str(text))
 
 
 def escaped(text: str | Command) -> str:
-    """A text as `printable`, in which both spellings of commands are known; what is escaped already as it is."""
+    """A text as `printable`, but with both spellings of its commands; escaped text is returned as it is."""
     if isinstance(text, Text):
         return text
     return Text(text) if isinstance(text, Command) or _MARK in text else printable(text)

@@ -279,7 +279,7 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
 
 
 def totals(values: Values) -> tuple[int, int, float | None]:
-    """The elements that changed, all elements, and the largest |a-b|, None where nothing has one."""
+    """The number of changed elements, of all elements, and the largest |a-b|; None for it where nothing has one."""
     largest = max((delta.max_abs for delta in values if delta.max_abs is not None), default=None)
     return sum(delta.changed for delta in values), sum(delta.total for delta in values), largest
 

@@ -152,7 +152,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_integer(change: Difference) -> bool:
-    """True for tensors of integers, and for those of one element that is a whole number, as a step is."""
+    """True for tensors of integers, and for those of one element that is a whole number, such as a step."""
     kind = getattr(change.left.dtype, "kind", "")
     return change.aspects.get("values", (None,))[0] is not None or kind in ("int", "uint", "bool")
 
@@ -359,7 +359,7 @@ class Comparer:
 
 
 def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
+    """A state dict's `_metadata` by the modules' own paths; the wrapped module's entry replaces the wrapper's."""
     return {
         without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
         for path, value in metadata.items()
@@ -417,7 +417,7 @@ def _same_plain(a: Any, b: Any) -> bool:
 
 
 def _in_python_3(value: Any) -> Any:
-    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
+    """A name as Python 3 spells it, whichever pickle protocol wrote it; anything else as it is."""
     return Global(*in_python_3(value)) if type(value) is Global else value
 
 

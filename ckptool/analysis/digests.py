@@ -75,7 +75,7 @@ def _json(value: Any) -> str:
 
 
 def table(tensors: Iterable[TensorDigest], at: str = "", remark: str = "") -> Digests:
-    """The digests of a root, in this order, with that of them all."""
+    """The digests of a root, in this order, with the digest of them all."""
     rows = tuple(tensors)
     root = hashlib.sha256("".join(f"{row.line()}\n" for row in rows).encode()).hexdigest()
     return Digests(at, remark, root, rows)

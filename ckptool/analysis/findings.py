@@ -53,7 +53,7 @@ class Chain:
         self._suffix: str | None = None  # of what was written last, where that is another than the input's
 
     def fill(self, command: Command) -> Command:
-        """The command for the file as the commands before left it; that for what is in memory stays as it is."""
+        """The command for the file as the commands before left it; for a checkpoint in memory, the command itself."""
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
@@ -104,8 +104,8 @@ class Chain:
 
 
 def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:
-    """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
-    A command that is there twice is left out the second time, as is a fix that is no command."""
+    """The notes with commands that can be run one after the other: on this file, to free names beside it.
+    A repeated command is left out the second time, as is a fix that is no command."""
     notes = list(notes)
     chain, seen, filled = Chain(path, container=container), set[tuple[str, ...]](), list[Note]()
     # Verbs that write refuse such a file; doctor says what to do first.
@@ -223,7 +223,7 @@ _SLOTS = {word: Slot(word) for word in "FILE FOLDER MODEL OUT OUT.pt OUT.safeten
 
 @cache
 def table(name: str) -> Any:
-    """A table that lies here, `NAME.yaml`."""
+    """The table in `NAME.yaml`, which lies beside this module."""
     import yaml
 
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
@@ -254,7 +254,7 @@ def finding(name: str, **facts: str) -> Finding:
 
 
 def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
-    """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
+    """The findings in the order of their fixes, no command twice, their commands filled in by the chain.
     compact: the command that only writes the file anew; it is left out where another writes a new file anyway."""
     codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
@@ -298,7 +298,7 @@ class KnownError(NamedTuple):
 
 @cache
 def known_errors() -> tuple[KnownError, ...]:
-    """The table; the first that matches is meant."""
+    """The rows of the table; the first that matches a message counts."""
     errors = []
     for row in table("error_texts"):
         pattern = row["seen"] if isinstance(row["seen"], str) else "|".join(row["seen"])

@@ -191,7 +191,7 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
 
 
 def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:
-    """The set of weights that fits a model best; the first of those that fit alike."""
+    """The set of weights that fits a model best; the first of those that fit equally well."""
 
     def score(root: StateDict) -> int:
         match = find_way(root, target).fit

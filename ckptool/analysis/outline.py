@@ -67,7 +67,7 @@ class Branch:
 
     @property
     def is_tied(self) -> bool:
-        """True for a tensor that is the memory of another, which counts its bytes."""
+        """True for a tensor that shares the memory of another, which counts its bytes."""
         return self.times == 1 and self.leaf in self.part.tied
 
     @property

@@ -112,7 +112,7 @@ class ScannedFile:
         return self.state not in (GOOD, MEMBER)
 
     def row(self, name: str) -> tuple[str, ...]:
-        """What a table says of it; red where something is wrong."""
+        """Its cells in a table; red where something is wrong."""
         if self.is_good:
             members = [f"{self.members:,} of {counted(self.members, 'member')}"] if self.members else []
             detail = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))

@@ -80,7 +80,7 @@ class Target:
 
     @property
     def as_it_loads(self) -> Target:
-        """The same under the names that `load_state_dict` of the wrapped model wants."""
+        """The same target under the names that `load_state_dict` of the wrapped model expects."""
         prefix, tensors = self.wrapper, {}
         for name, expected in self.tensors.items():
             tied_to = None if expected.tied_to is None else prefix + expected.tied_to
@@ -128,7 +128,7 @@ def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
 
 
 def is_spec(raw: bytes) -> bool:
-    """True if bytes that begin a file begin a spec, of whatever version."""
+    """True if these first bytes of a file begin a spec, of any version."""
     return raw.lstrip()[:1] == b"{" and b'"' + SPEC_SCHEMA.encode() in raw[:4096]
 
 
@@ -231,7 +231,7 @@ def _mean_beside(counter: str) -> str:
 
 
 def _version(metadata: Any, key: str) -> int:
-    """The version that the module of a key had when it was saved; 0 where nothing says it."""
+    """The version of a key's module when it was saved; 0 where it is not recorded."""
     facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
     version = facts.get("version") if isinstance(facts, Mapping) else None
     return version if type(version) is int else 0

@@ -88,7 +88,7 @@ def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
 
 
 def _statistics_of(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
-    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes.
+    """The statistics of a tensor that repeats each of its values `times` times; a sketch is given each chunk.
     Chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979)."""
     import numpy
 
@@ -208,13 +208,13 @@ class _Sketch:
 
 
 def _part_starts(count: int, side: int) -> list[int]:
-    """The first of each of at most `side` equal parts of so many."""
+    """The first index of each of at most `side` equal parts of `count`."""
     parts = min(count, side)
     return [number * count // parts for number in range(parts)]
 
 
 def _parts_from(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
-    """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
+    """The part that `first` is in; and the boundaries of the parts within the `count` from there, relative to it."""
     number = bisect_right(starts, first) - 1
     return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
 
@@ -344,7 +344,7 @@ class _Comparison:
         self.changed += changed
 
     def _add_single(self, x: Array, y: Array) -> bool:
-        """Adds f32 values, in f32 as far as no digit of the result is lost; False if not all are finite."""
+        """Adds f32 values, in f32 where that loses no digit of the result; False if not all are finite."""
         import numpy
 
         distance = numpy.subtract(x, y, out=scratch("distance", "f4", len(x)))
@@ -403,7 +403,7 @@ class _Comparison:
         self.sum_rel += total(relative)
 
     def result(self, order: Sequence[int]) -> ValueDifference:
-        """The result. `order`: the dimensions of the tensor those of the compared view are."""
+        """The result. `order`: for each dimension of the compared view, the dimension of the tensor."""
         import numpy
 
         first = None

@@ -85,7 +85,7 @@ class Problem:
 
 
 def problem_of(error: CkptoolError, *place: Any) -> Problem:
-    """What an error says.  place: the record, the offset, the tensors."""
+    """The problem that an error states.  place: the record, the offset, the tensors."""
     return Problem(error.code, error.what, error.why, *place)
 
 
@@ -244,7 +244,7 @@ def verified(
 
 
 def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Verification:
-    """A file, or a folder with its members, each of which is read as a file of its own."""
+    """The verification of a file, or of a folder with its members, each of which is read as a file of its own."""
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
     names = layout.names if layout is not None else ()
@@ -490,7 +490,7 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
 
 
 def _source_storages(storage: Storage) -> Iterator[Storage]:
-    """A storage, those that it is computed from, and those with the same values by other ranks."""
+    """A storage, those that it is computed from, and other ranks' copies of the same values."""
     for part in storage.below():
         yield part
         for replica in part.replicas:

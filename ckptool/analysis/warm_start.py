@@ -248,7 +248,7 @@ class LoadReport(Report):
 
 
 def _groups(names: Iterable[str]) -> tuple[int, list[str]]:
-    """How many names there are, and their groups, each with how many it stands for where that is more than one."""
+    """The number of names, and their groups, each with its size where that is more than one."""
     texts = list(names)
     return len(texts), [f"{group.text}{_count_suffix(len(group.keys))}" for group in grouped(texts)]
 
@@ -258,7 +258,7 @@ def _count_suffix(count: int) -> str:
 
 
 def refusal(report: LoadReport, refusals: Sequence[Refusal] | None = None) -> PlanRefused:
-    """The error that says why a plan is not carried out."""
+    """The error with the reasons why a plan is not carried out."""
     reasons = list(report.refused if refusals is None else refusals)
     outcome = "was loaded" if report.applied else "was not loaded"
     after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."

@@ -169,7 +169,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     """The answers of a verb, one file after the other; whether a blank line stands between them; and the label of its
     progress, where it does not show its own.
 
-    Raises `UsageError` for what does not go together, and what the verb raises before its first answer.
+    Raises `UsageError` for options that exclude each other, and what the verb raises before its first answer.
     """
     as_json, as_form = typed["as_json"], typed["as_form"]
     if as_json and as_form not in (None, "json"):

@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
 
 def complete(arguments: Sequence[str]) -> int:
     """Answers a shell: prints what may follow in `SHELL LINE [REPLACED [KEY]]`, and returns the exit code.
-    replaced: of the last word, the part that bash puts its choice in place of.  key: `?` only lists them."""
+    replaced: the part of the last word that bash replaces by its choice.  key: `?` only lists them."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
     answer = sys.stdout.buffer

@@ -44,7 +44,7 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
 
 
 def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], style: Style) -> str:
-    """All that a verb takes, by the parts of the help, and its examples."""
+    """All parameters of a verb, by the parts of the help, and its examples."""
     blocks = [[usage(verb, parameters)], textwrap.wrap(VERBS[verb].about, _width(style))]
     shown = [param for param in parameters if not param.option.hidden]
     rows = [(called(param), about(param)) for param in shown if not param.option.flags]
@@ -113,7 +113,7 @@ def _page(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def typed_parameters(function: Any) -> list[Parameter]:
-    """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
+    """All parameters that are typed for a verb: its own, those of its hooks and its report's view, and the program's."""
     declared: Declared = function.verb
     typed: dict[str, Parameter] = {}
     sources = [function, *filter(None, (declared.from_words, declared.first_try))]
@@ -138,7 +138,7 @@ def typed_parameters(function: Any) -> list[Parameter]:
 
 
 def writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds."""
+    """True for a verb that always writes its output, whatever it finds."""
     sig = signature_of(function)
     kinds = (kind for kind in get_args(sig.return_annotation) if isinstance(kind, type) and issubclass(kind, Report))
     return "out" in sig.parameters and {getattr(kind, "is_written", False) for kind in kinds} == {True}

@@ -72,7 +72,7 @@ WIDEST = 72  # column: few very long cells stand out
 
 
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
-    """What a report tells, in lines.  view: options of its `told`."""
+    """The text of a report, in lines.  view: options of its `told`."""
     return "".join(f"{line}\n" for line in lines(report.told(**view), style))
 
 

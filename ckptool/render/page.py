@@ -117,7 +117,7 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 
 
 def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
-    """The four questions, answered as far as was looked: question, tone (`good`, `bad`, `warn`), answer, detail."""
+    """Four questions, answered as far as values were read: question, tone (`good`, `bad`, `warn`), answer, detail."""
     if file.inspection is None:
         yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, stands below."
         return
@@ -184,7 +184,7 @@ class Cell(NamedTuple):
 def treemap(
     divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
 ) -> Iterator[Cell]:
-    """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
+    """The modules of all parts as cells with areas as their bytes; the largest are divided while there is room."""
     total, limit = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
     shown = heapq.nlargest(limit, [part for part in divided if part.bytes], key=lambda part: part.bytes)
     areas = boxes([part.bytes for part in shown], (0, 0, width, height))
@@ -238,7 +238,7 @@ def _piece(name: str, start: int) -> str:
 
 
 def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
-    """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
+    """Boxes of these sizes, the largest first, that fill an area and are nearly square.
     Bruls, Huizing, van Wijk, "Squarified treemaps" (2000)."""
     x, y, width, height = area
     side, scale = min(width, height), width * height / (sum(sizes) or 1)
@@ -420,7 +420,7 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
 
 
 def _names_text(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
-    """Their number, and the first two of their groups."""
+    """The number of names, and the first two of their groups."""
     groups = [text for text, _ in folded((name, None) for name in names)]
     shown = [cut(group, 90) or WHOLE for group in groups[:2]]
     if len(groups) > 2:

@@ -87,7 +87,7 @@ def lines_of(contents: Listing) -> Iterator[Line]:
 
 
 def lines_of_diff(diff: Any, base: Path) -> Iterator[Line]:
-    """What differs, at its place in the first file, of which the part at `base` was compared."""
+    """The differences, at their places in the first file, of which the part at `base` was compared."""
     texts = {name: text for pairs in (aspect_rows(diff), entry_rows(diff)) for name, text in pairs}
     rows: list[tuple[Path, Any, str, str]] = []
     for change in diff.changed:

@@ -201,8 +201,8 @@ _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="mode
 
 
 def _into_folder(name: str, change: Change, option: Command) -> Change:
-    """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
-    another."""
+    """The change into the container of the output, which has to be a folder of the kind of `name`. Raises `UsageError`
+    otherwise."""
     container, expected = change.format(name), formats.by_name(name)
     if not container.writes_folder or container.tensors_only != expected.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
