@@ -91,7 +91,7 @@ class UsageError(CkptoolError, ValueError, code="usage"):
 class MissingKey(UsageError, KeyError):
     """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
 
-    _looked: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
+    _lookup: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
 
     @classmethod
     def among(
@@ -101,7 +101,7 @@ class MissingKey(UsageError, KeyError):
         deeper: finds the place further down that has one of that name."""
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names, deeper
+        error._lookup = name, names, deeper
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -109,7 +109,7 @@ class MissingKey(UsageError, KeyError):
             raise AttributeError(attribute)
         from difflib import get_close_matches
 
-        (name, names, deeper), dotted = self._looked, ""
+        (name, names, deeper), dotted = self._lookup, ""
         if keys := names():
             dotted = next((f"{key}/{name[len(key) + 1 :]}" for key in keys if name.startswith(f"{key}.")), "")
         longer = [key for key in keys if key.startswith((f"{name}.", f"{name}/"))]

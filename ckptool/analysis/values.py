@@ -150,7 +150,7 @@ class _Sketch:
         step = max(1, -(-count // values))
         while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
-        self.step, self.place, self.sample = step, 0, list[Array]()
+        self.step, self.position, self.sample = step, 0, list[Array]()
         self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
         # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
         self.tops, self.lefts = _part_starts(self.rows, side), _part_starts(self.row, side)
@@ -161,9 +161,9 @@ class _Sketch:
         doubles: the same in f64; None where one of them is not finite."""
         import numpy
 
-        count, (top, left) = len(values), divmod(self.place, self.row)
-        self.sample.append(values[-self.place % self.step :: self.step].copy())
-        self.place += count
+        count, (top, left) = len(values), divmod(self.position, self.row)
+        self.sample.append(values[-self.position % self.step :: self.step].copy())
+        self.position += count
         lines = max(1, count // self.row)
         if count < self.row:
             self.is_zero = zeros == count and (left == 0 or self.is_zero)
@@ -307,7 +307,7 @@ class _Comparison:
         if self.packed and not self.same_type:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
-    def add(self, place: int, x: Array, y: Array) -> None:
+    def add(self, offset: int, x: Array, y: Array) -> None:
         import numpy
 
         if self.same_type:
@@ -316,14 +316,14 @@ class _Comparison:
             else:
                 differs = scratch("mask", "?", len(x) // size)
                 numpy.not_equal(x.view(f"u{size}"), y.view(f"u{size}"), out=differs)
-            self._count_changed(place, differs)
+            self._count_changed(offset, differs)
         if self.packed:
             return
         x, y = numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b")
         if x.dtype.kind in "biu" and y.dtype.kind in "biu":
             distance, x, y = _integer_distance(x, y)
             if not self.same_type:
-                self._count_changed(place, distance != 0)
+                self._count_changed(offset, distance != 0)
             self.max_abs = max(self.max_abs, int(distance.max()))
             x, y, distance = (values.astype(numpy.float64) for values in (x, y, distance))
             self._add_finite(x, y, distance, distance)
@@ -331,16 +331,16 @@ class _Comparison:
         if not self.same_type:
             common = numpy.result_type(x, y)
             x, y = x.astype(common, copy=False), y.astype(common, copy=False)
-            self._count_changed(place, ~_same_values(x, y))
+            self._count_changed(offset, ~_same_values(x, y))
         if x.dtype != numpy.float32 or not self._add_single(x, y):
             self._add_double(x, y)
 
-    def _count_changed(self, place: int, differs: Array) -> None:
+    def _count_changed(self, offset: int, differs: Array) -> None:
         import numpy
 
         changed = int(numpy.count_nonzero(differs))
         if changed and self.first is None:
-            self.first = place + int(differs.argmax())
+            self.first = offset + int(differs.argmax())
         self.changed += changed
 
     def _add_single(self, x: Array, y: Array) -> bool:
@@ -408,8 +408,8 @@ class _Comparison:
 
         first = None
         if self.first is not None:
-            place = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
-            first = tuple(place[axis] for axis in range(len(place)))
+            index = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
+            first = tuple(index[axis] for axis in range(len(index)))
         lengths = sqrt(self.aa) * sqrt(self.bb)
         return ValueDifference(
             changed=self.changed,

@@ -113,7 +113,7 @@ def _page(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def typed_parameters(function: Any) -> list[Parameter]:
-    """All parameters that are typed for a verb: its own, those of its hooks and its report's view, and the program's."""
+    """All parameters that are typed for a verb: its own, those of its hooks and its report's view, the program's."""
     declared: Declared = function.verb
     typed: dict[str, Parameter] = {}
     sources = [function, *filter(None, (declared.from_words, declared.first_try))]

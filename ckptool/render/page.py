@@ -334,16 +334,16 @@ class _Compared:
 
     def __init__(self, diff: Diff, parts: Sequence[Checkpoint]) -> None:
         self.diff, self.bases = diff, [part.base for part in parts]
-        self.places: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
-        for paths_of, part in zip(self.places, parts, strict=True):
+        self.paths: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
+        for by_view, part in zip(self.paths, parts, strict=True):
             for path, tensor in tensors(part.tree):
-                paths_of.setdefault(tensor.view, []).append(path)
+                by_view.setdefault(tensor.view, []).append(path)
         self.only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
         self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
         """The compared name of a tensor of the first or second file; None where it was not compared."""
-        base, paths = self.bases[side], self.places[side].get(row.tensor.view, [])
+        base, paths = self.bases[side], self.paths[side].get(row.tensor.view, [])
         path = row.path[len(base) :] if row.path[: len(base)] == base else None
         if paths and path not in paths:
             path = paths[0]
