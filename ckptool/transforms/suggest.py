@@ -324,8 +324,8 @@ class OpenFamilies(NamedTuple):
         return result
 
     def has_rival(self, chosen: Family, other: Family, others: OpenFamilies) -> bool:
-        """True if another of these is as near in name to `other`: with a shape of the chosen one, or nearer and with a shape
-        that the other side lacks."""
+        """True if another of these is as near in name to `other`: with a shape of the chosen one, or nearer and with a
+        shape that the other side lacks."""
         name, shared = other.words, other.words & chosen.words
         same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait])
         if any(near is not chosen and not name & near.words < shared for near in same_trait):
