@@ -1,8 +1,8 @@
-"""What training changes and no checkpoint has, as far as it can be seen: from the objects that were given to `Run`, and
-in the variables of the script that runs the loop. Each is named once, with what to write.
+"""Notes on what training changes and no checkpoint has, as far as it can be seen: in the objects that were given to
+`Run`, and in the variables of the script that runs the loop. Each is named once, with the line to write.
 
-It is looked for at the 1st, 2nd, 4th, 8th save of a process and so on, since looking takes time. Only classes and plain
-attributes are asked: no code of the objects is run.
+The search takes time, so it is done only at the 1st, 2nd, 4th, 8th … save of a process. It reads only classes and plain
+attributes: no code of the objects is run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptool.training.run import Run
 
 VARIABLE = "variable"  # a kind like those of `moving`
-_HOW = {  # to save what changes; attributes and buffers as variables
+_HOW = {  # what to write, by the kind of what changes; for attributes and buffers as for variables
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
@@ -49,18 +49,18 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 
 class Looks:
-    """What was there at the last look. parameters: of each module and optimizer at first.  saves: of this process.
-    entries: what was reached, as in `moving`.  ids: which object a variable held.  told: names of what was said."""
+    """What the last look saw. parameters: of each module and optimizer at the start.  saves: by this process.
+    entries: what was reached, as in `moving`.  ids: of the objects in variables.  noted: the names already reported."""
 
     def __init__(self, objects: Objects) -> None:
         self.parameters = _parameters_of(objects)
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
-        self.told: set[str] = set()
+        self.noted: set[str] = set()
 
     def notes(self, run: Run, first: bool) -> Iterator[str]:
-        """What there is to say at a save. first: of the run."""
+        """The notes to print at a save. first: True at the first save of the run."""
         objects, generators, loader = run.objects, run._generators(), run.position.loader
         if unscheduled := objects.optimizer_without_its_schedule():
             yield (
@@ -82,10 +82,10 @@ class Looks:
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
-        given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
-        unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
-        new = {name: value for name, value in unsaved.items() if name not in self.told}
-        self.told |= new.keys()
+        named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
+        unsaved = unsaved_objects(named.values(), Schedule if unscheduled else ())
+        new = {name: value for name, value in unsaved.items() if name not in self.noted}
+        self.noted |= new.keys()
         if new and (first or self.saves > 1):  # a resumed process has been told
             names = [printable(f"{name} ({type(value).__name__})") for name, value in new.items()]
             yield (
@@ -93,56 +93,56 @@ class Looks:
                 "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
                 "run.batches(loader); a file's lines to run.log, else they come twice"
             )
-        seen: dict[int, Any] = {id(run): run}
-        now = {**moving.reachable(given, seen)[0], **objects.requires_grad()}
-        seen |= {id(each): each for each in unsaved.values()}  # which were named
-        used, plain, held = variables_left()
-        held = {name: value for name, value in held.items() if id(value) not in seen}
-        # A variable that is a value of the run, or a part of one, is saved; an attribute may be what the run counts.
+        skipped: dict[int, Any] = {id(run): run}
+        current = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
+        skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
+        carried, plain, mutable = variables_left()
+        mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
+        # A variable that equals a value of the run or a part of one is saved; others may be counters of the run.
         parts: list[Any] = [run.values]
         for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
         values = _texts(parts)
-        counts = _texts([run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss])
+        counters = _texts([run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss])
         modules = objects.modules.values()
-        places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
-        entries, met = moving.reachable({**held, **plain, **used}, seen)
+        addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
         kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
-            # A tensor of a model under another name, as in its state dict, is saved with the model.
-            is_models = isinstance(met.get(name), torch.Tensor) and _memory_of(met[name]) in places
+            # A model's tensor under another name, as in a state dict of it, is saved with the model.
+            is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in addresses
             text, variable = entry.partition(": ")[2], re.split(r"[.\[#]", name)[0]
-            if text in values or is_models or (text in counts and variable not in used):
+            if text in values or is_models or (text in counters and variable not in carried):
                 continue
-            now.setdefault(name, f"{VARIABLE}: {text}")
-            if variable in used and variable not in self.told:
+            current.setdefault(name, f"{VARIABLE}: {text}")
+            if variable in carried and variable not in self.noted:
+                self.noted.add(variable)
                 kinds.setdefault(VARIABLE, []).append(printable(variable))
-                self.told.add(variable)
-        # What is another object now has not changed.
-        ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
-        others = {name for name, number in self.ids.items() if ids.get(name) != number}
-        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in others}
+        # A variable that holds another object now does not count as changed.
+        ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
+        rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
+        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
-        for name, kind in moving.unsaved(before or now, now, saved).items():
-            whole = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item is named by what holds it
-            if whole not in self.told:
-                self.told.add(whole)
-                kinds.setdefault(kind, []).append(printable(whole))
+        for name, kind in moving.unsaved(before or current, current, saved).items():
+            owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
+            if owner not in self.noted:
+                self.noted.add(owner)
+                kinds.setdefault(kind, []).append(printable(owner))
         for kind, names in kinds.items():
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             owner, _, short = names[0].rpartition(".")
             how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
             how = how.format(name=names[0], owner=owner, short=short)
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
-        self.entries, self.ids = now, ids
+        self.entries, self.ids = current, ids
 
 
 # The variables of the script ------------------------------------------------------------------------------------------
 
 
 def _script() -> Iterator[FrameType]:
-    """The frames whose code is neither ours nor a library's, the innermost first."""
+    """The frames of the script: code that is neither ours nor a library's, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
@@ -151,32 +151,32 @@ def _script() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
-    """The objects with a state in the variables of the script, by name, without those given.
+def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
+    """The objects with a state in the variables of the script, by name, without those that `Run` was given (`named`).
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
-    files that are written; environments, which have `reset` and `step`. left_out: classes that are not named.
+    files that are written; environments, which have `reset` and `step`. left_out: classes to leave out.
     """
-    known = {id(each) for each in given}
-    for each in list(given):
-        known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
-        known |= set(map(id, parts_of(each).values()))
+    ids = {id(value) for value in named}
+    for value in list(named):
+        ids |= {id(part) for part in value.modules()} if isinstance(value, nn.Module) else set()
+        ids |= set(map(id, parts_of(value).values()))
     if (frame := next(_script(), None)) is None:
         return {}
-    found = {
+    stateful = {
         name: value
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if _has_state(name, value) and not issubclass(type(value), left_out)
     }
-    whole = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in found.items()}
-    return {name: value for name, value in found.items() if not {id(value), id(whole[name])} & known}
+    inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
+    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & ids}
 
 
 def _has_state(name: str, value: Any) -> bool:
     kind = type(value)
     if name.startswith("_") or issubclass(kind, type) or str(kind.__module__).startswith("ckptool."):
         return False
-    if issubclass(kind, nn.Module):  # `isinstance` would ask a proxy for the class that it stands for
+    if issubclass(kind, nn.Module):  # `isinstance` would run a proxy's `__class__`
         return any(True for _ in (*value.parameters(), *value.buffers()))
     if kind is GeneratorType:
         return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
@@ -184,59 +184,59 @@ def _has_state(name: str, value: Any) -> bool:
         return True
     if kind in (io.TextIOWrapper, io.BufferedWriter):
         return not value.closed and value.writable() and value.fileno() > 2
-    methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
+    methods = [callable(getattr(kind, method, None)) for method in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
 def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The variables that a step may leave to a later one: not those that the body of the loop sets before it uses them.
+    """The variables that a step may leave to a later one, unlike those that the loop's body sets before it uses them.
 
-    Those that it uses and then sets, or leaves weights in for what follows the loop, unless a text of the script names
-    them, as in `run["best"]`; other plain values; and what may change while a variable holds it, whichever object it
-    is.
+    First those that the body uses before it sets them, or in which it leaves weights for what follows the loop, unless
+    a text of the script names them, as in `run["best"]`; then other plain values; then those whose object may change
+    in place.
     """
-    used: dict[str, Any] = {}
+    carried: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    held: dict[str, Any] = {}
+    mutable: dict[str, Any] = {}
     for frame in _script():
-        code, at = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
         # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
         pairs = itertools.pairwise(code)
         stores = [after.argval for each, after in pairs if _IN_PLACE.match(f"{each.opname} {each.argrepr}")]
         updated = {name[0] if isinstance(name, tuple) else name for name in stores}
-        loops = [(each.offset, each.argval) for each in code if each.opname == "FOR_ITER"]
-        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= at < end]  # the innermost first
-        uses: dict[str, tuple[bool, bool]] = {}  # of what is set: in the innermost body, and used before
-        after = set[str]()  # used behind the loop
+        loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
+        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
+        uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
+        used_later = set[str]()  # behind the loop
         for body in bodies:
-            first: dict[str, str] = {}
-            stored, skipped = set(), 0
-            for each in code:
-                is_inside = body[0] <= each.offset < body[1]
-                if is_inside and "JUMP" in each.opname and each.argval < body[1]:
-                    skipped = max(skipped, each.argval)  # what is before that is in a branch
-                names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-                for verb, name in zip(_MENTION.findall(each.opname), names, strict=False):
+            first_uses: dict[str, str] = {}
+            stored, branch_end = set(), 0
+            for instruction in code:
+                is_inside = body[0] <= instruction.offset < body[1]
+                if is_inside and "JUMP" in instruction.opname and instruction.argval < body[1]:
+                    branch_end = max(branch_end, instruction.argval)
+                names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+                for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
                     if is_inside:
-                        if verb == "LOAD" or name not in updated or each.offset >= skipped:
-                            first.setdefault(name, verb)
+                        if verb == "LOAD" or name not in updated or instruction.offset >= branch_end:
+                            first_uses.setdefault(name, verb)
                         stored |= {name} if verb == "STORE" else set()
-                    elif each.offset >= body[1] and verb == "LOAD":
-                        after.add(name)
-            uses = {name: (body == bodies[0], first.get(name) == "LOAD") for name in stored} | uses
+                    elif instruction.offset >= body[1] and verb == "LOAD":
+                        used_later.add(name)
+            uses = {name: (body == bodies[0], first_uses.get(name) == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
-            known = name in used or name in plain or name in held
-            if known or name.startswith("_") or not _is_of_script(type(value)):
+            is_known = name in carried or name in plain or name in mutable
+            if is_known or name.startswith("_") or not _is_of_script(type(value)):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
-            is_used |= name in uses and name in after and _holds_weights(value)
+            is_used |= name in uses and name in used_later and _holds_weights(value)
             if is_used or (is_module and name not in uses and is_fixed):
-                (used if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
+                (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
-                held[name] = value
-    return used, plain, held
+                mutable[name] = value
+    return carried, plain, mutable
 
 
 def _holds_weights(value: Any) -> bool:
@@ -251,19 +251,19 @@ def _parameters_of(objects: Objects) -> dict[str, Any]:
 
 
 def _texts(values: list[Any]) -> set[str]:
-    """What a snapshot says of these values and of their parts, without their kinds."""
-    found = moving.snapshot({str(at): each for at, each in enumerate(values)})
-    return {entry.partition(": ")[2] for entry in found.values()}
+    """The entries of these values and of their parts in a snapshot, without their kinds."""
+    entries = moving.snapshot({str(at): each for at, each in enumerate(values)})
+    return {entry.partition(": ")[2] for entry in entries.values()}
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """Where the values of a tensor are: the same number for all that share them."""
+    """The address of a tensor's values: the same number for all tensors that share them."""
     local = getattr(tensor, "_local_tensor", tensor)
     return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
 
 
 def _detached(value: Any) -> Any:
-    """Tensors, alone or in a list, without the graph that they hang on."""
+    """Tensors, alone or in lists and tuples, without their autograd graph."""
     if issubclass(type(value), torch.Tensor):
         return value.detach()
     return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
