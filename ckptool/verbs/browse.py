@@ -32,8 +32,8 @@ from ckptool.formats import Opened, open_file
 from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File
 
-AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
-SIBLINGS = 1_000  # that are shown: textual draws more of them too slowly
+AT_ONCE = 1 << 26, 1 << 20  # bytes up to which statistics are read unasked: of files, of URLs
+SIBLINGS = 1_000  # shown at most: textual draws more of them too slowly
 
 
 @verb(("ckptool browse model.pt", "arrows and Enter to move, / to filter, d to compare, Esc to go back, q to quit"))
