@@ -5,7 +5,7 @@
 
 From this come a command, its help and completion. A parameter without `option` or `argument` is Python's alone.
 
-    OutputExists(f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+    OutputExists(f"{path} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
 
 A shell reads `Overwrite it: -f`, Python `Overwrite it: overwrite=True`. Both are made from the names that the verb's
 function has; a test holds them to its signature. File names are filled in by `analysis.findings`.
@@ -351,7 +351,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
             raise UsageError(given, "Its keys have to be strings.")
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, os.PathLike) and not isinstance(_place_of(each), str):
-                raise UsageError(f"{given}, which is no path in text", "Give a string, or a path that is one.")
+                raise UsageError(f"{given}, whose path is not a string", "Give a string, or a path that is one.")
 
     return check
 

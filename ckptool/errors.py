@@ -118,7 +118,7 @@ class MissingKey(UsageError, KeyError):
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         if len(begun) > 1 and not dotted:
             only = Command(("--only", f"{name}.*"), f"only={f'{name}.*'!r}")
-            self.fix = escaped(f"{self.fix} All {len(begun):,} that begin so, where a command takes it: {only}")
+            self.fix = escaped(f"{self.fix} For all {len(begun):,} that begin so, if the command has it: {only}")
         return self.why if attribute == "why" else self.fix
 
 
@@ -192,7 +192,7 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
+class Ambiguous(CkptoolError, code="ambiguous", why="Different readers would see different things in it."):
     """Two readers of this file would see two different things."""
 
 

@@ -215,7 +215,7 @@ class LoadReport(Report):
         casts: dict[str, list[str]] = {}  # each pair of types, and what that does to values
         for cast in self.dtype_changes:
             loss = "values overflow" if cast.overflowed else "values are rounded"
-            loss = "values may be rounded (too many to read)" if cast.exact is None else loss
+            loss = "values may be rounded (too many to check)" if cast.exact is None else loss
             loss = "no value changes" if cast.exact else loss
             casts.setdefault(f"{cast.old.name} → {cast.new.name}, {loss}", []).append(cast.target)
         # A line for each group of names that differ in the same way, with their sources where these have other names.
@@ -261,7 +261,7 @@ def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanR
     """The error that says why a plan is not carried out."""
     reasons = list(report.refused if found is None else found)
     done = "was loaded" if report.applied else "was not loaded"
-    after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."
+    after = "It was loaded all the same." if report.applied else "Nothing was changed."
     error = PlanRefused(
         f"{report.source} {done} into {report.target}{', but' if report.applied else ':'} {reasons[0].what}",
         " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
@@ -289,7 +289,7 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
     found = []
     least = checked_share(min_loaded)
     if least is not None and report.share < least:
-        what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were asked for"
+        what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were required"
         found.append(Refusal("min-loaded", what))
     if missing is not None:
         allowed = [matcher(pattern) for pattern in several(missing)]
@@ -305,9 +305,9 @@ def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
     if not better and 2 * report.elements >= wanted:
         return []
     share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"
-    what = f"{share}{', and the rules suggested would load more' if better else ''}"
+    what = f"{share}{', and the suggested rules would load more' if better else ''}"
     least = int(report.share * 10_000) / 10_000 or 0
-    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: {arg(min_loaded=least)}")]
+    return [Refusal("min-loaded", what, f"{fix}; accept it as is: {arg(min_loaded=least)}")]
 
 
 def not_loaded(report: LoadReport) -> list[str]:

@@ -60,8 +60,8 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
             what = "a model wrapped in FSDP holds only shards of its tensors on each rank"
-            why = "Its names and shapes are not the model's."
-            raise Unsupported(what, why, "Load before it is wrapped; or use torch.distributed.checkpoint")
+            why = "Those names and shapes are not the model's."
+            raise Unsupported(what, why, "Load before wrapping it; or use torch.distributed.checkpoint")
         if isinstance(model, _WRAPPERS) or (averages and isinstance(model, swa_utils.AveragedModel)):
             inner = model.module
         elif type(model).__name__ == "OptimizedModule":
@@ -85,8 +85,8 @@ def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str,
     """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
-        what = f"the model has tensors that are not plain: {listed(odd)}"
-        why = "Sharded, quantized and lazy tensors are filled by their own code."
+        what = f"the model has tensors that are not plain tensors: {listed(odd)}"
+        why = "Sharded, quantized and lazy tensors need their own code to fill them."
         raise Unsupported(what, why, "Load before the model is sharded or quantized; run a lazy model once on a batch")
     first: dict[Any, str] = {}
     made = {}
@@ -173,7 +173,7 @@ def load_into(
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
     if not isinstance(model, nn.Module):
         what = f"load_into was given {type(model).__name__}, not a torch.nn.Module"
-        why = "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)"
+        why = "The model comes first: ckptool.load_into(model, FILE)"
         raise UsageError(what, why, "To get a checkpoint's values without a model: ckptool.load(FILE)")
     bare = unwrapped(model)
     slots = _slots(bare)
@@ -231,7 +231,7 @@ def _refusals(
     tensors = {name: choice.tensor for name, choice in chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
-        what = f"tensors in the checkpoint that are not plain: {listed(odd)}"
+        what = f"tensors in the checkpoint that are not plain tensors: {listed(odd)}"
         yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
     written = {name: slots[name].tensor for name in chosen if assign is not True and name not in on_meta}
     repeated = {

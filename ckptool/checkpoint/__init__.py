@@ -340,7 +340,7 @@ class Composite(ArrayLike):
         """The composite of the same call with other arguments (storages, …). Raises `BadTensor` if there is none."""
         value = self.build(args)
         if not isinstance(value, Composite):
-            raise BadTensor(f"{self.made.name}: its arguments no longer make a tensor")
+            raise BadTensor(f"{self.made.name}: its arguments no longer form a tensor")
         value.made.live = self.made.live
         return value
 
@@ -510,7 +510,7 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for path, tensor in _trees().tensors(self._top()):
             if found.setdefault(name := _trees().address(path), tensor) is not tensor:
-                raise Ambiguous(f"{name} is the address of two tensors", "Their keys read the same.")
+                raise Ambiguous(f"{name} is the address of two tensors", "Their keys look the same.")
         return found
 
     def close(self) -> None:

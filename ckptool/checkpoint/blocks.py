@@ -31,7 +31,7 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
     while left := len(buffer) - done:
         part = data.read(offset + done, min(BLOCK, left)) if view is None else view(offset + done, left)
         if not part:
-            raise Corrupt(f"{data.length:,} bytes were expected, {offset + done:,} came")
+            raise Corrupt(f"{data.length:,} bytes were expected, {offset + done:,} arrived")
         buffer[done : done + len(part)] = part
         done += len(part)
 

@@ -194,7 +194,7 @@ class Places:
             best = [(removed, added) for removed, added in best if len(removed) == shortest]
             if len(best) > 1:
                 places = listed([added for _, added in best])
-                what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
+                what = f"the base has the adapter's names {counted(len(best), 'time')}: under {places}"
                 raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         self.prefixes[component] = best[0]
 
@@ -213,7 +213,7 @@ class Places:
             found = self.names.get(self.in_base(component, name), [])
             if len(found) > 1:
                 what = f"{name} is {listed(found)}"
-                raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
+                raise Conflict(what, "Without their dots these names are equal. Nothing was written.")
             if found:
                 return found[0]
         return None

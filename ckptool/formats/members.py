@@ -154,7 +154,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
+        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
     whole: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     wrong: dict[str, str] = {}
@@ -182,7 +182,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     label = f"{number:,} of {counted(count, 'member')}"
     problems = listed([*wrong.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
     if checkpoint.container == NAME and not whole:
-        what = f"{folder} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
+        what = f"{folder} is {layout.kind}, but none of its {counted(len(layout.names), 'file')} can be read"
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     only_weights = named(checkpoint.container).tensors_only
     if isinstance(checkpoint.source, Folder) and not only_weights:
@@ -194,7 +194,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         first = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
         note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*first, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    told = problems or f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
+    told = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {told}"
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
@@ -212,7 +212,7 @@ def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, each in whole.items():
         if name in tree:
-            what = f"{source} holds a member {name}, and its tensors have one of that name, too"
+            what = f"{source} holds a member {name}, but one of its tensors has that name, too"
             raise Corrupt(what, "No program writes both.")
         if each.source is not None:
             source.adopt(name, each.source)
@@ -252,7 +252,7 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
 def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
     """What is said of the members of a folder whose weights alone are taken. place: the folder, in front of names."""
     names = [os.path.join(place, name) for name in beside(checkpoint)]
-    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
+    return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
 
 
 def _around(source: Input) -> Folder:
@@ -269,7 +269,7 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
     if isinstance(source, Source):
         source.share_descriptors()
     elif (inside := layout_of(source)) is not None and any(_is_folder(source, each) for each in inside.names):
-        raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
+        raise Corrupt(f"{source} holds folders of checkpoints and is inside one", "A link may point back to it.")
     return read_alone(source)
 
 

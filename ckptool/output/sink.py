@@ -114,7 +114,7 @@ class Sink:
             size = data.length - done
             part = data.read(done, min(COMPUTE, size)) if data.view is None else data.view(done, min(VIEW, size))
             if not part:
-                raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
+                raise Corrupt(f"{data.length:,} bytes were expected, {done:,} arrived")
             done += len(part)
             if len(part) >= LARGE and self.feed is None:
                 self._flush()

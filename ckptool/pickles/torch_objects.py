@@ -497,5 +497,5 @@ def rebuilt(made: Object) -> Composite:
     """The composite of a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
     value = BUILDERS[made.fn](made.args)
     if not isinstance(value, Composite):
-        raise BadTensor(f"{made.name}: its arguments do not make a tensor")
+        raise BadTensor(f"{made.name}: its arguments do not form a tensor")
     return value

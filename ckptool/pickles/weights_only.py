@@ -136,7 +136,7 @@ class _Plain:
             builder = BUILDERS.get(made.args[0])
             inner = builder(made.args[2]) if builder is not None else NotImplemented
             if isinstance(inner, TensorEntry):
-                return self._became(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
+                return self._became(value, inner, f"a plain tensor, no longer {printable(value.kind)}")
         elif _is_called(made.fn) and _is_plain(made.args):
             return value
         return self._became(value, DROPPED, f"a {value.kind} tensor")

@@ -52,7 +52,7 @@ def _seconds(value: Any) -> Any:
     if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
         return float(found[1]) * units[found[2]]
     if isinstance(value, str):
-        raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
+        raise ValueError(f"should be a number of seconds or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
     return _number(value)
 
 
@@ -496,8 +496,8 @@ def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str)
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
-            f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
-            "The result would belong to neither. Nothing was changed.",
+            f"{folder} cannot continue with a changed configuration:  " + "; ".join(lines),
+            "The result would belong to neither configuration. Nothing was changed.",
             f"Start another run: {command('train', os.path.join(folder, CONFIG), set='run=OTHER')}, and the changes"
             if fixed
             else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",

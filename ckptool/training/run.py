@@ -285,14 +285,14 @@ class Run:
         if tree["rng_state"]["seed"] != self._seed:
             raise Conflict(
                 f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}",
-                "The run would continue with other random numbers.",
+                "The run would continue with different random numbers.",
                 "Use the same seed",
             )
         if len(ranks) != self.world.size:
             moved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
             if self._seed is not None:
-                why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
+                why = "random numbers follow from the seed, but in a different order of summation: the last bits differ"
             self.say(f"{moved}: {why}")
         own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = own["now"], tree["data_state"].get("ended")
@@ -352,7 +352,7 @@ class Run:
         if hasattr(loader, "__next__"):
             raise UsageError(
                 f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
-                "It cannot start again, neither for the next epoch nor to resume.",
+                "It cannot start over, neither for the next epoch nor to resume.",
                 "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
             )
         self.position.loader = loader
@@ -379,12 +379,10 @@ class Run:
             self.folder.metrics.cut_back(self.step, self._logged)
         self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
         if self._resumed is not None and self._goes_on and self._is_over(asked) and self._ended is None:
-            self._say_once(
-                f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
-            )
+            self._say_once(f"finished: {counted(done, kind[:-1])} of {count:,} are done; to train on, ask for more")
         if loop == self._ended_at and not self._is_over(asked):
             self._say_once(
-                f"{name} runs again at the same place of the script: what stands between is not done again if the run "
+                f"{name} runs again at the same place of the script: what comes in between is not repeated if the run "
                 "is killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             )
         with self._looping(name):
@@ -467,7 +465,7 @@ class Run:
         if self._loop:
             raise UsageError(
                 f"{name} was called inside {self._loop}",
-                "Steps of nested loops cannot be told apart.",
+                "Steps of nested loops cannot be distinguished.",
                 "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
             )
         self._begin_resumed(nested=name == "run.epochs")
@@ -610,11 +608,11 @@ class Run:
 
     def _commit(self, point: Point, facts: dict[str, Any] | None = None) -> None:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
-            raise UsageError("the run is closed", "It has released its lock.", "Make a new ckptool.Run for the folder")
+            raise UsageError("the run is closed", "It has released its lock.", "Create a new ckptool.Run")
         if averaged := self.objects.averaging_optimizer():
             raise UsageError(
                 f"{averaged} is in evaluation mode",
-                "The weights are its averages now, from which training cannot continue.",
+                "Its weights are the averages now; training cannot continue from those.",
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()

@@ -138,7 +138,7 @@ class Objects:
         given = {*self.named, *self.generators}
         if lost := sorted(saved - given):
             raise Conflict(
-                f"{where} holds the state of {listed(lost)}, which this script does not give",
+                f"{where} holds the state of {listed(lost)}, which this script does not pass",
                 "Without it this would be a different run.",
                 f"Give it under that name: ckptool.Run(…, {lost[0]}=…)",
             )
@@ -153,7 +153,7 @@ class Objects:
             name, kind = changed[0]
             raise Conflict(
                 f"{where} holds the state of {name}, a {kind}; the script gives {now[name]}",
-                "It might load the state, and then train like neither of them.",
+                "It might load the state, but train like neither of them.",
                 f"Give {kind}, or start a new run",
             )
 
@@ -163,7 +163,7 @@ class Objects:
         Raises `Conflict`, naming the object, if a state is missing or does not fit.
         """
         if missing := [name + SUFFIX for name in self.named if name + SUFFIX not in tree]:
-            raise Conflict(f"{where} has no {missing[0]}", "Without it the run would resume as a different one.")
+            raise Conflict(f"{where} has no {missing[0]}", "Without it, the run would not resume as it was.")
         order: Iterable[Any] = (nn.Module, Optimizer)
         first = [name for kind in order for name in self.of(kind)]
         for name in (*first, *(name for name in self.named if name not in first)):
@@ -200,7 +200,7 @@ class Objects:
             trained = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
             if lost := [one for one in trained if id(one) not in held]:
                 raise UsageError(
-                    f"{name} trains {counted(len(lost), 'parameter')} of no module that was given",
+                    f"{name} trains {counted(len(lost), 'parameter')} of no module that was passed",
                     "They would not be saved.",
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )

@@ -27,8 +27,8 @@ def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without the state of optimizers, and where that was. Raises `UsageError` where that is all of it."""
     found = [path for path, _ in optimizers(tree)]
     if () in found:
-        what = f"{address(base) or 'the whole file'} is the state of an optimizer"
-        fix = f"Drop only what views leave behind: {arg(keep_optimizer=True)}"
+        what = f"{address(base) or 'the whole file'} is optimizer state"
+        fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
     replaced: dict[int, Any] = {}
     for path in found:

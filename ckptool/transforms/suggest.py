@@ -419,7 +419,7 @@ class Search:
                 beside = theirs.modules[near.module] if one.leaf == near.leaf else {}
                 both = [(each, beside[leaf]) for leaf, each in ours.modules[one.module].items() if leaf in beside]
                 if all(each.rank == other.rank for each, other in both):
-                    nearest = "of the tensors with these shapes, the names are the nearest"
+                    nearest = "of the tensors with these shapes, the names are the closest"
                     self._accept(link, "nothing else has these shapes" if alone else nearest)
                     for each, other in both:
                         more = matched(each, other) if each.keys.keys() <= one.keys.keys() else None

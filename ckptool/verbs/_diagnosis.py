@@ -113,7 +113,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         findings = []
         for each in every:  # no verb that writes takes a part, so only the look at the whole helps
             if each.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
-                advice = "Copy again what is missing or does not belong to it; or take what is there: "
+                advice = "Copy what is missing or does not belong again; or take what is there: "
                 take = command("convert", FILE, part=True, out=OUT_PT)
                 each = replace(each, advice=advice, advised=(take,), says="")
             elif each.code != PART:
@@ -171,7 +171,7 @@ def _of_container(found: Listing, file: str, values: RefusedValues, taken: State
         each = replace(each, commands=())
     elif code == FOLDER and taken is not None:
         take = command("convert", FILE / address(taken.path), out=OUT_PT)
-        advice = f"It takes the weights alone; without #{address(taken.path)}, everything."
+        advice = f"It takes only the weights; without  #{address(taken.path)}, everything."
         each = replace(each, commands=(take,), advice=advice)
     elif not container.is_program and each.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)

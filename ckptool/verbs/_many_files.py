@@ -48,7 +48,7 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
     options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
     if arguments or options.get("out") is not None:
         what = f"{function.__name__} was given several files and one output"
-        raise UsageError(what, "An output names a single file.", f"Into a folder: {arg(folder=DIR)}")
+        raise UsageError(what, "An output is a single file.", f"Into a folder: {arg(folder=DIR)}")
     given = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
     work: Work[Any] = partial(function, **given)
     if "folder" not in options and not options.get("in_place"):
@@ -125,9 +125,9 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
 def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
     """The error of one of several files, saying what was done before it."""
     told = error.within(file)
-    done = "None of the files was written; to write the others: --skip-refused."
+    done = "None of the files were written; to write the others: --skip-refused."
     if number or jobs != 1:
-        others = "some of the others may be done, too." if jobs != 1 else "the others were left as they were."
+        others = "some of the others may be done, too." if jobs != 1 else "the others are unchanged."
         done = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
     told.why = " ".join(part for part in (told.why, done) if part)
     return told
@@ -137,8 +137,8 @@ def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
     """The name in the folder for each file; refuses two of one name, and what is there already."""
     folder, container = given["folder"], given.get("container")
     if verb == "convert" and container is None:
-        what = f"convert {arg('folder')} needs to know what to convert to"
-        raise UsageError(what, "A folder has no suffix to choose by.", f"For example: {arg(container='safetensors')}")
+        what = f"convert {arg('folder')} needs a container to convert to"
+        raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
     taken: dict[str, str] = {}
     for file in files:
         name = os.path.basename(absolute(split(file)[0]))

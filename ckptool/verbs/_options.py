@@ -84,7 +84,7 @@ def program_options(
 
 
 QUOTE_RULES = (
-    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
+    "In an unquoted rule, the shell redirects the output to a file named after the >.",
     "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
 )
 
@@ -137,7 +137,7 @@ def assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and not is_json:
             return place, value
-        why = "A string needs quotes inside the shell's, and an object has each name once."
+        why = "JSON strings need double quotes inside the shell's, and names in an object are unique."
         raise UsageError(f"{value!r} is not JSON: {error!s}", why, f"For example: '{place}=text'") from None
 
 
@@ -188,7 +188,7 @@ def check_text(path: PathLike, *, overwrite: bool) -> None:
     suffixes = {os.path.splitext(each)[1].lower() for each in (name, os.path.realpath(name))}
     if named := sorted(suffixes & SUFFIXES.keys()):
         what = f"{name} has the name of a checkpoint ({named[0]})"
-        raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
+        raise Conflict(what, "This output is text, not a checkpoint. Nothing was written.", "Choose another name.")
 
 
 MAX_TEXT = 1 << 20  # bytes
@@ -223,22 +223,22 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         raise elsewhere
     if not may_exist(path) and names_code(name):
         if at is not None:
-            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
+            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code that builds one model.")
         from ckptool.bridge.modules import target_of_code
 
         return replace(target_of_code(name), name=name)
     if not may_exist(path) and "::" not in name and ":" in name:
-        what = f"{name} is neither a file nor a name of your own code"
+        what = f"{name} is neither a file nor code of your own"
         why = "Your own code is file.py:factory or pkg.module:factory."
         raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
     if path.endswith(".py") and os.path.isfile(path):
-        what = f"{path} is a Python file; name what in it builds the model"
-        why = "It is a function without arguments, a class, or a module."
+        what = f"{path} is a Python file; name what builds the model in it"
+        why = "It can be a function without arguments, a class, or a module."
         raise UsageError(what, why, f"For example: {path}:build_model")
     source = open_input(path) if may_exist(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:
-            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
+            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"ckptool reads at most {MAX_SPEC:,}.")
         return of_spec(source.read(0, source.size), name)
     opened = open_whole(target, at, part=part)
     return of_checkpoint(opened.checkpoint, name, opened.at)

@@ -101,7 +101,7 @@ def average(
     kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
     notes = []
     if how.method == "mean" and abs(sum(how.weights) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(how.weights):.6g}, not to 1: the result is scaled by that"
+        message = f"the weights add up to {sum(how.weights):.6g}, not 1, which scales the result"
         notes.append(Note("weights-sum", message))
     of = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")

@@ -67,7 +67,7 @@ def doctor(
     if error is not None:
         if fix:
             what = f"doctor was given both {arg('error')} and {arg('fix')}"
-            raise UsageError(what, "A message names no values to write.", "Give the file alone.")
+            raise UsageError(what, "A message has no values to write.", "Give only the file.")
         devices: list[str] | None = None  # of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):
             places = {tensor.location for _, tensor in tensors(open_file(file).taken.tree)} if file else None
@@ -145,7 +145,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
             error.fill({FILE: as_argument(path)} if path else {})
             raise error.within(path) from error.__cause__
         if made is None:
-            raise _refusal(seen, path, in_place, "A part of it is lost. ")
+            raise _refusal(seen, path, in_place, "Part of it is lost. ")
         about = ("", (), dict[str, Any]())  # what `recover` did is its note
         if isinstance(made, Written):
             about, made = (made.summary, made.rows, made.facts), made.made[0]

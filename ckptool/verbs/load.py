@@ -51,7 +51,7 @@ def load(
     """
     if pickle_module is not None and getattr(pickle_module, "__name__", "") != "pickle":
         what = f"pickle_module={getattr(pickle_module, '__name__', repr(pickle_module))[:80]} is not used"
-        raise UsageError(what, "ckptool reads pickles itself, and runs nothing of them.", "Leave it out.")
+        raise UsageError(what, "ckptool reads pickles itself and runs nothing in them.", "Leave it out.")
     text = _python_2_text(**pickle_load_args)
     from ckptool.bridge.to_live import build
 
@@ -64,21 +64,21 @@ def _python_2_text(
 ) -> Callable[[bytes], Any]:
     """What makes text of strings of Python 2 that are not UTF-8. fix_imports: always; it is pickle's, and so known."""
     if others:
-        raise UsageError(f"load has no argument {listed(sorted(others))}", "", "Those of torch.load are known.")
+        raise UsageError(f"load has no argument {listed(sorted(others))}", "", "It has those of torch.load.")
     if encoding is None:
         return bytes
     try:
         "-".encode(encoding, errors)
     except LookupError as error:  # for `bytes` as well, which torch takes: what is UTF-8 is text here
         why = str(error)
-        fix = "Leave it out, and strings that are not UTF-8 are bytes; or name a codec: encoding='latin1'"
+        fix = "Leave it out to get strings that are not UTF-8 as bytes; or name a codec: encoding='latin1'"
         raise UsageError(f"encoding={encoding!r} is not supported", why, fix) from None
 
     def text(raw: bytes) -> str:
         try:
             return raw.decode(encoding, errors)
         except (UnicodeError, LookupError) as error:
-            what, why = f"a string of Python 2 is not {encoding}", str(error)[:200]
-            raise Corrupt(what, why, "Say what it is: encoding='latin1'") from None
+            what, why = f"a Python 2 string is not {encoding}", str(error)[:200]
+            raise Corrupt(what, why, "Give its encoding: encoding='latin1'") from None
 
     return text

@@ -49,14 +49,14 @@ def lora_merge(
     """
     change = change_of("lora merge", out, options, base, adapter)
     if not math.isfinite(scale):
-        raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
+        raise UsageError(f"a scale of {scale} is not a finite number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
     added, found = open_adapter(adapter, config)
     if not changed_base and (notes := [note for note in found.notes if note.code == "changed-base"]):
-        why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
+        why = "Merged into the original base it gives wrong values, and the files do not say which base this is."
         again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
         fix = f"If this is the changed base: {again}"
         raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)

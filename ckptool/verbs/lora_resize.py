@@ -32,13 +32,13 @@ def lora_resize(
     worst = [f"{name} {error:.2%}" for name, error in sorted(errors.items(), key=lambda error: -error[1])]
     remarks = []
     if cut and (dora := sum(delta.magnitude is not None for delta in found.products)):
-        remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"]
+        remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are unchanged: only directions lose precision"]
     ranks = listed([f"{each:,}" for each in sorted({each.rank for each in found.products})], 4)
     return saved.about(
         f"{counted(len(found.products), 'module')} of rank {ranks} in rank {rank:,}",
         Row("rank", rank),
         Row("modules", len(found.products)),
-        Row("errors", errors, [f"cut off, of the norm of each product: {listed(worst, 4)}"] if worst else []),
+        Row("errors", errors, [f"lost of each product's norm: {listed(worst, 4)}"] if worst else []),
         *remarks,
         notes=found.notes,
     )

@@ -46,8 +46,8 @@ def prove(
     configuration it is `ckptool train`. Raises `RunFailed` where the command fails unbroken.
     """
     if command and (config is not None or set or steps):
-        options = f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}."
-        raise UsageError("a command has no configuration and no length", options)
+        options = f"It takes only the options {arg('kills')}, {arg('seed')} and {arg('timeout')}."
+        raise UsageError("a command of your own has no configuration and no length", options)
     if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
     from ckptool.training.prove import prove_command

@@ -73,7 +73,7 @@ class Recovery(Report):
             yield bold(self.file), ": ", yellow("incomplete"), f", {told} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
-        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven else None
+        yield "  no checksums stored: changed bytes cannot be detected" if not self.proven else None
         if self.complete:
             missing = [(each.name, size(each.nbytes), each.why) for each in self.lost_records]
         else:
@@ -107,11 +107,11 @@ def recover(
     source, _ = open_source(file)
     if out is None or formats.for_output(out, formats.DEFAULT).writes_folder:
         what = "recover needs an output" if out is None else f"{os.fspath(out)} would be a folder"
-        why = "It writes a new file, and leaves the damaged one as it is."
+        why = "It writes a new file and leaves the damaged one alone."
         raise UsageError(what, why, f"For example: {arg(out='recovered.pt')}")
     target = os.fspath(out)
     if source.is_at(target):
-        why = "More may yet be recovered from it; it was left as it is."
+        why = "More may yet be recovered from it."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     done, damage = _salvaged(source)

@@ -53,4 +53,4 @@ def rename(
     change = begin_change("rename", file, out, at, options)
     roots = model_state_dicts(change.part, named=change.named)
     renamed = apply(change.part, roots, by_rules(parsed, dict.fromkeys(key for root in roots for key in root.names())))
-    return renamed_file(change, renamed, clean="the rules leave every key as it is")
+    return renamed_file(change, renamed, clean="the rules change no key")

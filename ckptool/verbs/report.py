@@ -172,8 +172,8 @@ def report(
     if about is not None and file is run:
         newest = next((one.path for one in about.checkpoints if one.step == about.resumes), None)
         if newest is None:
-            what = f"{about.path} has no checkpoint that is whole"
-            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
+            what = f"{about.path} has no intact checkpoint"
+            raise UsageError(what, "A run's page shows its newest one.", f"Look: {command('inspect', about.path)}")
         file = newest
     target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
@@ -183,7 +183,7 @@ def report(
             for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
                 if place and os.path.exists(place) and os.path.exists(page) and os.path.samefile(place, page):
                     what = f"{page} is an input of the report"
-                    raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
+                    raise Conflict(what, "A page never replaces a checkpoint.", "Choose another name.")
         if overwrite and os.path.isfile(page) and not os.path.realpath(page).lower().endswith((".html", ".htm")):
             what = f"{page} is not a page"  # but a shard of an index, a rank beside another, …
             raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")

@@ -46,7 +46,7 @@ def save(
                 with open(whole, "rb") as content:
                     copyfileobj(content, file, 1 << 20)
             except (IsADirectoryError, TypeError, ValueError) as error:
-                what = f"<{type(file).__name__}> does not take the bytes of a file"
+                what = f"<{type(file).__name__}> does not accept bytes"
                 fix = "Open it for writing in binary: open(PATH, 'wb'); for a folder of files, name one."
                 raise UsageError(what, str(error), fix) from None
         return

@@ -56,7 +56,7 @@ def slim(
     else:  # a new container has tables and alignment of its own
         room = "no smaller" if not saved else f"{size(-saved)} larger"
         summary = f"{without}, but {room}: {written.container} needs more for its own tables and alignment"
-    tied = f"{counted(twins, 'storage is', 'storages are')} one with an equal one of the same weights now: "
+    tied = f"{counted(twins, 'storage is', 'storages are')} now shared with an equal one of the same weights: "
     tied += "training one trains the other"
     return written.about(
         summary if any(parts) else "nothing to drop",

@@ -44,13 +44,13 @@ def _words(
     if show_list:
         return layouts(rules_file)
     if not words:
-        raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
+        raise UsageError("translate was given no file", "", "See the shipped layouts: ckptool translate --list")
     files, rules = files_and_rules("translate", words, rules_file is not None or find)
     if not find:
         return {"file": files, "rules": rules}
     if len(files) != 2 or rules or options.get("folder") or options.get("in_place"):
         what = "translate --find takes two checkpoints and no rules"
-        why = "It finds the rules that make the second of the first."
+        why = "It finds the rules that turn the first into the second."
         raise UsageError(what, why, "For example: ckptool translate --find a.pt b.pt -o rules.yaml")
     return find_rules(*files, **{name: options[name] for name in ("out", "overwrite", "dry_run") if name in options})
 
@@ -111,8 +111,8 @@ def translate(
         layout = replace(layout, translation=translation)
         sides = {layout.side_of(root.node, reverse, config) for root in roots}
         if len(sides) > 1:
-            what = f"the sets of weights are of several sides of {layout.name}"
-            raise Conflict(what, "One translation goes one way.", f"Name one of them: {arg(at=ADDRESS)}")
+            what = f"the sets of weights belong to different sides of {layout.name}"
+            raise Conflict(what, "One translation goes in one direction.", f"Name one of them: {arg(at=ADDRESS)}")
         translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
@@ -189,9 +189,9 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
             lines.append(f"… {left:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
         for names, what in (
-            (root.tied, "left out, being tied to a tensor that is there"),
+            (root.tied, "left out, as tied to one that is there"),
             (dropped, "left out"),
-            (root.kept, "kept as they are, as no rule takes them"),
+            (root.kept, "kept as they are, as no rule matches them"),
             (root.filled, "filled with zeros"),
             (root.unfilled, "left out, as all of them are zeros"),
         ):
@@ -200,7 +200,7 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         roots.append({"root": place, "steps": steps, **rest})
     yield Row("roots", roots, lines)
     yield Row("not_reversible", list(done.lost), [f"not reversible: {line}" for line in done.lost])
-    moved = f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
+    moved = f"the same rules were applied to the moments of {counted(done.optimizers, 'optimizer')}"
     yield Row("optimizers", done.optimizers, [moved] if done.optimizers else [])
 
 
@@ -210,7 +210,7 @@ def layouts(name: str | None = None) -> LayoutList:
     Raises `UsageError` for a name that none has.
     """
     if name is not None and name not in shipped():
-        what = f"{name!r} is not a layout that ships"
+        what = f"{name!r} is not a shipped layout"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return LayoutList(tuple(shipped_layout(each) for each in shipped() if name in (None, each)))
 

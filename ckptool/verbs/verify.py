@@ -64,7 +64,7 @@ def verify(
     else:
         root, remark = one_state_dict(checkpoint, at)
         if root.arrays is not None:
-            same = f"{root.detail}, whose digests are those of tensors with the same values"
+            same = f"{root.detail}, whose digests equal those of tensors with the same values"
             remark = f"{remark}; {same}" if remark else same
         digests = root_digests(root.node, root.address, remark)
     report = replace(report, digest=digests)

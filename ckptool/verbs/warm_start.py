@@ -118,7 +118,7 @@ def warm_start(
         file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
         report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
-        what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
+        what = f"no rules found that would make more fit;  {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
     elif suggest is not None:
         if not dry_run:

@@ -109,7 +109,7 @@ def test_a_rule_that_cannot_work(rule: str, says: str) -> None:
     [
         ([], "a", UsageError, "rename was given no rule"),
         (["a => b", "x.* => y.*"], "a", NoMatch, r"the rule 'x\.\* => y\.\*' matches no key"),
-        (["* => y.*", "a => b"], "a", NoMatch, "Earlier rules took every key"),
+        (["* => y.*", "a => b"], "a", NoMatch, "Earlier rules matched all of its keys"),
         (["b.0 => c"], "a b.00 b.0.w", NoMatch, r"For all keys below it: 'b\.0\.\* => c\.\*'"),
         (["b.{n}.* => c.{n}.*"], "a a.b.0.w", NoMatch, r"'\*\.b\.\{n\}\.\* => \*\.c\.\{n\}\.\*'"),
         (["*.w => w"], "a.w b.w c", Conflict, r"keys of the file would collide: a\.w and b\.w would both be 'w'"),
@@ -322,12 +322,12 @@ WRONG = {
     "a dimension of a number": ("count => count2 : transpose", "has no dimension"),
     "two types": ("half, e.0.w => x : cat 0", "cannot be put together"),
     "an unknown operation": ("half => x : transmogrify", "unknown operation 'transmogrify'"),
-    "an operation without its numbers": ("half => x : permute", "is not how permute is written"),
+    "an operation without its numbers": ("half => x : permute", "is not valid for permute"),
     "code": ("half => x : reshape [__import__('os').getpid(), -1]", "is not an expression"),
     "deep arithmetic": ("half => x : pad 0 " + "(" * 140 + "1" + ")" * 140, "is not an expression|cannot be padded"),
     "many names": ("half => {a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}", "8,192 names"),
     "more tensors than names": ("l.{n}.qkv => l.{n}.{a,b} : split 0 [2, 2, 3]", "3 tensors come out of it"),
-    "an integer that is added to": ("count => x : add 1", "is of no floating type"),
+    "an integer that is added to": ("count => x : add 1", "is not of a floating-point type"),
     "no match": ("nothing => x", "matches no key"),
     "a keyless name": ("re:(h)alf => ", "is not a rule"),
 }
@@ -364,7 +364,7 @@ def test_files_that_are_no_rules(file: Path, tmp_path: Path) -> None:
     for text, message in {
         "rules: 3\n": "line 1: not a list",
         "a: b\n": "'a' is none of",
-        "rules: []\nrules: []\n": "'rules' stands there twice",
+        "rules: []\nrules: []\n": "'rules' appears twice",
         "- [a, b]\n": "line 1",
         "'": "not valid YAML|line 1",
         "x" * 10 + "\n" + "y: [" * 3000: "nested too deep|line",

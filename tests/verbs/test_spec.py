@@ -64,8 +64,8 @@ def with_tensor(**more: Any) -> dict[str, Any]:
 @looped(
     ("spec", "kind", "words"),
     [
-        (changed(schema="ckptool.spec/2"), Unsupported, "another version: ckptool.spec/2"),
-        (changed(schema="ckptool.spec/\x1b[31m"), Unsupported, r"another version: ckptool.spec/\\x1b"),
+        (changed(schema="ckptool.spec/2"), Unsupported, "an unsupported version: ckptool.spec/2"),
+        (changed(schema="ckptool.spec/\x1b[31m"), Unsupported, r"an unsupported version: ckptool.spec/\\x1b"),
         (changed(tensors={}), Corrupt, "no list of tensors"),
         (changed(ties=None), Corrupt, "no list of ties"),
         (changed(tensors=[1]), Corrupt, "tensor 0 has no name"),
