@@ -155,7 +155,7 @@ class NotAFolder(FileProblem, NotADirectoryError):
 
 
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
-    """The name is a link, and what it leads to is not there."""
+    """The name is a link whose target does not exist."""
 
 
 class FileChanged(FileProblem, code="file-changed"):
@@ -193,7 +193,7 @@ class BadTensor(Corrupt, code="bad-tensor"):
 
 
 class Ambiguous(CkptoolError, code="ambiguous", why="Different readers would see different things in it."):
-    """Two readers of this file would see two different things."""
+    """Different programs would read different things from this file."""
 
 
 _TOO_MUCH = "No real checkpoint has so much of it; the file is probably malicious."

@@ -1,7 +1,7 @@
 """`safetensors`: a JSON header of names, types, shapes and byte ranges, then the bytes.
 
 Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does: duplicate
-names are refused, as two readers could take two different tensors, and fields that the format does not define; written so
+names are refused, as two readers could take two different tensors, and unknown fields; written so
 that it and every loader that expects `format: pt` can read it. The header lists tensors in the order of their keys; the
 data is sorted by item size, so that every tensor is aligned to it.
 """

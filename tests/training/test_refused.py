@@ -82,7 +82,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (NET, "trains the model 'main'.*Available: net"),
     (
         {"data": {"name": toy("data.py:text"), "args": {"length": 8, "samples": 40}, "batch": 8}},
-        "task: classify raised RuntimeError.*It was called with something it does not expect: check the data, the model and",
+        "task: classify raised RuntimeError.*something it does not expect: check the data, the model and",
     ),
     ({"data": {"name": toy("data.py:ring")}, **model(args={"classes": 2})}, r"a batch is list.*\(inputs, target\)"),
     ("eval.metric=val_f1", "eval.metric is val_f1, which the task does not give.*val_loss, val_acc"),
