@@ -165,7 +165,9 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else all that fit.", least=0)] = None,
+        depth: Annotated[
+            int | None, option("--depth N", "Levels of the outline (default: all that fit).", least=0)
+        ] = None,
         quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]

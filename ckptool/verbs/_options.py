@@ -43,7 +43,7 @@ _MATCH = "Only keys that match; * also matches dots, re: starts a regular expres
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
 AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as file.py:factory or pkg.module:factory.")
-LIKE = option("--like DIR", "Take an output folder's config and tokenizer from this one, of the same model.", rare=True)
+LIKE = option("--like DIR", "Copy an output folder's config and tokenizer from this one, of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
@@ -55,11 +55,11 @@ Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
 Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
-Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; made if needed.")]
+Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; created if new.")]
 InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed at any time, they stay intact.")]
 Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
 DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
-_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
+_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before putting it in place."
 Verify = Annotated[bool, _output("--verify", _CHECKED)]
 _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
 KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT, rare=True)]

@@ -149,7 +149,7 @@ class CheckpointReport(Report):
 )
 def report(
     file: Annotated[CheckpointLike, argument("FILE", "A checkpoint, FILE#ADDRESS for a part, or a run's folder.")],
-    other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another, which is compared with the first.")] = None,
+    other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another to compare it with.")] = None,
     *,
     run: Annotated[PathLike | None, option("--run RUN", "Show the checkpoints and curves of this run too.")] = None,
     against: Annotated[CheckpointLike | None, AGAINST] = None,

@@ -37,7 +37,7 @@ Settings = Texts | dict[str, int]
 def _words(
     words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)] = (),
     rules_file: str | None = None,
-    show_list: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
+    show_list: Annotated[bool, option("--list", "List the shipped layouts; with --rules, what one needs.")] = False,
     find: Annotated[bool, option("--find", "Find the rules that turn file A into file B; -o writes them.")] = False,
     **options: Any,
 ) -> dict[str, Any] | LayoutList | FoundRules:
@@ -56,7 +56,7 @@ def _words(
 
 
 @verb(
-    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
+    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a shipped layout: preview it"),
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
     ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
     ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
@@ -67,7 +67,7 @@ def translate(
     rules: str | Sequence[str] = (),
     out: Out = None,
     *,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a layout that ships.")] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a shipped layout.")] = None,
     set: Annotated[Settings, repeated("--set NAME=NUMBER", "Set a variable; it overrides config.json.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout detects its side.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
