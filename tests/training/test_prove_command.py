@@ -226,7 +226,7 @@ def test_a_cause_is_put_back_in_one_more_start(
     resumed = found.kills[0].resumed
     assert found.kills[0].step and (resumed is None) == (fault == "both")
     if fault == "noise":
-        batch = f"samples differ: the batch of step {(resumed or 0) + 1} is not the one of the unbroken run"
+        batch = f"samples differ: the batch of step {(resumed or 0) + 1} is not that of the unbroken run"
         assert found.causes[0].startswith(batch) and found.causes[1] == "`noise`, a generator, is in a different state"
         assert found.confirmed == found.causes
     assert fault != "both" or (found.causes == [NOT_RESTORED] and not found.confirmed)
@@ -317,7 +317,7 @@ def test_the_variables_of_a_program_are_its_own_and_few(tmp_path: Path) -> None:
     assert "own_variable_of_a_program" not in tool.roots()
 
 
-BATCH = "samples differ: the batch of step 6 is not the one of the unbroken run"
+BATCH = "samples differ: the batch of step 6 is not that of the unbroken run"
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ({"found": {"a.rng": "generator: x"}, "inputs": ["x"]}, [BATCH, "`a.rng`, a generator, is in a different state"]),
     (

@@ -21,7 +21,7 @@ _EFFECTS = (BUFFER, VALUE)
 _MEMORY = re.compile(r"value: \w+ of \d+")  # objects that a variable holds, and how many: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
-    BATCH: "samples differ: the batch of step {step} differs from the unbroken run's",
+    BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
     SCHEDULER: "scheduler: `{name}` ({of}) differs in state from the unbroken run's",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
     STATE: "optimizer: the state of `{name}` differs from the unbroken run's",
