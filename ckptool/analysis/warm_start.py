@@ -124,17 +124,17 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadReport(Report):
-    """All that loading `source` into `target` does, name by name.
+    """What loading `source` into `target` does, name by name.
 
     root: the address of the weights.  loaded: what is loaded, each tensor once.
     missing: names of the target that are not loaded.  unexpected: names that only the checkpoint has.
-    excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor
-    once.  share: of the target's values that are loaded.
-    normalised: what was done to names and shapes unasked.
+    excluded: names left out by `only` and `exclude`.  elements, total: of the target's values, each tensor once.
+    share: of the target's values that are loaded.
+    normalised: what was changed about names and shapes without being asked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
     taken: names whose values come from the target, where a file was written.  output: that file.
     rules_file: where the suggestions were written to.  applied: it was done.
-    supplied: names that an older torch did not save, and that torch gives a value of its own.
+    supplied: names that an older torch did not save; torch fills them in.
     """
 
     schema = "warm_start/2"

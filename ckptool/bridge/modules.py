@@ -159,15 +159,15 @@ def load_into(
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
-    checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` gave; the tensors
-    of a file are mapped, not read into memory.  at: the weights in it, where there are several.
+    checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` returned; the
+    tensors of a file are mapped, not read into memory.  at: the weights in it, where there are several.
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
     on_mismatch: `error` or `skip`, for other shapes.  resize: to compute the model's, as `PATTERN=HOW` for names of the
     model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of the model's values, 0 to 1, that must load; by default
     half (not counting what `only`, `exclude` and skipped shapes leave out), and no less than the suggested rules would
     load.  missing: patterns for the only names that may be missing.  strict: no missing and no unexpected names.
     assign: put new tensors in place of the model's instead of copying into them; by default where those are on the meta
-    device.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one
+    device.  dry_run: only the report, with its `refused`.  part: accept a part of a checkpoint: a rank's share, one
     shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)

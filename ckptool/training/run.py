@@ -63,8 +63,8 @@ class Run:
     keep_last, keep_best, keep_every: the checkpoints to keep; keep_best: a metric of `save` and `max` or `min`, or
     these two and how many.  save_async: a thread writes while training goes on, from one copy of the state.
     seed: derive all randomness from it and the step instead of saving random states; only this resumes with the same
-    random numbers on another number of processes.  stop_after: seconds.  signals: those that save and stop the run.
-    verify: what resuming checks, `full` (sha256) or `size`.  say: called with each note, which else goes to stderr.
+    random numbers on a different number of processes.  stop_after: seconds.  signals: those that save and stop the run.
+    verify: what resuming checks, `full` (sha256) or `size`.  say: called with each note; else stderr.
 
     Nested epochs, with what follows each: `for epoch in run.epochs(4): for step, batch in run.batches(loader): …`.
     Under torch.distributed every process makes it with the same arguments, and all of them call `save`.

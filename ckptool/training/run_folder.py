@@ -270,7 +270,7 @@ class Lock:
 def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     """The checkpoints of a run, oldest first, and why each is kept; `full` compares their sha256 too, which reads them.
 
-    Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
+    Raises `UsageError` for a folder that is not a run, `Corrupt` for one whose run.yaml cannot be read.
     """
     name = folder_of(run)
     number, text = recorded(name)

@@ -68,14 +68,14 @@ def convert(
     shard_dim: Annotated[int | None, option("--shard-dim D", "Dimension that --ranks divides (0).", rare=True)] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
-    """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
+    """Writes a checkpoint in the container of `out`'s suffix, or in `container`.
 
-    To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
-    restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
+    To safetensors: one set of weights, listing what is left out; or the whole tree (`all`), which converting back
+    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records.
     Of a whole module that `at` names, and of TorchScript, the state dict.
     A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
-    model that `warm_start` takes. What is in memory is given back without an output, with the choice of `only`,
-    `exclude`, `at`, `weights_only` and `optimizer_as`.
+    model that `warm_start` takes. For input in memory and no output, returns the result; it takes `only`, `exclude`,
+    `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])

@@ -43,9 +43,9 @@ def lora_merge(
     """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
 
     An adapter's file may have the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit. `config` may be a file, its
-    content, or peft's `LoraConfig`.
-    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
-    tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
+    contents, or peft's `LoraConfig`.
+    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for a different base's shapes and for one side
+    of tied weights, `Unsupported` for kinds of adapters that cannot be merged into weights, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
     if not math.isfinite(scale):

@@ -19,10 +19,10 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 def lora_resize(
     adapter: AdapterArgument, out: Out = None, *, rank: Rank, config: ConfigOption = None, **options: Unpack[Save]
 ) -> Written | Any:
-    """Writes an adapter of LoRA with every module in at most rank `rank`, under its names and with its scale.
+    """Writes a LoRA adapter with every module in at most rank `rank`, under its names and with its scale.
 
     By the best approximation of each product; the report has the error of each. DoRA's magnitudes stay as they are.
-    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none, or more than any module has.
+    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank below 1, or higher than that of any module.
     """
     change = change_of("lora resize", out, options, adapter)
     checkpoint, found = open_adapter(adapter, config)

@@ -97,11 +97,11 @@ def recover(
     keep_unknown: KeepUnknown = False,
     progress: Bar = None,
 ) -> Recovery:
-    """Writes what is whole of a cut or damaged file to a new one; undoes an in-place edit that was not finished.
+    """Writes what is intact in a truncated or damaged file to a new one; undoes an interrupted in-place edit.
 
     Of a zip, every record comes back whose checksum proves it (without its directory, up to a damaged header); of a
     safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
-    Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
+    Raises what opening raises where nothing can be recovered, and everything that writing raises.
     """
     refuse_address("recover", file)
     source, _ = open_source(file)

@@ -43,8 +43,8 @@ def rename(
 ) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 
-    rules: texts, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot work
-    (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
+    rules: strings, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot
+    work (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
     parsed = renaming(several(rules, " => "), rules_file)
     if not parsed:

@@ -158,7 +158,7 @@ def report(
 ) -> CheckpointReport:
     """The contents, values and health of a checkpoint as a page: `.html()`, written to `out` where that is given.
 
-    Two are compared as `diff` does; the folder of a run stands for its newest good checkpoint.
+    Two are compared as by `diff`; a run's folder means its newest good checkpoint.
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """

@@ -79,7 +79,7 @@ def translate(
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
 
     A file of rules may say how ranks are joined first.
-    To safetensors goes one set of weights alone, and what is left behind is listed; to `.pt` the whole file.
+    To safetensors it writes one set of weights and lists what is left out; to `.pt` the whole file.
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
@@ -205,9 +205,9 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
 
 
 def layouts(name: str | None = None) -> LayoutList:
-    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes; or the one of that name.
+    """The shipped layouts, between whose sides `translate(rules_file=NAME)` converts; or the one of that name.
 
-    Raises `UsageError` for a name that none has.
+    Raises `UsageError` for an unknown name.
     """
     if name is not None and name not in shipped():
         what = f"{name!r} is not a shipped layout"
@@ -224,7 +224,7 @@ def find_rules(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> FoundRules:
-    """Rules that make the tensors of `new` of those of `old`: renamed, split, put together, transposed, reordered.
+    """Rules that turn the tensors of `old` into those of `new`: renamed, split, joined, transposed, reordered.
 
     They are found by value, and by names and shapes where values differ, then applied and compared. out: a new file of
     them for `translate(rules_file=…)`.  part: take also checkpoints that are only a rank's share or one shard.

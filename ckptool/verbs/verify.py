@@ -46,8 +46,8 @@ def verify(
 
     Where a container stores no checksums the report says so. Digests are those of one set of weights: the only one, the
     model beside its EMA, or the part `at`.
-    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
-    of weights could be meant.
+    Raises what opening raises for a file that is not a checkpoint or cannot be read, and `UsageError` where several
+    sets of weights could be meant.
     """
     given: tuple[Input | Checkpoint, str | None]
     given = (open_file(file).checkpoint, None) if is_in_memory(file) else open_source(file)
