@@ -14,7 +14,7 @@ from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 
-@verb(("ckptool slim model.pt -o small.pt", "without optimizer state"))
+@verb(("ckptool slim model.pt -o small.pt", "without optimizer state"), one_output="New files: -o OUT, or -d DIR")
 def slim(
     file: ChangedFiles,
     out: Out = None,
