@@ -334,7 +334,7 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU'}"
         finding = replace(finding, what=f"{finding.what} {what}.")
         meant = (re.findall(r"(?i)\b(?:cuda|mps|xpu|hpu|npu)\b", text) or [""])[0].lower()
         if finding.code != "gpu-memory" and not any(device.startswith(meant) for device in devices):

@@ -100,7 +100,7 @@ class Data(Section):
     sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
     val_fraction: Number = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
     val: HeldOut | None = key(None, "{name: file.py:NAME, args: {}}: a set of its own to evaluate on", DECLARED)
-    test: HeldOut | None = key(None, "the same, for ckptool eval --on test alone", FREE)
+    test: HeldOut | None = key(None, "the same, only for ckptool eval --on test", FREE)
 
     @model_validator(mode="before")
     @classmethod
@@ -123,8 +123,8 @@ class Clip(Section):
     """Gradients clipped to a norm or to a value; exactly one of the two."""
 
     one_of = ("norm", "value")
-    norm: PositiveFloat | None = key(None, "the largest norm of all gradients together")
-    value: PositiveFloat | None = key(None, "the largest absolute value")
+    norm: PositiveFloat | None = key(None, "clip gradients to this total norm")
+    value: PositiveFloat | None = key(None, "clip gradients to this absolute value")
 
 
 class Model(Section):
@@ -257,7 +257,7 @@ class Stop(Section):
 class Log(Section):
     """How often a line is written, and where besides metrics.jsonl; `tensorboard` has to be installed."""
 
-    every: Positive = key(10, "steps between lines")
+    every: Positive = key(10, "steps between logged lines")
     tensorboard: bool = key(False, "write event files for TensorBoard, too")
 
 

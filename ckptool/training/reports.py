@@ -258,7 +258,7 @@ class RunReport(Report):
             return "; none of them is whole, so it cannot resume"
         is_done = self.event == "done" and self.resumes == self.step
         if self.script and is_done:
-            return f"; to go on, give the loop in {self.script} more steps or epochs, and run it again"
+            return f"; to train on, give the loop in {self.script} more steps or epochs, and run it again"
         if self.script:
             return f"; resumes from step {self.resumes:,}: run {self.script} again"
         if is_done and self.step:

@@ -492,7 +492,7 @@ class Run:
         for kind, count in asked.items():
             if ended.get(kind, -1) >= count:
                 self._say_once(
-                    f"`break` ended this run at step {self.step:,}; it goes on only if you ask for more {kind}"
+                    f"`break` ended this run at step {self.step:,}; it trains on only if you ask for more {kind}"
                 )
                 return True
             if done[kind] >= count:
@@ -563,7 +563,7 @@ class Run:
             self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
         if stopped:
             self._loop = ""
-            self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
+            self.say(f"stopped after step {self.step:,}, which is saved; run the script again to continue")
             self.close()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -327,7 +327,7 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ({"inputs": ["batch 6"]}, [BATCH]),
     (
         {"found": {"rates": "scheduler: StepLR x"}},
-        ["scheduler: `rates` (StepLR) differs in state from the unbroken run's"],
+        ["scheduler: `rates` (StepLR) has a different state than in the unbroken run"],
     ),
     ({"found": {"ema": "weights: EMA x"}}, ["EMA: the weights of `ema` (EMA), which no optimizer trains, differ"]),
     ({"state": "x"}, ["optimizer: the state of `opt` is not that of the unbroken run"]),

@@ -58,7 +58,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (of("Stream", batch=32, drop_last=True), "ends after 21 samples.*no batch of 32"),
     ({**of("Stream"), "eval": {"every": "epoch"}}, r"has no length.*train\.steps"),
     ({**of("Stream"), "train": {"epochs": 2}}, r"has no length.*train\.steps"),
-    (of("PointItems", sampler=own("longer")), "gave 3 places of .* in epoch 1.*the length of the first"),
+    (of("PointItems", sampler=own("longer")), "gave 3 places of .* in epoch 1.*as long as the first"),
     (of("Items", sampler=own("outside")), "gave 1 place of 40 in epoch 0"),
     (of("Items", sampler=own("none")), "has no none"),
     (of("Items", val={"name": own("Items")}, val_fraction=0.2), "give val or val_fraction, one of the two"),
@@ -88,7 +88,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ("eval.metric=val_f1", "eval.metric is val_f1, which the task does not give.*val_loss, val_acc"),
     (
         {"stop": {"patience": 2}, "data": {"name": "blobs", "val_fraction": 0}},
-        r"eval\.metric is val_loss, which.*Nothing is held out",
+        r"eval\.metric is val_loss, which.*No data is held out",
     ),
     # optimizers
     ("optim.main.name=lbfgs", "there is no 'lbfgs'"),

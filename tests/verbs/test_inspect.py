@@ -158,8 +158,8 @@ def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "argv", ["mine/train.py"])
     model = torch.nn.Linear(2, 1)
     for steps, told in (
-        (3, "done at step 3; to go on, give the loop in train.py more steps or epochs, and run it again"),
-        (4, "done at step 4; to go on, give the loop in train.py more steps or epochs, and run it again"),
+        (3, "done at step 3; to train on, give the loop in train.py more steps or epochs, and run it again"),
+        (4, "done at step 4; to train on, give the loop in train.py more steps or epochs, and run it again"),
         (6, "done at step 6; to go on"),
     ):
         with ckptool.Run(tmp_path / "run", model=model, say=lambda text: None) as run:

@@ -79,7 +79,7 @@ def read(source: Input) -> Checkpoint:
     notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
     if collisions := _fill(tree, beside.tree):
         what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
-        notes.append(Note(COLLIDES, f"{what}, from which it is taken: {listed(collisions, 3)}"))
+        notes.append(Note(COLLIDES, f"{what}, whose value is used: {listed(collisions, 3)}"))
     _name_parameters(tree.get("optimizer"))
     ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
     facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, beside.tree.get("iteration"))

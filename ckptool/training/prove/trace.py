@@ -22,9 +22,9 @@ _MEMORY = re.compile(r"value: \w+ of \d+")  # objects that a variable holds, and
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
-    SCHEDULER: "scheduler: `{name}` ({of}) differs in state from the unbroken run's",
+    SCHEDULER: "scheduler: `{name}` ({of}) has a different state than in the unbroken run",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
-    STATE: "optimizer: the state of `{name}` differs from the unbroken run's",
+    STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
     WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, differ from the unbroken run's",
     RANDOM: "the global generator of {name} is in a different state",
     GENERATOR: "`{name}`, a generator, is in a different state",

@@ -212,7 +212,7 @@ def _deltas(
     factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
     if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
         why = "That is not one complete change. Nothing was written."
-        raise NoMatch(f"{where} has {listed(list(keys.values()))} alone", why, "A key may be misspelt, or missing.")
+        raise NoMatch(f"{where} has only {listed(list(keys.values()))}", why, "A key may be misspelt, or missing.")
     method = method_of(next(iter(factors), "diff"))
     for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
         if config is not None and (role in found) != bool(config.get(switch)):

@@ -404,7 +404,7 @@ def _refuse_unlike(tensors: Tensors, axis: int | None = None) -> None:
     for tensor in tensors:
         shapes = [[size for at, size in enumerate(each.shape) if at != axis] for each in (first, tensor)]
         if tensor.dtype is not first.dtype or len(tensor.shape) != len(first.shape) or shapes[0] != shapes[1]:
-            what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be put together"
+            what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be joined"
             raise UsageError(what, UNFIT)
 
 
