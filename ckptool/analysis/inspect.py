@@ -165,9 +165,7 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[
-            int | None, option("--depth N", "Levels of the outline (default: all that fit).", least=0)
-        ] = None,
+        depth: Annotated[int | None, option("--depth N", "Levels of the outline (or all that fit).", least=0)] = None,
         quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
@@ -331,7 +329,10 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         tensors=tuple(rows),
         entries=tuple(entries),
         unlisted=unlisted,
-        notes=tuple(_notes(checkpoint, roots, rows)),
+        notes=tuple(
+            replace(note, fix=()) if _is_refused(note.fix, checkpoint) else note
+            for note in _notes(checkpoint, roots, rows)
+        ),
     )
 
 
@@ -395,10 +396,7 @@ def _is_leaf(node: Any) -> bool:
 
 def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[TensorRow]) -> Iterator[Note]:
     use = list(use_notes(checkpoint))
-    for note in (*_naming_notes(roots), *_loading_notes(checkpoint, rows, bool(use))):
-        # Beside a program nothing can be changed, nor in one shard of several.
-        yield replace(note, fix=()) if checkpoint.extras or (checkpoint.part and checkpoint.part.index) else note
-    yield from use
+    yield from (*_naming_notes(roots), *_loading_notes(checkpoint, rows, bool(use)), *use)
     # Storages of which the tensors show only a part, as slices do that were saved without `.clone()`.
     hidden = dict[int, int]()
     for row in rows:
@@ -435,6 +433,13 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         one = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
         yield Note(NUMPY, message, one)
     yield from checkpoint.notes
+
+
+def _is_refused(fix: tuple[str, ...], checkpoint: Checkpoint) -> bool:
+    """True for a command that changes what is beside a program, or in one shard of several; no part is converted."""
+    part = checkpoint.part
+    is_bound = bool(checkpoint.extras) or (part is not None and (bool(part.index) or "convert" in fix))
+    return is_bound and isinstance(fix, Command) and fix.writes
 
 
 _WOULD = {CALLED: "call", MADE: "make", NAMED: "import"}

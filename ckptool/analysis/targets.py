@@ -135,7 +135,7 @@ def is_spec(raw: bytes) -> bool:
 def of_spec(raw: bytes, name: str) -> Target:
     """The target that a spec describes. name: the file, for messages.
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself."""
-    odd = "ckptool spec did not write it."
+    odd = "It was not written by ckptool spec."
     again = command("spec", Slot("TARGET"), out=FILE)
     try:
         facts = parse_object(raw, name)

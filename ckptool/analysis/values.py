@@ -112,20 +112,22 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
             nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
             nans += nans_here
             infs += len(values) - len(finite) - nans_here
-        shifted, here = scratch("f64", "f8", len(finite)), 0.0
         if len(finite):
+            shifted = scratch("f64", "f8", len(finite))
             if finite is not values:
                 least, most = finite.min(), finite.max()
             ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
             numpy.copyto(shifted, finite, casting="unsafe")
+            if sketch is not None and finite is values:
+                sketch.add(values, zero, zeros_here, shifted)
             here = float(shifted.mean())
             numpy.subtract(shifted, here, out=shifted)
             apart, share = here - mean, len(finite) / (count + len(finite))
             squares += dot(shifted, shifted) + count * share * apart * apart
             mean += apart * share
             count += len(finite)
-        if sketch is not None:
-            sketch.add(values, zero, zeros_here, shifted if finite is values else None, here)
+        if sketch is not None and finite is not values:
+            sketch.add(values, zero, zeros_here, None)
 
     with numpy.errstate(all="ignore"):
         fold(add, entry, row=1 if sketch is None else sketch.row)
@@ -154,9 +156,9 @@ class _Sketch:
         self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
-    def add(self, values: Array, zero: Array, zeros: int, shifted: Array | None, mean: float) -> None:
+    def add(self, values: Array, zero: Array, zeros: int, wide: Array | None) -> None:
         """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
-        shifted: their distances from their mean, in f64; None where one of them is not finite."""
+        wide: the same in f64; None where one of them is not finite."""
         import numpy
 
         count, (top, left) = len(values), divmod(self.place, self.row)
@@ -172,11 +174,11 @@ class _Sketch:
             return
         (y, ups), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
         blocks = slice(y, y + len(ups) - 1), slice(x, x + len(lefts) - 1)
-        if shifted is None:
+        if wide is None:
             odd = ~numpy.isfinite(values)
             self.missing[blocks] += _sums(odd.astype(numpy.float64), ups, lefts)
-            shifted, mean = numpy.where(odd, 0, values).astype(numpy.float64), 0.0
-        self.sums[blocks] += _sums(shifted, ups, lefts) + mean * _areas(ups, lefts)
+            wide = numpy.where(odd, 0, values).astype(numpy.float64)
+        self.sums[blocks] += _sums(wide, ups, lefts)
 
     def picture(self, found: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
@@ -201,7 +203,7 @@ class _Sketch:
             return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
             means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
-        rows = tuple(tuple(mean if mean == mean else None for mean in row) for row in means.tolist())
+        rows = tuple(tuple(mean if isfinite(mean) else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles.tolist()), rows)
 
 

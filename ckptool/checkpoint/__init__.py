@@ -1,6 +1,6 @@
 """The nouns: a checkpoint is a tree of plain values whose tensors are entries that point into storages.
 
-Nothing here reads a byte until it is asked to. Nothing here is changed after it was made.
+Nothing here reads a byte until it is asked to, and nothing changes once it is made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class InlineBytes:
 class FileRange:
     """`length` bytes of a file, from `offset`.
 
-    confirm: looks whether the bytes are really there, where a container's directory only predicts it; whoever uses the
+    confirm: checks that the bytes are really there, where a container's directory only predicts it; code that uses the
     bytes without `read` (a kernel-side copy, a comparison) calls `ready` first.
     """
 
@@ -79,9 +79,9 @@ class Computed:
     `read` returns exactly the bytes asked for (fewer only at the end), in bounded memory, for any place and order;
     it is quickest when called front to back. `checks`: reading finds damage that no checksum of these bytes shows, and
     raises for it: replicas that differ, a stream that cannot be inflated. `inputs`: the storages that it reads, whose
-    checksums a writer checks on the way. `view`: at most the bytes asked for, without a copy, in memory that nobody
-    changes afterwards. `concatenated`: they are the bytes of the inputs, one after the other, which a writer
-    may copy as they are.
+    checksums a writer checks on the way. `view`: the same without a copy, or fewer bytes, in memory that nobody
+    changes afterwards. `concatenated`: the bytes are those of the inputs, end to end, so a writer may copy them as
+    they are.
     """
 
     length: int
@@ -331,10 +331,10 @@ class Composite(ArrayLike):
     def settle(self) -> int:
         """Looks for its parts, now that nothing in it changes; gives how many nodes were looked at, and an eighth of
         the values in them, which are passed over."""
-        inside = list(visit(self.made))
-        found = tuple(part for part in inside if isinstance(part, (TensorEntry, StorageRef)))
-        object.__setattr__(self, "found", found)
-        return len(inside) + sum(len(part) // 8 for part in inside if isinstance(part, (dict, list, tuple)))
+        nodes = list(visit(self.made))
+        parts = tuple(part for part in nodes if isinstance(part, (TensorEntry, StorageRef)))
+        object.__setattr__(self, "found", parts)
+        return len(nodes) + sum(len(part) // 8 for part in nodes if isinstance(part, (dict, list, tuple)))
 
     def with_arguments(self, args: tuple[Any, ...]) -> Composite:
         """The composite of the same call with other arguments (storages, …). Raises `BadTensor` if there is none."""
@@ -348,7 +348,7 @@ class Composite(ArrayLike):
     def view(self) -> tuple[Any, ...]:
         """Equal for tensors that are made of the same views, with the same numbers."""
         parts = [part.view if isinstance(part, TensorEntry) else id(part.storage) for part in self.parts()]
-        numbers = [each for each in self.made.args if {*map(type, each if type(each) is tuple else (each,))} <= {int}]
+        numbers = [arg for arg in self.made.args if {*map(type, arg if type(arg) is tuple else (arg,))} <= {int}]
         return self.kind, self.dtype, self.shape, *parts, *numbers
 
     @property
@@ -388,12 +388,12 @@ class PartKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """The part of something larger that a checkpoint is, and what that means for who takes it for a whole.
+    """The part of something larger that a checkpoint is, and what that means for anyone who takes it for the whole.
 
     label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
     whole: the path of the folder or index that it is a part of; empty where that is not at hand.
     index: the name of the index that names this file, if one does: then changing this file alone breaks the set.
-    join: the command that puts a folder of members together, as argv, where that needs to be told how.
+    join: the command that puts a folder of members together, as argv, where it has to be spelled out.
     """
 
     kind: PartKind
@@ -416,7 +416,7 @@ class PartOf:
 
 
 def _trees() -> Any:
-    """What knows addresses, and imports the nouns."""
+    """The module that knows addresses; it imports this one."""
     return import_module("ckptool.checkpoint.tree")
 
 
@@ -450,7 +450,7 @@ class Checkpoint:
     part: PartOf | None = None
     base: tuple[Any, ...] = ()
     untied: tuple[str, ...] = field(default=(), repr=False)
-    # What was worked out once and is asked for again.
+    # What was computed once and is needed again.
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, key: Any) -> Any:
@@ -507,11 +507,11 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by its address, in order. Raises `Ambiguous` where that is not one tensor's: keys 0 and '0'."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path, tensor in _trees().tensors(self._top()):
-            if found.setdefault(name := _trees().address(path), tensor) is not tensor:
+            if tensors.setdefault(name := _trees().address(path), tensor) is not tensor:
                 raise Ambiguous(f"{name} is the address of two tensors", "Their keys look the same.")
-        return found
+        return tensors
 
     def close(self) -> None:
         """Closes its files. One that is read again is opened again, and has to be the same; one that has lost its name

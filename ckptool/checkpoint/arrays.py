@@ -1,9 +1,9 @@
-"""Arrays that are not read yet, and what computes with them a block at a time: nothing is held whole.
+"""Arrays that are not read yet, and computing with them a block at a time: no array is ever whole in memory.
 
-An array is a `TensorEntry`, and its views (`permute`, `narrow`, `reshape`, `transforms.views`) cost nothing. Then there
-are three ways, which alone decide how much is in memory:
+An array is a `TensorEntry`, and its views (`permute`, `narrow`, `reshape`, `transforms.views`) cost nothing. There are
+three ways to compute, and they alone decide how much is in memory:
 
-    fold(take, *arrays)                one reading pass: `take(place, *blocks)` for each stretch of all of them
+    fold(take, *arrays)                one reading pass: `take(place, *blocks)` for each stretch of the arrays
     each(make, *arrays, dtype=…)       elementwise: an array whose values `make(place, *blocks)` gives when it is read
     computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`
 
@@ -22,7 +22,7 @@ from typing import Any
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import fill
 from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, numbers, resolve, rounded, scratch
-from ckptool.checkpoint.strided import MadeBlocks
+from ckptool.checkpoint.strided import LazyBlocks
 from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once
@@ -32,25 +32,24 @@ Numbers = Callable[[int, int], "Array"]
 
 
 def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = 1) -> None:
-    """Reads arrays of one number of elements side by side, once, front to back: `take(place, *blocks)`, until it gives
-    True.
+    """Reads arrays of equal length side by side, once, front to back: `take(place, *blocks)`, until it returns True.
 
-    row: a number of elements of which as many as fit come together; a longer one comes in parts of one size.
+    row: elements that belong together: a block holds as many whole rows as fit; a longer row comes in equal parts.
     """
-    sources, count, most = _Sources(arrays), arrays[0].numel, _step(len(arrays))
-    long = row > most
-    step = -(-row // -(-row // most)) if long else most - most % row
-    for start in range(0, count, row if long else max(count, 1)):
-        stop = min(count, start + row) if long else count
+    sources, count, chunk = _Sources(arrays), arrays[0].numel, _step(len(arrays))
+    is_long = row > chunk
+    step = -(-row // -(-row // chunk)) if is_long else chunk - chunk % row
+    for start in range(0, count, row if is_long else max(count, 1)):
+        stop = min(count, start + row) if is_long else count
         for place in range(start, stop, step):
             if take(place, *sources.blocks("fold", place, min(place + step, stop))) is True:
                 return
 
 
 def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> TensorEntry:
-    """An array of the shape of the first, whose elements `make(place, *blocks)` computes of the same ones of each.
+    """An array shaped like the first, whose elements `make(place, *blocks)` computes from the same ones of each.
 
-    They are rounded as in `computed_rows`. `make` keeps nothing of what it is given.
+    They are rounded as in `computed_rows`. `make` must not keep the blocks: their memory is used again.
     """
     return _array(dtype, arrays[0].shape, arrays, arrays[-1].location, _Elements(arrays, make, dtype).read)
 
@@ -62,12 +61,12 @@ def resolved(entry: TensorEntry) -> TensorEntry:
     if entry.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
     kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
-    made = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
-    return replace(made, flags=entry.flags._replace(conj=False, neg=False))
+    array = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
+    return replace(array, flags=entry.flags._replace(conj=False, neg=False))
 
 
 def swapped(storage: Storage, dtype: DType | None) -> Data:
-    """The elements of a storage of a big-endian file in this machine's order. Raises `Unsupported` for an untyped
+    """The elements of a big-endian file's storage in this machine's byte order; raises `Unsupported` for an untyped
     one."""
     if dtype is None:
         what = "an untyped storage in a big-endian file"
@@ -80,16 +79,16 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
 
 
 def stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """The rows from one to another, of so many elements each, in parts that are in memory together: about 1 MB of f32.
+    """The rows `start` to `stop`, of `width` elements each, in stretches that fit in memory: about 1 MB of f32.
 
-    Each as its first row and the one after its last, as `TensorValues.rows` takes them.
+    Each is its first row and the one after its last, as `TensorValues.rows` takes them.
     """
     step = max(1, ROWS // max(1, width))
     return ((at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 def _step(arrays: int) -> int:
-    """How many elements of each of so many arrays are in memory at a time."""
+    """How many elements of each array are in memory at a time when so many arrays are read together."""
     return max(_LEAST, min(CHUNK, _ROOM // arrays))
 
 
@@ -104,10 +103,10 @@ class _Sources:
         self.in_files = not any(isinstance(data, Computed) for data in self.data)
 
     def blocks(self, use: str, start: int, stop: int) -> list[Array]:
-        """The bytes of these elements of each. use: of the memory, which another reading may need meanwhile; empty for
-        memory of its own."""
+        """The bytes of these elements of each array. use: the name of the scratch memory, as another pass may need its
+        own meanwhile; empty for new memory."""
         sizes = [(stop - start) * array.dtype.itemsize for array in self.arrays]
-        # What is computed may need the same memory for what it is computed from.
+        # Computed bytes may need the same scratch memory for their own inputs.
         memory = scratch(use, "u1", sum(sizes)) if use and self.in_files else aligned(sum(sizes))
         blocks, at = [], 0
         for array, data, size in zip(self.arrays, self.data, sizes, strict=True):
@@ -119,8 +118,8 @@ class _Sources:
 
 
 class _Elements(_Sources):
-    """Elements that are computed of those of other arrays, no others than are asked for. Not a closure: a checkpoint
-    may have one of these for each of its tensors."""
+    """Elements computed from those of other arrays, only the ones asked for. Not a closure: a checkpoint may have one
+    of these for each of its tensors."""
 
     __slots__ = ("dtype", "make")
 
@@ -149,7 +148,7 @@ class TensorValues:
         self.entry, self._source = entry, _Sources((entry,))
 
     def read(self, start: int, stop: int) -> Array:
-        """The elements `start` to `stop` in row-major order, conjugate and negative bits applied; an array of its own.
+        """The elements `start` to `stop` in row-major order, conjugate and negative bits applied, in a new array.
 
         Raises `Unsupported` for a type that numpy has no numbers for.
         """
@@ -164,14 +163,14 @@ class TensorValues:
 def computed_rows(
     dtype: DType, shape: Sequence[int], rows: Numbers, inputs: Sequence[TensorEntry], location: str = "cpu"
 ) -> TensorEntry:
-    """An array of whose first dimension `rows(start, stop)` gives rows, about 1 MB of f32 at a time.
+    """An array whose rows, along the first dimension, `rows(start, stop)` computes, about 1 MB of f32 at a time.
 
-    They are rounded once, as torch rounds, if they are floats of another type than `dtype`; a `dtype` of no numbers
-    takes them as they are. inputs: the tensors that they are computed from, whose checksums are verified on the way.
+    They are rounded once, as torch rounds, to a `dtype` that is another float type; one that is no float type takes
+    them as they are. inputs: the tensors they are computed from, whose checksums are verified on the way.
     """
     width, length = max(1, prod(shape[1:]) * dtype.itemsize), prod(shape) * dtype.itemsize
-    made = MadeBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
-    return _array(dtype, shape, inputs, location, made.read, made.view)
+    blocks = LazyBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
+    return _array(dtype, shape, inputs, location, blocks.read, blocks.view)
 
 
 def _array(
@@ -198,7 +197,7 @@ def _row_bytes(dtype: DType, rows: Numbers, width: int, start: int, stop: int) -
 
 
 def in_type(values: Array, dtype: DType) -> bytes:
-    """The bytes of numbers in a type, rounded as torch rounds where they are floats of another."""
+    """The bytes of numbers in a type, rounded as torch rounds where it is another float type."""
     import numpy
 
     flat = numpy.ascontiguousarray(values).reshape(-1)

@@ -15,8 +15,8 @@ from ckptool.facts import dataclass, field
 if TYPE_CHECKING:
     import hashlib
 
-BLOCK = 512 << 10  # bytes at a time: they stay in the processor's cache until they were worked on
-MAX_CHECKED = 64 << 20  # bytes of a storage whose checksum is looked at for any part of it
+BLOCK = 512 << 10  # bytes at a time: they stay in the processor's cache while they are worked on
+MAX_CHECKED = 64 << 20  # bytes of a storage whose checksum is verified when any part of it is read
 
 
 def fill(data: Data, offset: int, buffer: memoryview) -> None:
@@ -27,17 +27,17 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
         if passes:
             passes[-1].counted += len(buffer)
         return
-    done, view = 0, data.view if isinstance(data, Computed) else None
-    while left := len(buffer) - done:
-        part = data.read(offset + done, min(BLOCK, left)) if view is None else view(offset + done, left)
+    filled, view = 0, data.view if isinstance(data, Computed) else None
+    while missing := len(buffer) - filled:
+        part = data.read(offset + filled, min(BLOCK, missing)) if view is None else view(offset + filled, missing)
         if not part:
-            raise Corrupt(f"{data.length:,} bytes were expected, {offset + done:,} arrived")
-        buffer[done : done + len(part)] = part
-        done += len(part)
+            raise Corrupt(f"{data.length:,} bytes were expected, {offset + filled:,} arrived")
+        buffer[filled : filled + len(part)] = part
+        filled += len(part)
 
 
 def blocks(data: Data, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-    """The bytes of `data` from `start` to `stop`, in order, in one memory that is filled again."""
+    """The bytes of `data` from `start` to `stop`, in order, in one buffer that is filled again for each block."""
     end = data.length if stop is None else stop
     memory = memoryview(bytearray(max(0, min(BLOCK, end - start))))
     for place in range(start, end, BLOCK):
@@ -59,20 +59,20 @@ def sha256_of(data: Data) -> hashlib._Hash:
     return total
 
 
-def mismatch(name: str, stored: int, found: int) -> str:
-    """The message for bytes that do not have the checksum that was stored for them."""
-    return f"{name} does not match its checksum (stored {stored:08x}, found {found:08x})"
+def mismatch(name: str, stored: int, computed: int) -> str:
+    """The message for bytes that do not match their stored checksum."""
+    return f"{name} does not match its checksum (stored {stored:08x}, found {computed:08x})"
 
 
 def name_of(data: Data) -> str:
-    """Words for bytes that have no other name."""
+    """A description of bytes that have no other name."""
     if isinstance(data, FileRange):
         return f"{data.file}: the data at byte {data.offset:,} ({data.length:,} bytes)"
     return f"a record of {data.length:,} bytes"
 
 
 class Crc:
-    """The running CRC-32 of bytes; `expected` is what it must come to, `name` what the bytes are."""
+    """The running CRC-32 of bytes; `expected` is what it must come to, `name` says what the bytes are."""
 
     __slots__ = ("expected", "name", "value")
 
@@ -94,7 +94,7 @@ class Crc:
 def verify(entry: TensorEntry) -> None:
     """Raises `Corrupt` if the storage of a tensor, or one that it is computed from, does not match its checksum.
 
-    Each storage is read once for that; a large one of which the tensor is a small part is not.
+    Each storage is read once for that, but not a large one of which the tensor is a small part.
     """
     for storage in entry.storage.below():
         if storage.crc is None or storage.intact or storage.nbytes > max(MAX_CHECKED, 4 * entry.nbytes):
@@ -107,7 +107,7 @@ def verify(entry: TensorEntry) -> None:
 
 
 def check_files(entry: TensorEntry) -> None:
-    """Raises `FileChanged` if anyone wrote to a file of the tensor since it was opened: its bytes are others then."""
+    """Raises `FileChanged` if anyone wrote to a file of the tensor since it was opened: its bytes may be new ones."""
     for storage in entry.storage.below():
         if isinstance(storage.data, FileRange):
             storage.data.file.file.check_unchanged()
@@ -118,7 +118,7 @@ def check_files(entry: TensorEntry) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Checksummed:
-    """Data whose CRC-32 is wanted: the sink adds it up in `crc` while the bytes pass."""
+    """Data whose CRC-32 is wanted: the sink updates `crc` while the bytes pass."""
 
     data: Data
     crc: Crc
@@ -141,12 +141,12 @@ Segment = InlineBytes | FileRange | Computed | Checksummed | Deferred
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Plan:
-    """Files to write: names (`""` for a single file) to segments, in order, to be gone through more than once.
+    """Files to write: names (`""` for a single file) to segments, in order, which are iterated more than once.
 
-    checks: storages that are read in part, whose checksums are to be checked as a whole.
-    notes: what the user should know of how the container holds the tree.
-    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to be the last thing in
-    the file for the old state to be found, and `guard_every` the distance within which readers search for it.
+    checks: storages of which only a part is read, whose checksums are verified as a whole.
+    notes: what the user should know about how the container holds the tree.
+    keep > 0: append to a file after its first `keep` bytes instead. `guard` is then what has to come last in the file
+    for readers to find the old state, and `guard_every` the distance within which they search for it.
     """
 
     files: Mapping[str, Iterable[Segment]]

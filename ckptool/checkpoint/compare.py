@@ -1,4 +1,4 @@
-"""Whether two stretches of data hold the same bytes, in little memory."""
+"""Comparing two stretches of data byte by byte, in little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same_bytes(a: Data, b: Data) -> bool:
         return True
     if isinstance(a, InlineBytes) and isinstance(b, InlineBytes):
         return a.content == b.content
-    differences: list[int] = []  # where the two parts found one: the other then stops
+    differences: list[int] = []  # places at which either half differs: the other half then stops
     if a.length < _WORTH_A_THREAD or not (isinstance(a, FileRange) and isinstance(b, FileRange)):
         return _same_part(a, b, 0, a.length, differences)
     # Nearly all of the time goes into copying from the page cache, which two cores do faster than one.

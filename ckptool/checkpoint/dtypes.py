@@ -139,30 +139,30 @@ def by_name(name: str) -> DType:
     return _BY_NAME.get(name) or BY_TORCH.get(name) or _BY_NAME[_ALIASES[name.lower()]]
 
 
-def dtype_of(given: object) -> DType:
-    """The type that is meant: a name, or a dtype of ours, of torch or of numpy (ml_dtypes' too), or numpy's class.
+def dtype_of(dtype: object) -> DType:
+    """The type that is meant: by a name, a dtype of ours, of torch or numpy (ml_dtypes' too), or a numpy class.
 
-    Neither is imported for it. Raises `UsageError` for anything else, Python's `float` included: that is 32 bits to
+    Imports neither library. Raises `UsageError` for anything else, Python's `float` included: that is 32 bits to
     torch and 64 to numpy.
     """
-    if isinstance(given, DType):
-        return given
-    name, numpy = given if isinstance(given, str) else "", sys.modules.get("numpy")
-    if (type(given).__module__, type(given).__name__) == ("torch", "dtype"):
-        name = str(given)
-    elif numpy and (isinstance(given, numpy.dtype) or (isinstance(given, type) and issubclass(given, numpy.generic))):
-        name = numpy.dtype(given).name
+    if isinstance(dtype, DType):
+        return dtype
+    name, numpy = dtype if isinstance(dtype, str) else "", sys.modules.get("numpy")
+    if (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype"):
+        name = str(dtype)
+    elif numpy and (isinstance(dtype, numpy.dtype) or (isinstance(dtype, type) and issubclass(dtype, numpy.generic))):
+        name = numpy.dtype(dtype).name
     try:
         return by_name(name)
     except KeyError:
         why, write = "", "For example: 'bf16', torch.bfloat16, numpy.float32"
-        if given is float or given is int:
-            why, name = "Its size differs between torch and numpy.", given.__name__
+        if dtype is float or dtype is int:
+            why, name = "Its size differs between torch and numpy.", dtype.__name__
             write = f"Write torch.{name}32 or torch.{name}64."
-        raise UsageError(f"{given!r} is not a dtype", why, write) from None
+        raise UsageError(f"{dtype!r} is not a dtype", why, write) from None
 
 
-# Numbers: chunks of a few hundred kilobytes; who calls decides how much is in memory ----------------------------------
+# Numbers: chunks of a few hundred kilobytes; the caller decides how much is in memory ---------------------------------
 
 CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
 _BLOCK = 1024
@@ -175,15 +175,15 @@ def scratch(name: str, dtype: str, length: int = CHUNK) -> Array:
 
     A fresh array of this size costs more in page faults than most arithmetic on it. One set for each thread.
     """
-    kept = vars(_local)
-    memory: Array | None = kept.get(name)
-    if memory is None or len(memory) < length:
-        memory = kept[name] = aligned(max(CHUNK * 16, length))
-    return memory.view(dtype)[:length]
+    buffers = vars(_local)
+    buffer: Array | None = buffers.get(name)
+    if buffer is None or len(buffer) < length:
+        buffer = buffers[name] = aligned(max(CHUNK * 16, length))
+    return buffer.view(dtype)[:length]
 
 
 def aligned(length: int) -> Array:
-    """Memory that begins with a cache line: into numpy's own, which does not, the kernel copies a third slower."""
+    """Memory that begins at a cache line: the kernel copies a third slower into numpy's own, which does not."""
     import numpy
 
     memory = numpy.empty(length + 64, numpy.uint8)
@@ -197,7 +197,7 @@ def has_numbers(dtype: DType) -> bool:
 
 
 def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
-    """The elements that the bytes `raw` (uint8) spell, in a type that holds each of them exactly.
+    """The elements that the bytes `raw` (uint8) encode, in a type that holds each of them exactly.
 
     f16, bf16 and float8 become f32 (in the scratch array called `work`, where given); complex32 becomes complex64;
     bool stays bool; quantized types are their integers; the rest is a view of `raw`.
@@ -250,7 +250,7 @@ def rounded(values: Array, target: DType) -> Array:
 def _upper_half(patterns: Array) -> Array:
     """The upper 16 bits of f32 patterns, the lowest of them set if any bit below was.
 
-    Seven bits of mantissa and one that says "and a little more" are enough to round to a float8 as if all were there.
+    Seven bits of mantissa and one that says "and a little more" round to a float8 exactly as all of them would.
     """
     import numpy
 
@@ -262,7 +262,7 @@ def _upper_half(patterns: Array) -> Array:
 
 @cache
 def _f8_table(target: DType) -> Array:
-    """The float8 pattern for every upper half of a f32 pattern."""
+    """The float8 pattern for every upper half of an f32 pattern."""
     import numpy
 
     upper = numpy.arange(1 << 16, dtype=numpy.uint32) << 16
@@ -289,9 +289,9 @@ def _power_of_two(patterns: Array) -> Array:
 
 
 def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:
-    """Applies lazy conjugation and negation to the elements that the bytes `raw` spell, in place; returns `raw`.
+    """Applies lazy conjugation and negation to the elements that the bytes `raw` encode, in place; returns `raw`.
 
-    torch knows no conjugate of real numbers and no negative bool; a file that claims them is taken as without.
+    torch has no conjugate of real numbers and no negative bool: such a flag in a file is ignored.
     """
     import numpy
 
@@ -331,7 +331,7 @@ def _ones(dtype: numpy.dtype[Any]) -> Array:
 
 
 def through(values: Array, dtype: DType) -> Array:
-    """f32 numbers, in place, rounded to a type of fewer bits; to one of as many or more they stay as they are."""
+    """f32 numbers rounded in place to a type of fewer bits; for one of as many bits or more they stay as they are."""
     import numpy
 
     if dtype.itemsize < values.dtype.itemsize and dtype.name != "f32":

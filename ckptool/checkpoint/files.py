@@ -2,9 +2,9 @@
 
 A mapped file that another process cuts short kills the reader with SIGBUS; a read that comes back short is an error
 with words. The descriptor stays open for as long as anything refers to it, so a checkpoint stays readable after its
-file was replaced or unlinked. A checkpoint of several files is a `Folder`, which looks at each of them once. Of the
-files of folders only so many are open at a time: a system allows a process some hundreds, and an engine may write
-thousands. The others are opened again when they are read, and have to be the same.
+file was replaced or unlinked. A checkpoint of several files is a `Folder`, which opens each of them once. Only so many
+files of folders are open at a time: a system allows a process some hundreds, and an engine may write thousands. The
+others are opened again when they are read, and must still be the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckptool.errors import (
     printable,
 )
 
-MAX_FILES = 100_000  # that one looks at in a folder
+MAX_FILES = 100_000  # in a folder that is opened
 
 # File modes that are not a regular file's, as people call them.
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -44,7 +44,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def open_descriptor(path: str) -> tuple[int, str, os.stat_result]:
-    """A descriptor of what is at a path, and what it is where that is no regular file. It never waits for anyone."""
+    """A descriptor of what is at a path, what it is if no regular file (`a pipe`), its status. Opening never blocks."""
     try:
         try:
             fd = os.open(path, _FLAGS)
@@ -71,15 +71,15 @@ class Descriptor(int):
             pass
 
 
-# Those of the files of folders, by the `id` of their sources. All are dropped where they are too many; one that is in
-# use stays open until its reader is done.
+# Descriptors of the files of folders, by the `id` of their sources. All are dropped when there are too many; one that
+# is in use stays open until its reader is done.
 shared: dict[int, Descriptor] = {}
 
 
 @cache
 def most_shared() -> int:
-    """The number of files of folders that may be open at once, a quarter of the system's limit: outputs, the libraries
-    beside ckptool and the program around it need others."""
+    """How many files of folders may be open at once: a quarter of the system's limit, since outputs, other libraries
+    and the program around ckptool need descriptors too."""
     import resource
 
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,7 +92,7 @@ def most_shared() -> int:
 class Source:
     """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened.
 
-    begin: the byte at which they begin, where an open file stood there; whoever reads its `descriptor` adds that.
+    begin: the byte where its contents begin, of an open file that stood there; code that reads `descriptor` adds it.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "path", "size")
@@ -100,7 +100,7 @@ class Source:
     far = False  # every read is a request to another machine, and there is no descriptor
 
     def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None, begin: int = 0) -> Source:
-        """One that is read by ranges for a URL."""
+        """A `RemoteSource`, read by ranges, for a URL."""
         if fd is None and is_url(path):
             from ckptool.checkpoint.remote import RemoteSource
 
@@ -110,7 +110,7 @@ class Source:
     def __init__(self, path: str | os.PathLike[str], fd: int | None = None, begin: int = 0) -> None:
         """Opens `path`; raises `FileProblem`, `NotACheckpoint` (a folder) or `UsageError` (a device).
 
-        fd: a descriptor of a regular file that is open already, and closed with it; `path` only names it then.
+        fd: a descriptor of a regular file that is open already, which this object closes; `path` only names it then.
         """
         self._descriptor: Descriptor | None = None
         self.path, self.begin = os.fspath(path), begin
@@ -157,7 +157,7 @@ class Source:
         shared[id(self)] = descriptor
 
     def share_descriptors(self) -> None:
-        """Lets it be closed while nobody reads it, so that many may be in use at once. Its name has to stay."""
+        """Lets it be closed while nobody reads it, so that many can be in use at once. Its path must stay valid."""
         descriptor = self._descriptor
         if descriptor is not None:
             self._path = os.path.abspath(self.path)  # the working directory may change
@@ -165,7 +165,7 @@ class Source:
             self._descriptor = None
 
     def close(self) -> None:
-        """Closes it where it can be opened again: its name still leads to it."""
+        """Closes it if it can be opened again: its path still leads to it."""
         if self._descriptor is not None and self.is_at(self.path):
             self.share_descriptors()
         if self._descriptor is None:
@@ -177,7 +177,7 @@ class Source:
 
     @property
     def modified(self) -> float:
-        """When it was changed, in seconds since 1970; 0 where nobody says."""
+        """When it was last changed, in seconds since 1970; 0 if unknown."""
         return os.fstat(self.descriptor()).st_mtime
 
     def part(self, offset: int, length: int) -> Part:
@@ -210,15 +210,15 @@ class Source:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the bytes from `offset`."""
-        done = 0
-        while done < len(buffer):
+        filled = 0
+        while filled < len(buffer):
             try:
-                got = os.preadv(self.descriptor(), [buffer[done:]], self.begin + offset + done)
+                count = os.preadv(self.descriptor(), [buffer[filled:]], self.begin + offset + filled)
             except OSError as error:
                 raise file_problem(error, self.path, "read") from error
-            if not got:
+            if not count:
                 raise self.changed()
-            done += got
+            filled += count
 
     def changed(self) -> FileChanged:
         """The error for a file that somebody else changed in the meantime."""
@@ -230,7 +230,7 @@ class Source:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:
-        """True if both are open on one file, by whatever names, from one byte on."""
+        """True if both are open on the same file, by whatever names, from the same byte on."""
         return self._identity[:2] == other._identity[:2] and self.begin == other.begin
 
     def is_at(self, path: str | os.PathLike[str]) -> bool:
@@ -274,25 +274,25 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
     return fd
 
 
-def read_small(path: str | os.PathLike[str], what: str, most: int) -> bytes:
+def read_small(path: str | os.PathLike[str], what: str, limit: int) -> bytes:
     """All bytes of such a file. Raises `LimitExceeded` for more than `most` bytes, and what `open_regular` raises."""
     try:
         if is_url(path):
-            data = (source := Source(path)).read(0, min(source.size, most + 1))
+            data = (source := Source(path)).read(0, min(source.size, limit + 1))
         else:
             with open(open_regular(path, what), "rb") as file:
-                data = file.read(most + 1)
+                data = file.read(limit + 1)
     except OSError as error:
         raise file_problem(error, path, "read") from error
-    if len(data) > most:
-        what = f"{os.fspath(path)} is larger than {what} can be: it has more than {most:,} bytes"
+    if len(data) > limit:
+        what = f"{os.fspath(path)} is larger than {what} can be: it has more than {limit:,} bytes"
         raise LimitExceeded(what, "It is probably not the file that you meant.")
     return data
 
 
-def read_json(path: str | os.PathLike[str], what: str, most: int) -> Any:
+def read_json(path: str | os.PathLike[str], what: str, limit: int) -> Any:
     """The value in a JSON file, NaN allowed. Raises `Corrupt` for a damaged one, and what `read_small` raises."""
-    data = read_small(path, what, most)
+    data = read_small(path, what, limit)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -300,18 +300,18 @@ def read_json(path: str | os.PathLike[str], what: str, most: int) -> Any:
         raise Corrupt(what, "It is truncated, or was never written completely.") from None
 
 
-def json_or_none(path: str | os.PathLike[str], most: int) -> Any:
+def json_or_none(path: str | os.PathLike[str], limit: int) -> Any:
     """The same for a file that may be anything: None where it cannot be read as JSON."""
     try:
-        return read_json(path, "a table", most)
+        return read_json(path, "a table", limit)
     except CkptoolError:
         return None
 
 
-def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
+def read_small_text(path: str | os.PathLike[str], what: str, limit: int) -> str:
     """The same as text. Raises `UsageError` for what is not UTF-8."""
     try:
-        return read_small(path, what, most).decode()
+        return read_small(path, what, limit).decode()
     except UnicodeDecodeError as error:
         why = f"It should be {what}; byte {error.start:,} is not UTF-8."
         fix = f"See what it is: {command('doctor', os.fspath(path))}"
@@ -319,9 +319,9 @@ def read_small_text(path: str | os.PathLike[str], what: str, most: int) -> str:
 
 
 class Part:
-    """Bytes in the middle of a file that are a file by themselves (a zip); offsets count from their first.
+    """Bytes in the middle of a file that are a file of their own (a zip); offsets count from the first of them.
 
-    What is kept of it for later refers to the `file` itself, with `start` added.
+    Ranges that are kept for later refer to the `file` itself, with `start` added.
     """
 
     __slots__ = ("file", "size", "start")
@@ -354,7 +354,7 @@ class Folder:
     far = False  # as that of its files
 
     def __new__(cls, path: str | os.PathLike[str] = "", shown: str | os.PathLike[str] = "") -> Folder:
-        """One whose files are read by ranges for a URL."""
+        """A `RemoteFolder`, whose files are read by ranges, for a URL."""
         if is_url(path):
             from ckptool.checkpoint.remote import RemoteFolder
 
@@ -384,7 +384,7 @@ class Folder:
         return f"Folder({self.path!r})"
 
     def __reduce__(self) -> tuple[type[Folder], tuple[str, str]]:
-        """Sends the way to it to another process, and not what was opened."""
+        """Another process gets its path, not the files that were opened."""
         return Folder, (self.path, self.shown)
 
     def __contains__(self, name: str) -> bool:
@@ -395,19 +395,19 @@ class Folder:
 
         A link in the folder is followed: hubs keep their files as links into a cache.
         """
-        found = self._files.get(name)
-        if found is None:
+        source = self._files.get(name)
+        if source is None:
             self._check(name)
-            found = self._files[name] = Source(os.path.join(self.path, name))
-            found.share_descriptors()
-        return found
+            source = self._files[name] = Source(os.path.join(self.path, name))
+            source.share_descriptors()
+        return source
 
     def each(self, names: Sequence[str]) -> Iterator[Source]:
         """The files of these names, in order, opened one after the other."""
         return map(self.open, names)
 
     def adopt(self, name: str, source: Input) -> None:
-        """Counts a file or folder below it, which was opened by itself, among its own."""
+        """Adds a file or folder below it, which was opened separately, to its own files."""
         if isinstance(source, Folder):
             self._files |= {f"{name}/{inner}": file for inner, file in source.files.items()}
         else:
@@ -462,7 +462,7 @@ opened: ContextVar[dict[str, Any] | None] = ContextVar("opened", default=None)  
 
 @contextmanager
 def while_open() -> Iterator[None]:
-    """What is elsewhere is asked for once inside of this, however often it is opened."""
+    """Inside this, a remote file is asked for once, however often it is opened."""
     before = opened.set({} if opened.get() is None else opened.get())
     try:
         yield
@@ -480,7 +480,7 @@ def folder_at(path: str | os.PathLike[str]) -> bool:
 
 
 def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
-    """The names in a folder, sorted, and whether each is of a folder or a file. Links are not followed to folders.
+    """The names in a folder, sorted, each with whether it is a folder, and a file; a link to a folder is neither.
 
     Raises `FileProblem`.
     """
@@ -490,13 +490,13 @@ def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
     try:
         with os.scandir(folder) as entries:
             # A link that leads to itself is no file: `isfile` says so, where the entry's own `is_file` raises.
-            return sorted((each.name, each.is_dir(follow_symlinks=False), os.path.isfile(each)) for each in entries)
+            return sorted((entry.name, entry.is_dir(follow_symlinks=False), os.path.isfile(entry)) for entry in entries)
     except OSError as error:
         raise file_problem(error, folder, "read") from error
 
 
 def size_at(path: str) -> tuple[int, float]:
-    """Bytes, of a folder those of its files, and when it was changed, in seconds since 1970; 0 where nobody says."""
+    """The size in bytes (of a folder: its files) and when it was changed, in seconds since 1970; 0 if unknown."""
     with suppress(OSError, CkptoolError):
         if is_url(path):
             source = open_input(path)
@@ -517,7 +517,7 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 
 @contextmanager
 def unchanged(*inputs: Input | None) -> Iterator[None]:
-    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, whatever else that has led to."""
+    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, in place of any error that this led to."""
 
     failed = None
     try:

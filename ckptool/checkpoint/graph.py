@@ -1,6 +1,6 @@
 """Walking a graph of values, and mapping it to another; sharing, cycles and order are kept, and nothing recurses.
 
-Trees may hold one list twice, and themselves; so do the trees that are made of them.
+Trees may hold one list twice, or contain themselves; so may the trees that they are mapped to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def structural_parts(node: Any) -> Sequence[Any]:
 def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -> Iterator[Any]:
     """Every object that can be reached from `root`, once, in order and parents first; scalars are left out.
 
-    parts: what to go to from an object; it is asked after the object was given.
+    parts: the objects to go on to from an object; called after that object was yielded.
     """
     seen: set[int] = set()
     stack = [root]
@@ -46,9 +46,9 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
             continue
         seen.add(id(node))
         yield node
-        below = tuple(parts(node))
-        if not SCALARS.issuperset(map(type, below)):
-            stack.extend(reversed(below))
+        children = tuple(parts(node))
+        if not SCALARS.issuperset(map(type, children)):
+            stack.extend(reversed(children))
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -58,8 +58,8 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other or one != one or type(one) is Set)
 
 
-def alike(one: Any, other: Any, most: int | None = None, equal: Callable[[Any, Any], bool] = _equal) -> bool:
-    """True for two graphs of equal values with the same views of the same storages; False for more than `most`.
+def alike(one: Any, other: Any, limit: int | None = None, equal: Callable[[Any, Any], bool] = _equal) -> bool:
+    """True for two graphs of equal values with the same views of the same storages; False beyond `limit` pairs.
 
     equal: compares two values of one type that have no parts.
     """
@@ -70,7 +70,7 @@ def alike(one: Any, other: Any, most: int | None = None, equal: Callable[[Any, A
         if one is other or (id(one), id(other)) in seen:
             continue
         seen.add((id(one), id(other)))
-        if most is not None and len(seen) > most:
+        if limit is not None and len(seen) > limit:
             return False
         ours, theirs = tuple(structural_parts(one)), tuple(structural_parts(other))
         if type(one) is not type(other) or len(ours) != len(theirs) or not (ours or equal(one, other)):
@@ -83,27 +83,27 @@ def alike(one: Any, other: Any, most: int | None = None, equal: Callable[[Any, A
 
 MAX_DEPTH = 1_000
 
-# What the addresses of everything in a tree may come to, in characters, were they all written out: so much, and so much
-# more for each node.
+# The characters that all addresses in a tree may have together, if they were written out: so many, and so many more for
+# each node.
 FREE_TEXT = 16 << 20
 TEXT_PER_NODE = 256
 # How many values objects may hold, each counted for every object that holds it: so many, and so many for each node.
 FREE_HELD = 100_000
 HELD_PER_NODE = 8
-# How many containers a file may hold: so many, and one more for every so many bytes. Torch's own protocol takes at
-# least that for each, and twice that for an object.
+# How many containers a file may hold: so many, and one more for every so many bytes. torch's own protocol takes at
+# least that many for each, and twice as many for an object.
 FREE_CONTAINERS = 50_000
 BYTES_PER_CONTAINER = 6
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
 
 
 def check_depth(root: Any, nbytes: int | None = None) -> None:
-    """Raises `LimitExceeded` for trees that are too deep, of too many parts, or with addresses too long in all.
+    """Raises `LimitExceeded` for trees that are too deep, have too many parts, or addresses too long in total.
 
-    nbytes: of the file, which bounds the number of containers. Goes where `tree.walk` does when it comes somewhere for
-    the first time. Not written with `visit`, as each step carries its depth, and every file goes through it.
+    nbytes: of the file, which bounds the number of containers. Visits each node where `tree.walk` first meets it. Not
+    written with `visit`, as each step carries its depth, and every file goes through it.
     """
-    most = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
+    limit = FREE_CONTAINERS + nbytes // BYTES_PER_CONTAINER if nbytes is not None else 1 << 62
     seen: set[int] = set()
     nodes = text = objects = held = 0
     stack: list[tuple[Any, int, int]] = [(root, 0, 0)]  # a node, how deep it is, and the length of its address
@@ -119,8 +119,8 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
             held += sum([len(part) for part in owned if isinstance(part, (dict, list, tuple))])
         elif type(node) is OrderedDict and node.attributes:
             held += len(node.attributes)
-        if len(seen) + objects > most:
-            raise LimitExceeded(f"more than {counted(most, 'container')} in {nbytes:,} bytes")
+        if len(seen) + objects > limit:
+            raise LimitExceeded(f"more than {counted(limit, 'container')} in {nbytes:,} bytes")
         if depth > MAX_DEPTH:
             raise LimitExceeded(f"values nested more than {MAX_DEPTH:,} deep")
         # The containers in it, how many parts it has, and how long their names are.
@@ -128,22 +128,22 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
         if isinstance(node, dict):
             size = len(node)
             names = sum([len(key) for key in node if type(key) is str])
-            below = [
+            children = [
                 (value, deeper, longer + len(key) if type(key) is str else longer)
                 for key, value in node.items()
                 if type(value) in _CONTAINERS
             ]
             if isinstance(node, OrderedDict) and node.attributes is not None:
-                below.append((node.attributes, deeper, longer))
+                children.append((node.attributes, deeper, longer))
             # No address leads there.
-            below += [(key, deeper, longer) for key in node if type(key) is not str and type(key) in _CONTAINERS]
+            children += [(key, deeper, longer) for key in node if type(key) is not str and type(key) in _CONTAINERS]
         else:
             parts = structural_parts(node)
             size = len(parts)
-            below = [(part, deeper, longer) for part in parts if type(part) in _CONTAINERS]
+            children = [(part, deeper, longer) for part in parts if type(part) in _CONTAINERS]
         nodes += size
         text += length * size + names
-        stack += reversed(below)
+        stack += reversed(children)
     if held > FREE_HELD + HELD_PER_NODE * nodes:
         raise LimitExceeded(f"{counted(objects, 'object')} that share {counted(held, 'value')}")
     if text > FREE_TEXT + TEXT_PER_NODE * nodes:
@@ -196,7 +196,7 @@ class GraphMapper:
         self.handlers, self.default = handlers, handlers[object]
         self.replaced = replaced or {}
         self.results: dict[int, Any] = {}
-        self.alive: list[Any] = []  # whatever has an id in `results` keeps it
+        self.alive: list[Any] = []  # the values whose ids are in `results`, so that no id is given again
         self.unfilled: list[Callable[[Of], None]] = []
 
     def map(self, root: Any) -> Any:
@@ -208,7 +208,7 @@ class GraphMapper:
         return result
 
     def later(self, fill: Callable[[Of], None]) -> None:
-        """Has `fill` called when all results that need their parts first exist."""
+        """Calls `fill` once all results that need their parts first exist."""
         self.unfilled.append(fill)
 
     def of(self, value: Any) -> Any:
@@ -219,44 +219,44 @@ class GraphMapper:
         key = id(value)
         if key in self.results:
             return self.results[key]
-        made = self.handled(value)
-        return self._from_parts(value, made) if type(made) is FromParts else self._keep(value, made)
+        result = self.handled(value)
+        return self._from_parts(value, result) if type(result) is FromParts else self._keep(value, result)
 
     def handled(self, value: Any) -> Any:
-        """The result of the handler of its type for a value."""
+        """What the handler of a value's type gives for it."""
         if self.replaced:
             value = self.replaced.get(id(value), value)
         return self.handlers.get(type(value), self.default)(value)
 
-    def _keep(self, value: Any, made: Any) -> Any:
-        if type(made) is FillLater:
-            self.unfilled.append(made.fill)
-            made = made.result
-        self.results[id(value)] = made
+    def _keep(self, value: Any, result: Any) -> Any:
+        if type(result) is FillLater:
+            self.unfilled.append(result.fill)
+            result = result.result
+        self.results[id(value)] = result
         self.alive.append(value)
-        return made
+        return result
 
-    def _from_parts(self, value: Any, made: FromParts) -> Any:
-        stack = [(value, made, iter(made.parts))]
+    def _from_parts(self, value: Any, from_parts: FromParts) -> Any:
+        stack = [(value, from_parts, iter(from_parts.parts))]
         inside = {id(value)}
         while stack:
-            value, made, parts = stack[-1]
+            value, from_parts, parts = stack[-1]
             for part in parts:
                 if type(part) in SCALARS or id(part) in self.results:
                     continue
                 if id(part) in inside:
                     what = "a value that contains itself in an impossible way"
                     raise Corrupt(what, "No program writes this; the file is probably malicious.")
-                below = self.handled(part)
-                if type(below) is FromParts:
-                    stack.append((part, below, iter(below.parts)))
+                result = self.handled(part)
+                if type(result) is FromParts:
+                    stack.append((part, result, iter(result.parts)))
                     inside.add(id(part))
                     break
-                self._keep(part, below)
+                self._keep(part, result)
             else:
                 stack.pop()
                 inside.discard(id(value))
-                self._keep(value, made.make(list(map(self.of, made.parts))))
+                self._keep(value, from_parts.make(list(map(self.of, from_parts.parts))))
         return self.results[id(value)]
 
 
@@ -269,13 +269,13 @@ def same(value: Any) -> Any:
 
 
 Put = Callable[[dict[Any, Any], Any, Any, Any], None]
-"""Puts a result into a dictionary: it, the key, and the results for the key and the value."""
+"""Puts a result into a dictionary: called with it, the old key, and the results for key and value."""
 
 
 def copy_dict(
     node: dict[Any, Any], plain: type = dict, ordered: type[OrderedDict] = OrderedDict, put: Put | None = None
 ) -> FillLater:
-    """A dictionary of the results for its keys, values and attributes, of one of two types."""
+    """A dictionary of the results for its keys, values and attributes; of type `ordered` if it is an `OrderedDict`."""
     copy: dict[Any, Any] = ordered() if isinstance(node, OrderedDict) else plain()
 
     def fill(of: Of) -> None:

@@ -25,12 +25,12 @@ class Global:
     name: str
 
     def __new__(cls, module: str, name: str) -> Global:
-        found = _GLOBALS.get((module, name))
-        if found is None:
-            found = super().__new__(cls)
-            found.module, found.name = module, name
-            _GLOBALS[module, name] = found
-        return found
+        instance = _GLOBALS.get((module, name))
+        if instance is None:
+            instance = super().__new__(cls)
+            instance.module, instance.name = module, name
+            _GLOBALS[module, name] = instance
+        return instance
 
     def __reduce__(self) -> tuple[type[Global], tuple[str, str]]:
         return Global, (self.module, self.name)
@@ -58,8 +58,8 @@ class OrderedDict(dict[Any, Any]):
     @property
     def metadata(self) -> dict[str, Any] | None:
         """The state dict's `_metadata`: module path -> {"version": int}; None where there is none."""
-        found = (self.attributes or {}).get("_metadata")
-        return found if isinstance(found, dict) else None
+        metadata = (self.attributes or {}).get("_metadata")
+        return metadata if isinstance(metadata, dict) else None
 
 
 def same_kind(node: Any, items: dict[Any, Any]) -> dict[Any, Any]:
@@ -81,10 +81,10 @@ class Set:
         self.frozen = frozen
 
     def __repr__(self) -> str:
-        """Its scalars; of containers only the kind, as sets of sets could be written out for ever."""
+        """Its scalars, and only the type of containers: sets of sets could be written out for ever."""
         shown = [repr(item) if type(item) in _SCALARS else f"<{type(item).__name__}>" for item in self.items[:SHOWN]]
-        more = ["…"] if len(self.items) > SHOWN else []
-        return f"{'frozenset' if self.frozen else 'set'}([{', '.join(shown + more)}])"
+        ellipsis = ["…"] if len(self.items) > SHOWN else []
+        return f"{'frozenset' if self.frozen else 'set'}([{', '.join(shown + ellipsis)}])"
 
 
 class ByteString(bytes):
@@ -100,7 +100,7 @@ class Object:
     id).
     items: set with `object[key] = value`, in order.  elements: appended, or added where `adds`.
     state: given to `__setstate__` or the object's dictionary; `MISSING` where there was none.
-    live: the object in memory that it was read from, which it may no longer be like; None for one of a file.
+    live: the object in memory that it was read from, which may have changed since; None for one read from a file.
     """
 
     __slots__ = ("adds", "args", "elements", "fn", "how", "items", "kwargs", "live", "state")
@@ -150,7 +150,7 @@ def fields(node: Any) -> dict[Any, Any]:
 
 
 def inside(node: Any, names: str) -> Any:
-    """What names with dots lead to, through dictionaries and the attributes of objects; None where they do not."""
+    """What a dotted name leads to, through dictionaries and the attributes of objects; None if it leads nowhere."""
     for name in names.split("."):
         node = fields(node).get(name)
     return node
@@ -161,12 +161,12 @@ def items(node: Any) -> list[Any] | tuple[Any, ...]:
     return node if isinstance(node, (list, tuple)) else ()
 
 
-def brief(value: Any, most: int = 40) -> str:
-    """The beginning of a value of a file. Of containers in one another the kind: written out, they may be endless."""
-    begin = value[:most] if isinstance(value, (list, tuple, str, bytes)) else value
+def brief(value: Any, limit: int = 40) -> str:
+    """The beginning of a value from a file; of nested containers only the type: written out, they may be endless."""
+    begin = value[:limit] if isinstance(value, (list, tuple, str, bytes)) else value
     within = begin if isinstance(begin, (list, tuple)) else (begin,)
     nested = any(isinstance(part, (list, tuple, dict)) for part in within)
-    return f"a {type(value).__name__}" if nested else repr(begin)[:most]
+    return f"a {type(value).__name__}" if nested else repr(begin)[:limit]
 
 
 def is_hashable(value: Any) -> bool:
@@ -180,7 +180,7 @@ MAX_COLLISIONS = 100
 def check_collisions(keys: Iterable[Any]) -> None:
     """Raises `LimitExceeded` for keys that were chosen so that looking one up means comparing it with all others.
 
-    Texts are not looked at: nobody can choose what they are hashed to.
+    Strings do not count: nobody can choose what they are hashed to.
     """
     others = [key for key in keys if type(key) is not str]
     if len(others) > MAX_COLLISIONS and len(set(map(hash, others))) < len(others) - MAX_COLLISIONS:

@@ -153,17 +153,17 @@ def shown_progress(label: str) -> Iterator[None]:
 def progress_line(label: str, width: int) -> str:
     """`verify model.pt  45% ████      1.93 GB of 4.29 GB, 0:00:02 left`, as far as there is room in so many columns."""
     share, outer = 0.0, progress.passes[0]
-    for each in reversed(list(progress.passes)):
-        share = each.share(share)
+    for step in reversed(list(progress.passes)):
+        share = step.share(share)
     done, files = outer.files
     nbytes = f"{size(int(share * outer.total))} of {size(outer.total)}"
-    many = f"{done:,} of {counted(files, 'file')}" if files else nbytes
+    amount = f"{done:,} of {counted(files, 'file')}" if files else nbytes
     seconds = monotonic() - outer.began
-    left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
-    room = width - len(many + left) - 8
-    long = max(0, min(24, room - len(label)))
-    label = label if len(label) <= room - long else label[: max(0, room - long - 1)] + "…"
-    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, long):{long}} {many}{left}"[: width - 1]
+    remaining = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
+    room = width - len(amount + remaining) - 8
+    length = max(0, min(24, room - len(label)))
+    label = label if len(label) <= room - length else label[: max(0, room - length - 1)] + "…"
+    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, length):{length}} {amount}{remaining}"[: width - 1]
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     with _live_line() as show:
         width, last = style_of(sys.stderr).width, ""
 
-        def told(fact: dict[str, Any], rate: float) -> None:
+        def show_fact(fact: dict[str, Any], rate: float) -> None:
             nonlocal last
             if show is None or width is None:
                 tell(f"{line_of(fact, rate)}\n")
@@ -192,7 +192,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
             show(last)
 
         try:
-            yield told
+            yield show_fact
         finally:
             if last:
                 tell(f"{last}\n")
@@ -209,13 +209,13 @@ def in_words(error: Exception) -> CkptoolError:
     """The error for people, whatever was raised."""
     if isinstance(error, CkptoolError):
         return error
-    number = error.errno if isinstance(error, OSError) else None
-    if number in _LOST and getattr(error, "filename", None) is None:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in _LOST and getattr(error, "filename", None) is None:
         return lost_answer(cast(OSError, error))  # of the help, which the parser prints
     # The system refuses a module, a thread or a file for want of room, and Python says so in four ways.
     words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
     is_refused = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
-    if is_refused or number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+    if is_refused or code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
         what = f"a system limit was reached: {error!s}"
         why = "This process cannot open more files, start threads or use more memory. Outputs are unchanged."
         return FileProblem(what, why, "Look at the limits: ulimit -a")

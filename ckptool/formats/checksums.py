@@ -18,8 +18,8 @@ from ckptool.checkpoint.blocks import Checksummed, Crc, Deferred, Segment, block
 from ckptool.checkpoint.progress import reading
 from ckptool.errors import CkptoolError, Corrupt, FileChanged
 
-PIECE = 32 << 20  # at most so much of one stretch at a time
-BATCH = 8 << 20  # short ones are handed out together, up to so many bytes
+PIECE = 32 << 20  # bytes read of one stretch at a time, at most
+BATCH = 8 << 20  # bytes of short ones that are handed out together, at most
 BATCHED = 512
 ALONE = 1 << 20  # not worth a thread
 
@@ -35,40 +35,40 @@ def checksums(stretches: Sequence[Data]) -> list[Sum]:
         step = max(data.length, 1) if isinstance(data, Computed) else PIECE
         pieces += ((index, at, min(step, data.length - at)) for at in range(0, max(data.length, 1), step))
     ends = accumulate(max(length, BATCH // BATCHED) for _, _, length in pieces)
-    placed = groupby(zip(pieces, ends, strict=True), lambda pair: pair[1] // BATCH)
+    groups = groupby(zip(pieces, ends, strict=True), lambda pair: pair[1] // BATCH)
 
     def sums_of(batch: list[Piece]) -> list[tuple[int, int, Sum]]:
-        found: list[tuple[int, int, Sum]] = []
+        results: list[tuple[int, int, Sum]] = []
         for index, at, length in batch:
             value = 0
             try:
                 for block in blocks(stretches[index], at, at + length):
                     value = zlib.crc32(block, value)
-                found.append((index, length, value))
+                results.append((index, length, value))
             except FileChanged:
                 raise
             except CkptoolError as error:
-                found.append((index, length, error))
+                results.append((index, length, error))
             except ValueError:  # fewer bytes came than were expected
                 what = f"it ends before its {stretches[index].length:,} bytes"
-                found.append((index, length, Corrupt(what, "What it is made from is damaged.")))
-        return found
+                results.append((index, length, Corrupt(what, "What it is made from is damaged.")))
+        return results
 
     sums: list[Sum] = [0] * len(stretches)
-    total = sum(data.length for data in stretches)
+    nbytes = sum(data.length for data in stretches)
     # Most of the time goes into copying from the page cache.
-    with reading(total), ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc") as pool:
-        batches = ([piece for piece, _ in group] for _, group in placed)
-        for batch in (map if total < ALONE else pool.map)(sums_of, batches):
-            for index, length, after in batch:
-                before = sums[index]
-                if not isinstance(before, CkptoolError):
-                    sums[index] = after if isinstance(after, CkptoolError) else crc_combine(before, after, length)
+    with reading(nbytes), ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc") as pool:
+        batches = ([piece for piece, _ in numbered] for _, numbered in groups)
+        for batch in (map if nbytes < ALONE else pool.map)(sums_of, batches):
+            for index, length, part in batch:
+                total = sums[index]
+                if not isinstance(total, CkptoolError):
+                    sums[index] = part if isinstance(part, CkptoolError) else crc_combine(total, part, length)
     return sums
 
 
 def checksummed(data: Data, total: Crc) -> Iterator[Segment]:
-    """The segments of data whose sum is added to `total`: of storages one after the other, each by itself."""
+    """The segments of data whose sum is added to `total`; concatenated storages are summed each by itself."""
     if not isinstance(data, Computed) or not data.concatenated or total.expected is not None:
         yield Checksummed(data, total)
         return
@@ -90,7 +90,7 @@ _ONE = 1 << 31
 def crc_combine(first: int, second: int, length: int) -> int:
     """The CRC-32 of two byte strings, one after the other; `length` is the second's.
 
-    What is added is taken away by adding it again: of the sum of both and that of the first, it makes the second's.
+    Adding is its own inverse: from the sum of both and that of the first, this gives the second's.
     """
     return _times(_power(8 * length), first) ^ second if first else second
 

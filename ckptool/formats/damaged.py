@@ -1,13 +1,13 @@
 """The checkpoint in a damaged file: the tree, with the tensors that are whole and stand-ins for the others.
 
-Of a safetensors file, which has no checksums, what its header says. Of a zip, the records that its directory lists, if
-that can be read; else those to which their own headers lead from the first on, up to the end of a cut file or to a
-header that is damaged. What torch writes has the size and the checksum of a record behind its data; the pickle, which
-comes first, says how large each storage is, so the walk jumps from header to header and reads no data. Nothing is
-believed but what is proven: the data by its checksum; the name, which no checksum covers, where directory and header
-agree, or by its place in the order in which torch writes records. A zip inside of a tensor is never mistaken for the
-file itself. Where the pickle is lost, nobody can tell which bytes are which tensor, and nothing is given. Every byte is
-searched once and summed once.
+A safetensors file has no checksums: its header is taken at its word. In a zip, the records are those that its directory
+lists, if it can be read; else those found by walking from header to header, from the first one to the end of a cut file
+or to a damaged header. torch writes a record's size and checksum behind its data; the pickle, which comes first, says
+how large each storage is, so the walk jumps from header to header and reads no data. Only what is proven is believed:
+the data by its checksum; the name, which no checksum covers, where directory and header agree, or by its place in the
+order in which torch writes records. A zip inside a tensor is never mistaken for the file itself. Where the pickle is
+lost, nobody can tell which bytes are which tensor, and nothing is recovered. Every byte is searched once and summed
+once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Record
 from ckptool.pickles.decode import decode
 
-_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
-MOST_PICKLES = 8  # that are inflated: a small file may have thousands
-QUICK = 16 << 20  # bytes searched for a count
-COUNTED = 100_000  # records looked at for it
+_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes searched at a time: at first, and from then on
+MOST_PICKLES = 8  # inflated at most: a small file may have thousands
+QUICK = 16 << 20  # bytes searched to count the records
+COUNTED = 100_000  # records looked at in doing so
 CUT = "the file ends before it does"
 DAMAGED = "its data does not match its checksum"
 HEADER = "its header is damaged"
@@ -62,8 +62,8 @@ class LostRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LostTensor:
-    """A tensor or storage that did not come back. record, offset: of its data (offset None: unknown).  nbytes: of its
-    values.  node: what stands in its place.  cause: the record that is lost."""
+    """A tensor or storage that is lost. record, offset: of its data (offset None: unknown).  nbytes: of its values.
+    node: what stands in its place.  cause: the lost record."""
 
     address: str
     record: str
@@ -79,8 +79,8 @@ class Salvaged:
     """The contents of a damaged file.
 
     checkpoint: the tree, with lost storages in it.  records, whole: how many there were, and are.  proven: by
-    checksums.  how: what was done.  prefix: so many bytes of the file are a whole archive as they are (None: they are
-    not).
+    checksums.  how: what was done.  prefix: how many bytes at its beginning are a whole archive as they are (None: none
+    are).
     """
 
     checkpoint: Checkpoint
@@ -95,10 +95,10 @@ class Salvaged:
         """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
         lost = []
         for path, node in walk(self.checkpoint.tree):
-            records = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
-            gone = next(((storage, record) for storage, record in records if record is not None), None)
-            if gone is not None:
-                storage, record = gone
+            losses = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
+            loss = next(((storage, record) for storage, record in losses if record is not None), None)
+            if loss is not None:
+                storage, record = loss
                 nbytes = (storage if isinstance(node, StorageRef) else node).nbytes
                 lost.append(LostTensor(address(path), record.name, record.offset, nbytes, record.why, node, record))
         return lost
@@ -109,14 +109,14 @@ class Salvaged:
         checkpoint, lost = self.checkpoint, self.lost_tensors()
         if not lost:
             return replace(checkpoint, origin=None), lost, []
-        tree, dropped = _without(checkpoint.tree, {id(each.node) for each in lost})
-        before = str(checkpoint.metadata.get(marks.RECOVERED, ""))
-        mark = marks.recovered_mark([each.address for each in lost], before)
+        tree, dropped = _without_nodes(checkpoint.tree, {id(tensor.node) for tensor in lost})
+        earlier = str(checkpoint.metadata.get(marks.RECOVERED, ""))
+        mark = marks.recovered_mark([tensor.address for tensor in lost], earlier)
         metadata = {**checkpoint.metadata, marks.RECOVERED: mark}
         return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
 
 
-def _without(tree: Any, gone: set[int]) -> tuple[Any, list[str]]:
+def _without_nodes(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
     """The tree without the nodes of these ids, and the addresses of an optimizer's states that had to go along.
 
     An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
@@ -126,25 +126,25 @@ def _without(tree: Any, gone: set[int]) -> tuple[Any, list[str]]:
     for path, optimizer in optimizers(tree):
         state = optimizer["state"]
         for key, slot in state.items():
-            if isinstance(slot, dict) and any(id(value) in gone for value in slot.values()):
+            if isinstance(slot, dict) and any(id(value) in ids for value in slot.values()):
                 slots.add((id(state), key))
                 names.append(address((*path, "state", key)))
     replaced: dict[int, Any] = {}
     for node in visit(tree):  # inside of objects too
         if isinstance(node, dict):
-            kept = {key: value for key, value in node.items() if id(value) not in gone and (id(node), key) not in slots}
-            if len(kept) < len(node):
-                replaced[id(node)] = same_kind(node, kept)
-        elif isinstance(node, Set) and any(id(item) in gone for item in node.items):
-            replaced[id(node)] = Set([item for item in node.items if id(item) not in gone], node.frozen)
-        elif isinstance(node, (list, tuple)) and any(id(item) in gone for item in node):
-            replaced[id(node)] = type(node)(None if id(item) in gone else item for item in node)
-    return rebuild(tree, lambda node: None if id(node) in gone else node, replaced), names
+            items = {key: value for key, value in node.items() if id(value) not in ids and (id(node), key) not in slots}
+            if len(items) < len(node):
+                replaced[id(node)] = same_kind(node, items)
+        elif isinstance(node, Set) and any(id(item) in ids for item in node.items):
+            replaced[id(node)] = Set([item for item in node.items if id(item) not in ids], node.frozen)
+        elif isinstance(node, (list, tuple)) and any(id(item) in ids for item in node):
+            replaced[id(node)] = type(node)(None if id(item) in ids else item for item in node)
+    return rebuild(tree, lambda node: None if id(node) in ids else node, replaced), names
 
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """Stands where data is read that is lost."""
+    """Reads data that is lost: raises `Corrupt`."""
 
     record: LostRecord
 
@@ -160,7 +160,7 @@ def lost_of(storage: Storage) -> LostRecord | None:
 def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     """The contents of `source`, which was found damaged (`error`: how).
 
-    Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
+    Raises `error` where nothing can be recovered, `FileProblem`, or `UsageError` for a folder or another container.
     """
     if not isinstance(source, Source):
         fix = f"See which is damaged: {command('scan', source.path, full=True)}"
@@ -172,15 +172,15 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
         if not safetensors.detect(head, source):
             raise error or _not_recovered(source)
         # The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones.
-        checkpoint, every, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
+        checkpoint, offsets, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
         for storage in reversed([*storages(checkpoint.tree)]):
             for part in storage.below():
                 if isinstance(data := part.data, FileRange):
-                    every.add(data.offset)
+                    offsets.add(data.offset)
                     if data.offset + data.length > source.size:
                         lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
                         part.data = Computed(data.length, NotThere(lost[data.offset]))
-        return Salvaged(checkpoint, len(every), len(every) - len(lost), tuple(lost.values()), False)
+        return Salvaged(checkpoint, len(offsets), len(offsets) - len(lost), tuple(lost.values()), False)
 
 
 def _not_recovered(source: Source) -> UsageError:
@@ -189,17 +189,17 @@ def _not_recovered(source: Source) -> UsageError:
 
 
 def with_whole_count(error: Truncated) -> Truncated:
-    """The error for a zip that was cut off, with the number of its storages that look whole, unread, and what saves
-    them; the same where that cannot be known."""
+    """The error for a zip that was cut off, with how many of its storages look whole (unread) and how to save them;
+    the same error where that cannot be known."""
     if (source := error.cut_archive) is None:
         return error
     with suppress(CkptoolError), no_collection():
         walk = _Walk(source, QUICK, COUNTED)
-        whole = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
+        intact = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
         if walk.sizes:
-            every = counted(len(walk.sizes), "storage")
-            found = counted(len(whole), f"of its {every} looks whole", f"of its {every} look whole")
-            why = f"{error.why} {found}. Copy or download it again if you can."
+            storages = counted(len(walk.sizes), "storage")
+            tally = counted(len(intact), f"of its {storages} looks whole", f"of its {storages} look whole")
+            why = f"{error.why} {tally}. Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
             return Truncated(error.what, why, f"Save what is whole: {save}")
     return error
@@ -224,20 +224,20 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     walk, root = None, _root(state.records) if state is not None else ""
     if state is None or not root or _is_torn(state.records[f"{root}data.pkl"]):  # a name in it may be what is damaged
         walk = _Walk(source, source.size)
-        before, headers = walk.state, [each.header for each in state.records.values()] if state is not None else []
+        earlier, headers = walk.state, [record.header for record in state.records.values()] if state is not None else []
         if not root:
-            state, root = before, _root(before.records) if before is not None else walk.root
+            state, root = earlier, _root(earlier.records) if earlier is not None else walk.root
             if walk.goes_on or not root:
                 raise error or _not_recovered(source)
-        elif before is not None and min((at for at in headers if at >= before.end), default=-1) == before.end:
-            state, root = before, _root(before.records)  # that of an edit of which not all was written
-    # A record that begins the file may be none of the state's any more; torch looks at its first bytes all the same.
+        elif earlier is not None and min((at for at in headers if at >= earlier.end), default=-1) == earlier.end:
+            state, root = earlier, _root(earlier.records)  # that before an edit which was not written whole
+    # The record that begins the file may not be in the state any more; torch looks at its first bytes all the same.
     is_exact = source.read(0, 4) == b"PK\x03\x04" and state is not None and all(map(_agrees, state.records.values()))
     if state is not None:
         archive, records = state, state.by_offset()
         how = UNDONE if state.end < source.size else ""
         pickle = state.records.get(f"{root}data.pkl")  # which proves its own name
-        why = {each: NO_NAME for each in records if each is not pickle and not _agrees(each, name_alone=True)}
+        why = {record: NO_NAME for record in records if record is not pickle and not _agrees(record, name_alone=True)}
     elif walk is not None:
         archive, records, how, why = walk.archive, walk.records, BY_HEADERS, walk.why
     proven = archive.has_checksums = any(record.crc for record in records)
@@ -249,41 +249,41 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             why[record] = total.what
         elif proven and total != record.crc:
             why[record] = DAMAGED
-    first: dict[str, Record] = {}
+    by_name: dict[str, Record] = {}
     for record in records:  # the same bytes are one record; of others nobody can tell which is meant
-        other = first.setdefault(record.name, record) if record not in why else record
-        if (other.crc, other.size) != (record.crc, record.size):
-            why[other] = why[record] = TWICE
-    archive.records = {each.name: each for each in records if each not in why and each.name.startswith(root)}
+        first = by_name.setdefault(record.name, record) if record not in why else record
+        if (first.crc, first.size) != (record.crc, record.size):
+            why[first] = why[record] = TWICE
+    archive.records = {record.name: record for record in records if record not in why and record.name.startswith(root)}
     lost = [
         LostRecord(record.name, record.header, record.size, why.get(record, NO_NAME))
         for record in records
         if record.name not in archive.records and (record in why or not record.name.startswith(root))
     ]
     # The tree, of the whole records alone.
-    whole = dict(archive.records)
+    intact = dict(archive.records)
     unzip = f"Unpack it: {other_program('unzip -d', f'{source.path}.unpacked', source.path)}"
-    if f"{root}data.pkl" not in whole:
+    if f"{root}data.pkl" not in intact:
         what = f"{source}: its pickle is lost, which says what the bytes of the other records are"
         raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
-    if f"{root}constants.pkl" in whole or any(name.startswith(f"{root}code/") for name in whole):
+    if f"{root}constants.pkl" in intact or any(name.startswith(f"{root}code/") for name in intact):
         raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
-    # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
-    sizes = {record.name: record.size for record in whole.values()} | {each.name: each.nbytes for each in lost}
-    others = (f"{root}version", f"{root}data.pkl")
-    short = any(size == len("big") for name, size in sizes.items() if name not in others and f"{root}data/" not in name)
-    if short and f"{root}byteorder" not in whole:
+    # The length alone tells "big" from "little"; torch wrote no byte order before 2.1.
+    sizes = {record.name: record.size for record in intact.values()} | {loss.name: loss.nbytes for loss in lost}
+    exempt = (f"{root}version", f"{root}data.pkl")
+    short = any(size == len("big") for name, size in sizes.items() if name not in exempt and f"{root}data/" not in name)
+    if short and f"{root}byteorder" not in intact:
         unknown = "Without it the byte order of its numbers is unknown; a wrong guess would give wrong values."
         raise Corrupt(f"{source}: its byteorder record is damaged", unknown)
     lossy = _Lossy(archive, lost)
     checkpoint = torch_zip.of_archive(archive, lossy.find)
-    if any(each.name == root + marks.RECOVERED_RECORD for each in lost):
-        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
-    every = {each.name: each for each in lost} | lossy.lost
-    count = len({record.name for record in records} | every.keys())
+    if any(loss.name == root + marks.RECOVERED_RECORD for loss in lost):
+        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # what they were is lost, too
+    losses = {loss.name: loss for loss in lost} | lossy.lost
+    count = len({record.name for record in records} | losses.keys())
     # Where its headers and checksums all say the same, its bytes are good as they are.
-    prefix = state.end if state is not None and is_exact and not every else None
-    return Salvaged(checkpoint, count, len(whole), tuple(every.values()), proven, how, prefix)
+    prefix = state.end if state is not None and is_exact and not losses else None
+    return Salvaged(checkpoint, count, len(intact), tuple(losses.values()), proven, how, prefix)
 
 
 def _is_pickle(name: str) -> bool:
@@ -291,13 +291,13 @@ def _is_pickle(name: str) -> bool:
 
 
 def _root(names: Iterable[str]) -> str:
-    """The folder of the records of a checkpoint; "" where they are none's."""
+    """The folder that holds the records of a checkpoint; "" where they are not one's."""
     root = next((name.removesuffix("data.pkl") for name in names if _is_pickle(name)), "")
     return root if all(name.startswith(root) for name in names) else ""
 
 
 def _is_torn(pickle: Record) -> bool:
-    """True if its data is not what the directory says, wherever its header may lead."""
+    """True if the data is not what the directory says, wherever the record's own header may lead."""
     if not _agrees(pickle, name_alone=True):
         return True
     pickle.is_confirmed = True  # here alone: what is around its data may be damaged, too
@@ -319,14 +319,14 @@ def _agrees(record: Record, *, name_alone: bool = False) -> bool:
 class _Walk:
     """Goes through a file from header to header, as far as they lead.
 
-    records, why: what it came by, in order, and what is wrong with some of it.  root, sizes: the folder of the pickle,
-    and the storages that it names.  listed: the names in a directory.  state: the last complete archive that ends
-    inside of the file.  goes_on: another archive follows, or an edit of a state that cannot be read.  room: bytes that
-    may be searched.  most: records.
+    records, why: the records in order, and what is wrong with some of them.  root, sizes: the folder of the pickle, and
+    the storages that it names.  listed: the names in a directory.  state: the last complete archive that ends inside
+    the file.  goes_on: another archive follows, or an edit whose state cannot be read.  budget: bytes that may be
+    searched.
     """
 
-    def __init__(self, source: Source, room: int, most: int = directory.MAX_ENTRIES) -> None:
-        self.source, self.room = source, room
+    def __init__(self, source: Source, budget: int, max_records: int = directory.MAX_ENTRIES) -> None:
+        self.source, self.budget = source, budget
         self.archive = Archive(source, 0, 0, b"", has_checksums=False)
         self.records: list[Record] = []
         self.why: dict[Record, str] = {}
@@ -335,10 +335,10 @@ class _Walk:
         self.state: Archive | None = None
         self.goes_on = False
         self.states = 0  # that were tried
-        at, before = 0, -1
-        while before < at and len(self.records) < most and not self.goes_on:
-            before, at = at, self._record(at)
-            if at == before:
+        at, previous = 0, -1
+        while previous < at and len(self.records) < max_records and not self.goes_on:
+            previous, at = at, self._add_record(at)
+            if at == previous:
                 at = self._past_directory(at)
         self._prove_names()
 
@@ -347,8 +347,8 @@ class _Walk:
         at = min(at, self.source.size)
         return self.archive.peek(at, min(length, self.source.size - at))
 
-    def _record(self, at: int) -> int:
-        """Adds the record with its header at `at`, if a usual one is there; the byte at which to go on."""
+    def _add_record(self, at: int) -> int:
+        """Adds the record whose header is at `at`, if a usual one is there; gives the byte at which to go on."""
         head = self._peek(at, LOCAL.size)
         if head[:4] != b"PK\x03\x04" or len(head) < LOCAL.size:
             return at
@@ -368,8 +368,8 @@ class _Walk:
             self.goes_on = True
         self.records.append(record)
         if flags & 8 and not stored:
-            known = self.sizes.get(name) if not method else None
-            record.stored = self._searched(record) if known is None else known
+            known_size = self.sizes.get(name) if not method else None
+            record.stored = self._search_length(record) if known_size is None else known_size
             record.size = max(0, record.stored)
         end: int = data_at + record.stored
         if record.stored < 0 or end > self.source.size:
@@ -383,7 +383,7 @@ class _Walk:
             _, record.crc, _, record.size = layout.unpack(self._peek(end, layout.size))
             end += layout.size
         elif (size != stored and not method) or (not stored and self._peek(end, 2) not in (b"PK", b"")):
-            self.why[record] = HEADER  # of no data, nothing proves that there is none
+            self.why[record] = HEADER  # nothing proves that it has no data
         if not self.root and _is_pickle(name) and self.pickles < MOST_PICKLES:
             self.pickles += 1
             # The storages and their sizes, of a pickle that its checksum proves.
@@ -397,10 +397,10 @@ class _Walk:
                     self.sizes = {name: record.size for name, record in lossy.archive.records.items()}
         return end
 
-    def _searched(self, record: Record) -> int:
-        """The length of data whose length nothing states: up to a descriptor that fits where it stands (-1: none)."""
+    def _search_length(self, record: Record) -> int:
+        """The length of data whose length is stated nowhere: up to a descriptor that fits its place (-1: none)."""
         at, length = record.data_at, _FEW  # most such records are short
-        while self.room > 0 and len(chunk := self._peek(at, length)) >= DESCRIPTOR.size:
+        while self.budget > 0 and len(chunk := self._peek(at, length)) >= DESCRIPTOR.size:
             for match in re.finditer(b"PK\x07\x08", chunk):
                 place = at + match.start() - record.data_at
                 says = int.from_bytes(chunk[match.start() + 8 : match.start() + 12], "little")
@@ -408,12 +408,12 @@ class _Walk:
                     return place
             if len(chunk) < length:
                 break
-            self.room -= len(chunk)
+            self.budget -= len(chunk)
             at, length = at + len(chunk) - DESCRIPTOR.size + 1, _CHUNK
         return -1
 
     def _descriptor(self, record: Record, at: int) -> struct.Struct | None:
-        """The layout in which there is, at `at`, a descriptor of the data up to there."""
+        """The layout of the descriptor at `at`, if there is one of the data up to there."""
         fits = []
         for layout in (DESCRIPTOR, DESCRIPTOR64):
             if len(raw := self._peek(at, layout.size)) == layout.size:
@@ -421,7 +421,7 @@ class _Walk:
                 if signature == b"PK\x07\x08" and stored == at - record.data_at and (record.method or size == stored):
                     fits.append(layout)
         # That of an empty record may fit both.
-        return next((each for each in fits if self._peek(at + each.size, 2) == b"PK"), fits[0] if fits else None)
+        return next((layout for layout in fits if self._peek(at + layout.size, 2) == b"PK"), fits[0] if fits else None)
 
     def _past_directory(self, at: int) -> int:
         """Where the directory at `at` and the end records behind it end, as far as they are good."""
@@ -441,23 +441,23 @@ class _Walk:
         return at
 
     def _prove_names(self) -> None:
-        """Believes the names that directory and headers agree on, else of storages in an order in which torch writes.
+        """Believes names on which directory and headers agree, else those of storages in an order that torch writes.
 
-        The orders are that of the pickle, or of the numbers, and up to torch 2.2 of the keys as texts. Where another
-        record comes, neither it nor what follows is proven, nor is the storage before it: bytes that are missing from
-        the middle put the data of one record behind the header of another.
+        That is the order of the pickle, or of the keys as numbers; up to torch 2.2, of the keys as texts. From a record
+        out of order on, nothing is proven, nor is the storage before it: bytes that are missing from the middle put the
+        data of one record behind the header of another.
         """
         if self.listed == [record.name for record in self.records]:
             return
         sizes = [*self.sizes]
         orders = [sizes, sorted(sizes, key=lambda name: (len(name), name)), sorted(sizes)]
-        seen, last = 0, None
+        matched, last = 0, None
         for number, record in enumerate(self.records):
-            if fitting := [order for order in orders if order[seen : seen + 1] == [record.name]]:
-                orders, seen, last = fitting, seen + 1, record
-            elif record.name in self.sizes or 0 < seen < len(sizes):
-                doubted = [*self.records[number:], *([last] if last is not None else ())]
-                self.why |= {each: NO_NAME for each in doubted if each not in self.why}
+            if fitting := [order for order in orders if order[matched : matched + 1] == [record.name]]:
+                orders, matched, last = fitting, matched + 1, record
+            elif record.name in self.sizes or 0 < matched < len(sizes):
+                unproven = [*self.records[number:], *([last] if last is not None else ())]
+                self.why |= {record: NO_NAME for record in unproven if record not in self.why}
                 return
 
 
@@ -465,7 +465,7 @@ class _Walk:
 
 
 class _Lossy:
-    """The records of an archive, and stand-ins for those that are not whole. lost: the records of these."""
+    """The records of an archive, with stand-ins for those that are not whole. lost: these, by name."""
 
     def __init__(self, archive: Archive, lost: Collection[LostRecord]) -> None:
         self.archive = archive

@@ -6,8 +6,8 @@ for the folder (an index, `model.safetensors`) the folder is read as those, and 
 whether each is whole. Those beside what another format joined (`meta.pt` beside .distcp files) come into its tree.
 
 Engines load what lies beside the weights (`optimizer.bin`, `training_args.bin`, a rank's random states) with `pickle`,
-whatever its name. So of what a folder would run, every file below it that is a pickle by content is judged as if it had
-been named alone, but for those of DCP, whose table is read whole.
+whatever its name. So when it is judged what a folder would run, every file below it that is a pickle by content is
+judged as if it had been named alone, except those of DCP, whose table is read whole.
 
 Source: transformers/trainer.py (`_save_checkpoint`: weights, optimizer, scheduler, random states, and
 `trainer_state.json` last), accelerate/checkpointing.py (random states last), lightning/fabric/strategies/fsdp.py
@@ -48,7 +48,7 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
-MAX_STEPS = 512  # of parameters, that are looked at
+MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 ROUTER = "router_config.json"
 
@@ -84,7 +84,7 @@ class MemberFiles:
 
     @property
     def count(self) -> int:
-        """The number of members that are there, what the folder is read as among them."""
+        """The number of members present, counting what another format reads of the folder as one."""
         return len(self.names) + self.beside
 
 
@@ -96,40 +96,40 @@ def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
     # Megatron's legacy layout: a folder for each rank.
     ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
-    ranks = {name: inside for name, inside in ranks.items() if _is_folder(folder, name)}
-    files = tuple(f"{rank}/{name}" for rank, inside in ranks.items() for name in inside if name.endswith(".pt"))
+    ranks = {name: content for name, content in ranks.items() if _is_folder(folder, name)}
+    files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content if name.endswith(".pt"))
     if files:
-        lost = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, inside in ranks.items() if not inside)]
-        return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{r}/" for r in lost), by_rules=True)
+        missing = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, content in ranks.items() if not content)]
+        return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{r}/" for r in missing), by_rules=True)
     # Llama's files, one for each rank of tensor parallelism; one alone is the model.
     names = tuple(name for name in folder.names if CONSOLIDATED.fullmatch(name))
     if len(names) > 1:
         return MemberFiles("a Llama checkpoint", "", names, tuple(missing_names(names, CONSOLIDATED)), by_rules=True)
     # A diffusers pipeline: `model_index.json` names its components, each in a folder of its own. What has weights has a
     # config.json; schedulers and tokenizers have others.
-    there = dict(_components(folder, "model_index.json"))
-    names = tuple(name for name, what in there.items() if what == "weights")
+    components = dict(_components(folder, "model_index.json"))
+    names = tuple(name for name, what in components.items() if what == "weights")
     if names:
-        lost = [name for name, what in there.items() if what in ("", CONFIG)]
-        return MemberFiles("a diffusers pipeline", "diffusers", names, tuple(lost))
+        missing = [name for name, what in components.items() if what in ("", CONFIG)]
+        return MemberFiles("a diffusers pipeline", "diffusers", names, tuple(missing))
     # ByteCheckpoint: folders of torch.distributed.checkpoint for the model, the optimizer and the rest.
     sets = {name: _names_in(folder, name) for name in ("model", "optimizer", "extra_state") if name in folder}
-    names = tuple(name for name, inside in sets.items() if any(each.endswith(_OF_DCP) for each in inside))
+    names = tuple(name for name, content in sets.items() if any(file.endswith(_OF_DCP) for file in content))
     if "model" in names and len(names) > 1:
         return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names)
-    return _training(folder)
+    return _training_members(folder)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
     """The members of the folder that a checkpoint was read from, without those that its own format reads."""
     if checkpoint.container == NAME:
         return layout_of(folder)
-    layout = _training(folder, beside=True)
+    layout = _training_members(folder, beside=True)
     if layout is None or not layout.names:
         return layout
-    own = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
+    sources = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
     tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
-    read_by_it = {name.partition("/")[0] for name in own}.difference(tree)
+    read_by_it = {name.partition("/")[0] for name in sources}.difference(tree)
     if checkpoint.container.startswith("deepspeed"):  # which reads one tag; the others are checkpoints of their own
         read_by_it |= {name for name in layout.names if name.startswith("global_step")}
     names = tuple(name for name in layout.names if name.partition("/")[0] not in read_by_it)
@@ -155,48 +155,48 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
         raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
-    whole: dict[str, Checkpoint] = {}
+    members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
-    wrong: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for name in layout.names:
         try:
-            whole[name] = each = open_member(folder, name)
+            members[name] = member = open_member(folder, name)
         except CkptoolError as error:
-            wrong[name] = error.what.replace(printable(os.path.join(folder.path, name)), printable(name))
+            errors[name] = error.what.replace(printable(os.path.join(folder.path, name)), printable(name))
             continue
-        if (part := each.part or as_part(each)) is not None:
+        if (part := member.part or as_part(member)) is not None:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
-                wrong[name] = part.meaning
-    wrong |= {name: why for name, why in _of_other_steps(whole).items() if name not in wrong}
+                errors[name] = part.meaning
+    errors |= {name: why for name, why in _of_other_steps(members).items() if name not in errors}
     # The number of ranks that saved the folder, as far as its members say.
-    counts = [each.metadata.get("ranks") for each in (checkpoint, *whole.values())]
+    counts = [member.metadata.get("ranks") for member in (checkpoint, *members.values())]
     counts += [part.count for part in parts if part.kind is PartKind.RANK]
-    counts += [int(ranked["rank"]) + 1 for name in whole if (ranked := _RANKED.fullmatch(name))]
+    counts += [int(ranked["rank"]) + 1 for name in members if (ranked := _RANKED.fullmatch(name))]
     world = max((n for n in counts if type(n) is int), default=0)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
-    stages = {inside["rest"] for rank in ranks if (inside := MODEL_PARALLEL.fullmatch(rank))}
+    stages = {match["rest"] for rank in ranks if (match := MODEL_PARALLEL.fullmatch(rank))}
     missing = dict.fromkeys((*layout.missing, *missing_names(layout.names, _RANKED, world)))
     missing |= {f"{r}/": None for r in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages)))}
-    number, count = layout.count - len(wrong), layout.count + len(missing)
+    number, count = layout.count - len(errors), layout.count + len(missing)
     label = f"{number:,} of {counted(count, 'member')}"
-    problems = listed([*wrong.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
-    if checkpoint.container == NAME and not whole:
+    problems = listed([*errors.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
+    if checkpoint.container == NAME and not members:
         what = f"{folder} is {layout.kind}, but none of its {counted(len(layout.names), 'file')} can be read"
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     only_weights = named(checkpoint.container).tensors_only
     if isinstance(checkpoint.source, Folder) and not only_weights:
-        checkpoint = _joined(checkpoint, checkpoint.source, whole)
+        checkpoint = _in_tree(checkpoint, checkpoint.source, members)
     if checkpoint.container == NAME:
-        facts = {"engine": layout.engine, "ranks": world, "step": step_in(whole.get(STATE))}
+        facts = {"engine": layout.engine, "ranks": world, "step": step_in(members.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
-        first = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
-        note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*first, *layout.names], 4)}")
+        lead = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
+        note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    told = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
+    detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
-    meaning = f"{layout.kind}; {told}"
+    meaning = f"{layout.kind}; {detail}"
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
 
 
@@ -206,57 +206,57 @@ _NOT_JOINED = (
 )
 
 
-def _joined(checkpoint: Checkpoint, source: Folder, whole: dict[str, Checkpoint]) -> Checkpoint:
+def _in_tree(checkpoint: Checkpoint, source: Folder, members: dict[str, Checkpoint]) -> Checkpoint:
     """The checkpoint with the members in its tree, and their notes."""
     tree = dict(checkpoint.tree) if isinstance(checkpoint.tree, dict) else {}
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
-    for name, each in whole.items():
+    for name, member in members.items():
         if name in tree:
             what = f"{source} holds a member {name}, but one of its tensors has that name, too"
             raise Corrupt(what, "No program writes both.")
-        if each.source is not None:
-            source.adopt(name, each.source)
-        tree[name] = each.tree
-        notes += [replace(note, message=f"{name}: {note.message}", fix=()) for note in each.notes]
-        discarded += each.discarded
+        if member.source is not None:
+            source.adopt(name, member.source)
+        tree[name] = member.tree
+        notes += [replace(note, message=f"{name}: {note.message}", fix=()) for note in member.notes]
+        discarded += member.discarded
     return replace(checkpoint, tree=tree, notes=tuple(notes), discarded=tuple(discarded))
 
 
 def with_all(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a folder that weights stand for, with them (`model.safetensors`) and all members in its tree.
+    """The checkpoint of a folder that was read as its weights, with these (`model.safetensors`) and all members in it.
 
     Raises what opening a member does.
     """
     names, source = beside(checkpoint), checkpoint.source
     if not names or source is None:
         return checkpoint
-    folder = _around(source)
+    folder = _folder_of(source)
     weights = "weights" if isinstance(source, Folder) else os.path.basename(source.path)
     for name, file in source.files.items() if isinstance(source, Folder) else [(weights, source)]:
         folder.adopt(name, file)
-    whole = replace(checkpoint, tree={weights: checkpoint.tree}, container=NAME, source=folder, tensors_only=False)
-    return _joined(replace(whole, origin=None), folder, {name: open_member(folder, name) for name in names})
+    base = replace(checkpoint, tree={weights: checkpoint.tree}, container=NAME, source=folder, tensors_only=False)
+    return _in_tree(replace(base, origin=None), folder, {name: open_member(folder, name) for name in names})
 
 
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The members of the named folder that are not in the tree, as weights stand for it; none for a file."""
+    """The members of the folder that are not in the tree, because only its weights were read; none for a file."""
     source, part = checkpoint.source, checkpoint.part
     is_folder = part is not None and part.kind is PartKind.MEMBERS
     is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
-    layout = members_of(checkpoint, source if isinstance(source, Folder) else _around(source))
+    layout = members_of(checkpoint, source if isinstance(source, Folder) else _folder_of(source))
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
 
 
 def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
-    """What is said of the members of a folder whose weights alone are taken. place: the folder, in front of names."""
+    """The note on the members that are left out where only weights are written. place: the folder, to prefix names."""
     names = [os.path.join(place, name) for name in beside(checkpoint)]
     return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
 
 
-def _around(source: Input) -> Folder:
-    """The folder anew, or that of a file."""
+def _folder_of(source: Input) -> Folder:
+    """The folder, opened afresh; for a file, the one that it is in."""
     return Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) or os.curdir)
 
 
@@ -268,7 +268,7 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
     source = open_input(os.path.join(folder.path, name))
     if isinstance(source, Source):
         source.share_descriptors()
-    elif (inside := layout_of(source)) is not None and any(_is_folder(source, each) for each in inside.names):
+    elif (layout := layout_of(source)) is not None and any(_is_folder(source, member) for member in layout.names):
         raise Corrupt(f"{source} holds folders of checkpoints and is inside one", "A link may point back to it.")
     return read_alone(source)
 
@@ -276,22 +276,22 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 # Do they belong together? --------------------------------------------------------------------------------------------
 
 
-def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
+def _of_other_steps(members: dict[str, Checkpoint]) -> dict[str, str]:
     """Members of a Trainer's checkpoint that were certainly saved at another step than the rest, each with why.
 
     The optimizer and the scheduler step together, and no more often than the Trainer counts; less often where a
     gradient scaler skips steps.
     """
-    total = step_in(whole.get(STATE))
+    total = step_in(members.get(STATE))
     steps: dict[str, int] = {}  # that an optimizer or the Trainer's scheduler has taken, where it is certain
-    for name, each in whole.items() if total else ():
+    for name, member in members.items() if total else ():
         values: list[Any] = []
-        for _, found in optimizers(each.tree) if name != STATE else ():
-            slots = [slots.get("step") for slots in found["state"].values() if isinstance(slots, dict)]
-            if len(slots) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
-                values += slots
-        if name == "scheduler.pt" and "base_lrs" in fields(each.tree):
-            values.append(fields(each.tree).get("last_epoch"))
+        for _, optimizer in optimizers(member.tree) if name != STATE else ():
+            taken = [slots.get("step") for slots in optimizer["state"].values() if isinstance(slots, dict)]
+            if len(taken) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
+                values += taken
+        if name == "scheduler.pt" and "base_lrs" in fields(member.tree):
+            values.append(fields(member.tree).get("last_epoch"))
         numbers = (number_in(value) or 0 for value in values)
         if step := max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0):
             steps[name] = step
@@ -299,10 +299,10 @@ def _of_other_steps(whole: dict[str, Checkpoint]) -> dict[str, str]:
         return {}  # under DeepSpeed the scheduler takes a step for each rank
     latest = max(steps.values())
     late = {name for name, step in steps.items() if step > total} or {n for n, step in steps.items() if step < latest}
-    others = {name: step for name, step in steps.items() if name not in late} or {STATE: total}
-    other, at = max(others.items(), key=lambda item: item[1])
-    beside = f"and {printable(other)} of step {at:,}"
-    return {name: f"{printable(name)} is of step {steps[name]:,}, {beside}" for name in steps if name in late}
+    on_time = {name: step for name, step in steps.items() if name not in late} or {STATE: total}
+    other, at = max(on_time.items(), key=lambda item: item[1])
+    reference = f"and {printable(other)} of step {at:,}"
+    return {name: f"{printable(name)} is of step {steps[name]:,}, {reference}" for name in steps if name in late}
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
-def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
+def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers.
 
     beside: another format reads the folder, and stands for it.
@@ -322,9 +322,9 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     for name in folder.names:
         if _FOLDERS.fullmatch(name) and _is_folder(folder, name):
             inner = Folder(os.path.join(folder.path, name))
-            others = (each for each in FORMATS if each.name != NAME and each.is_folder)
-            is_read = any(each.detect(b"", inner) for each in others)  # by another format
-            sets += [name] if is_read or any(each.endswith("_states.pt") for each in inner.names) else []
+            kinds = (kind for kind in FORMATS if kind.name != NAME and kind.is_folder)
+            is_read = any(kind.detect(b"", inner) for kind in kinds)  # by another format
+            sets += [name] if is_read or any(file.endswith("_states.pt") for file in inner.names) else []
     modules = list(_components(folder, "modules.json"))
     weights = [name for name, what in modules if what == "weights"]
     missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
@@ -332,48 +332,48 @@ def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
     if (accelerates or is_trainers) and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in sets + names):
-        inside = {name: {*_names_in(folder, name)} for name in folder.names}
-        inside = {name: files for name, files in inside.items() if files & {CONFIG, ADAPTER} and STATE not in files}
-        models = [name for name, files in inside.items() if any(map(_is_weights, files))]
+        folders = {name: {*_names_in(folder, name)} for name in folder.names}
+        folders = {name: files for name, files in folders.items() if files & {CONFIG, ADAPTER} and STATE not in files}
+        models = [name for name, files in folders.items() if any(map(_is_weights, files))]
     # What the others belong to, first.
-    there = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
+    members = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    saved = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
-    if saved and "training_args.bin" in names and STATE not in names:
+    optimizer = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
+    if optimizer and "training_args.bin" in names and STATE not in names:
         missing.append(STATE)
-    elif "optimizer.bin" in saved and not (accelerates or is_trainers):
+    elif "optimizer.bin" in optimizer and not (accelerates or is_trainers):
         missing.append("random_states_0.pkl")
     if beside:
-        known = sets or modules or any(name.startswith(_TRAINING) for name in names)
+        evidence = sets or modules or any(name.startswith(_TRAINING) for name in names)
     else:  # people call files optimizer.pt, too; these are what the programs alone write
-        known = sets or weights or accelerates or any(name.startswith("trainer_state") for name in names)
-        if not (models or weights or any(name.startswith(_WITH_WEIGHTS) for name in there)):
+        evidence = sets or weights or accelerates or any(name.startswith("trainer_state") for name in names)
+        if not (models or weights or any(name.startswith(_WITH_WEIGHTS) for name in members)):
             missing.append("pytorch_model_fsdp_0" if sets else "model.safetensors")
     kind, engine = "a training checkpoint in several files", "accelerate" if accelerates else ""
     if is_trainers:
         kind, engine = "a checkpoint of transformers' Trainer", "transformers"
     elif modules:
         kind, engine = "a model of sentence-transformers", "sentence-transformers"
-    return MemberFiles(kind, engine, tuple(there), tuple(missing), beside) if known else None
+    return MemberFiles(kind, engine, tuple(members), tuple(missing), beside) if evidence else None
 
 
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
-    said = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
-    names = [fields(module).get("path") for module in items(said)] if table == "modules.json" else []
+    listing = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
+    names = [fields(module).get("path") for module in items(listing)] if table == "modules.json" else []
     if "" in names and ROUTER in folder:  # which chooses among modules that are in folders of their own
         names += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types"))
-    for name, value in fields(said).items() if table == "model_index.json" else ():
+    for name, value in fields(listing).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)
     for name in names:
         if name == "" and CONFIG in folder:  # the transformer itself
             yield "model.safetensors", "files" if any(map(_is_weights, folder.names)) else ""
         elif type(name) is str and (name := name.strip("/")) and "/" not in name:
-            inside = _names_in(folder, name) if name not in (".", "..") else []
-            other = CONFIG if CONFIG in inside else "files" if inside else ""
-            yield name, "weights" if any(map(_is_weights, inside)) else other
+            files = _names_in(folder, name) if name not in (".", "..") else []
+            kind = CONFIG if CONFIG in files else "files" if files else ""
+            yield name, "weights" if any(map(_is_weights, files)) else kind
 
 
 def _is_folder(folder: Folder, name: str) -> bool:
@@ -386,7 +386,7 @@ def _names_in(folder: Folder, name: str) -> list[str]:
 
 def claimed(folder: Folder) -> set[str]:
     """The names in a checkpoint's folder that belong to it: its index and shards, the ranks' files, its members."""
-    layout = _training(folder, beside=True) or layout_of(folder)
+    layout = _training_members(folder, beside=True) or layout_of(folder)
     names = {name.partition("/")[0] for name in (layout.names if layout is not None else ())}
     kinds = (_OF_A_CHECKPOINT, BESIDE_WEIGHTS, OF_WORLD, FSDP_RANKS, PIECES)
     return names | {name for name in folder.names if any(kind.fullmatch(name) for kind in kinds)}
@@ -400,8 +400,8 @@ def step_in(state: Checkpoint | None) -> int:
 
 def step_of(folder: str) -> dict[str, Any]:
     """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
-    found = json_or_none(os.path.join(folder, STATE), MAX_JSON) if STATE in names_in(folder) else None
-    return {key: value for key, value in fields(found).items() if key in ("global_step", "epoch")}
+    state = json_or_none(os.path.join(folder, STATE), MAX_JSON) if STATE in names_in(folder) else None
+    return {key: value for key, value in fields(state).items() if key in ("global_step", "epoch")}
 
 
 # What they would run --------------------------------------------------------------------------------------------------
@@ -415,11 +415,11 @@ def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:
 
     In another file the address begins with its name: `optimizer.bin: state/0`.
     """
-    known = set()
+    reported = set()
     for use, place in uses_of(checkpoint):
-        known.add((use.how, use.name))
+        reported.add((use.how, use.name))
         yield use, place
-    yield from ((use, place) for use, place in _judged(checkpoint)[0] if (use.how, use.name) not in known)
+    yield from ((use, place) for use, place in _judged(checkpoint)[0] if (use.how, use.name) not in reported)
 
 
 def unjudged(checkpoint: Checkpoint) -> list[str]:
@@ -431,22 +431,22 @@ def unjudged(checkpoint: Checkpoint) -> list[str]:
 def _judged(checkpoint: Checkpoint) -> tuple[list[tuple[NameUse, str]], list[str]]:
     folder: str = checkpoint.kept.get(FOLDER, "")
     uses, failed = list[tuple[NameUse, str]](), list[str]()
-    known = checkpoint.source.files if isinstance(checkpoint.source, Folder) and checkpoint.source.far else {}
+    sources = checkpoint.source.files if isinstance(checkpoint.source, Folder) and checkpoint.source.far else {}
     if "beside" not in checkpoint.kept:
         for count, name in enumerate(_names_below(folder) if folder else ()):
             if count == MAX_FILES:
                 failed.append(f"{name} and all after it")
                 break
             try:
-                source = known.get(name) or Source(os.path.join(folder, name))
+                source = sources.get(name) or Source(os.path.join(folder, name))
                 source.share_descriptors()  # there may be thousands of them
-                found = list(uses_of(read_alone(source))) if is_pickled(source) else []
+                file_uses = list(uses_of(read_alone(source))) if is_pickled(source) else []
             except NotACheckpoint:
                 continue
             except (CkptoolError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
                 failed.append(name)
                 continue
-            uses += ((use, f"{name}: {place or 'the top'}") for use, place in found if use.verdict == UNKNOWN)
+            uses += ((use, f"{name}: {place or 'the top'}") for use, place in file_uses if use.verdict == UNKNOWN)
         checkpoint.kept["beside"] = uses, failed
     judged: tuple[list[tuple[NameUse, str]], list[str]] = checkpoint.kept["beside"]
     return judged

@@ -27,7 +27,7 @@ _OLD = re.compile(
     rb"[\]}]|\([dlt]|\(*(?:c%b|\(i%b|\((?:[\]}(KMJX]|I-?\d+\n|L-?\d+L?\n|F[-\d]|S['\"]|V[^\n]*\n))" % (_NAME, _NAME)
 )
 _JOBLIB = b"joblib.numpy_pickle"
-_FIRST = 1 << 20  # of a file that cannot be read, in which joblib's name is looked for
+_FIRST = 1 << 20  # bytes of a file that cannot be read, in which joblib's name is looked for
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -54,19 +54,19 @@ def read(source: Source) -> Checkpoint:
     torch zip), and what `skeleton` and `decode` raise.
     """
     try:
-        made = skeleton(FileRange(source, 0, source.size), name=str(source))
-        decoded = decode_lazily(made, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, arrays=True)
+        opcodes = skeleton(FileRange(source, 0, source.size), name=str(source))
+        decoded = decode_lazily(opcodes, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, arrays=True)
     except CkptoolError:
         if _JOBLIB in source.read(0, min(_FIRST, source.size)):
             what = f"{source} was written by joblib"
             why = "Its arrays are stored between the opcodes, which only joblib reads."
             raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
         raise
-    if rest := source.size - made.end:
-        several = detect(source.read(made.end, min(512, rest)), source)
-        more = "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
-        why = more if several else "No pickle reader looks at them; something may be hidden there."
-        fix = f"Take the first by itself: head -c {made.end} {source} > first.pkl"
+    if rest := source.size - opcodes.end:
+        is_pickle = detect(source.read(opcodes.end, min(512, rest)), source)
+        second = "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
+        why = second if is_pickle else "No pickle reader looks at them; something may be hidden there."
+        fix = f"Take the first by itself: head -c {opcodes.end} {source} > first.pkl"
         raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
     notes = decoded.notes
     return Checkpoint(decoded.root, NAME, {}, source, notes=notes, discarded=decoded.discarded)

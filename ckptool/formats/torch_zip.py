@@ -63,23 +63,23 @@ def read(source: Readable) -> Checkpoint:
 
 
 def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
-    """The checkpoint that the records of an archive are, as `read` gives it. find: see `RecordStorages`; then other
-    records may be missing, too."""
+    """The checkpoint that the records of an archive make up, as `read` gives it. find: see `RecordStorages`; with it,
+    other records may be missing, too."""
     source = archive.source
     root, small, storages, decoded = read_pickled(archive, find=find)
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
-    odd = (*archive.notes, *record_notes(archive, root, storages))
-    notes = (*odd, *decoded.notes, *protocol_notes(decoded))
+    record_issues = (*archive.notes, *record_notes(archive, root, storages))
+    notes = (*record_issues, *decoded.notes, *protocol_notes(decoded))
     metadata, mark = dict(small), archive.records.get(root + marks.RECOVERED_RECORD)
     if mark is not None:
         metadata[marks.RECOVERED] = mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")
         notes += marks.recovered_notes(metadata)
     tree = decoded.root
-    if (shared := archive.records.get(root + marks.DEDUPLICATED_RECORD)) is not None:
-        tree, told = marks.separated(tree, shared.contents(marks.MAX_DEDUPLICATED))
-        notes += tuple(told)
+    if (deduplicated := archive.records.get(root + marks.DEDUPLICATED_RECORD)) is not None:
+        tree, tie_notes = marks.separated(tree, deduplicated.contents(marks.MAX_DEDUPLICATED))
+        notes += tuple(tie_notes)
     # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
     origin = Origin(archive, root, int(alignment), metadata.get(marks.RECOVERED)) if not storages.big_endian else None
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
@@ -95,15 +95,15 @@ def read_pickled(
 
     script: it may hold a program.  find: see `of_archive`.
 
-    Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; what another zip is; and
-    what `decode` raises.
+    Raises `Ambiguous` and `Corrupt` for what readers would see in two ways, or not at all; `NotACheckpoint` for another
+    kind of zip; and what `decode` raises.
     """
     source, records = archive.source, archive.records
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    if not pickles and (other := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
-        raise Ambiguous(f"{source} has no data.pkl, but {other}", "torch reads it as one, other readers do not.")
+    if not pickles and (lookalike := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:
         from ckptool.formats.unrecognized import other_zip
@@ -117,19 +117,19 @@ def read_pickled(
     for record in records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
-    said = {name: records[root + name].contents(MAX_SMALL) for name in _SMALL if root + name in records}
-    small = {name: content.decode("utf-8", "replace").strip() for name, content in said.items()}
+    contents = {name: records[root + name].contents(MAX_SMALL) for name in _SMALL if root + name in records}
+    small = {name: content.decode("utf-8", "replace").strip() for name, content in contents.items()}
     version = small.get("version")
-    if (second := records.get(root + ".data/version")) is not None:
-        other = second.contents(MAX_SMALL).decode("utf-8", "replace").strip()
-        if version not in (None, other):
+    if (hidden := records.get(root + ".data/version")) is not None:
+        hidden_version = hidden.contents(MAX_SMALL).decode("utf-8", "replace").strip()
+        if version not in (None, hidden_version):
             raise Ambiguous(f"{source} has two version records that disagree")
-        version = version or other
+        version = version or hidden_version
     if version is None and find is None:
         raise Corrupt(f"{source}: it has no record {root}version", "torch refuses such a file.")
     if version is not None and not re.fullmatch("0{0,7}[1-9][0-9]?", version):  # torch 2.13 reads up to 10
         raise Corrupt(f"{source}: its version record says {version[:40]!r}")
-    order = said.get("byteorder", b"little")
+    order = contents.get("byteorder", b"little")
     if order not in (b"little", b"big"):  # torch compares the bytes
         what = f"{source}: its byteorder record says {order.decode('utf-8', 'replace')!r}"
         raise Corrupt(what, "torch refuses such a file.")
@@ -142,7 +142,7 @@ def read_pickled(
 
 
 def inflated_limit(stored: int) -> int:
-    """The most bytes that a pickle or program of so many stored ones may have when it is inflated."""
+    """The most bytes to which a pickle or program of `stored` bytes may inflate."""
     return min(max(4 << 20, 16 * stored), directory.MAX_INFLATED)
 
 
@@ -158,29 +158,29 @@ def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[G
 
 @dataclass(slots=True, eq=False, repr=False)
 class RecordStorages:
-    """Gives the storage for a persistent id: one for each record, whatever the number of tensors that share it.
+    """Gives the storage for a persistent id: one for each record, however many tensors share it.
 
-    prefix: the folder of the records (`archive/data/`).  find: the record of a name, which should have so many bytes.
+    prefix: the folder of the records (`archive/data/`).  find: gives the record for a name and the size it should have.
     """
 
     archive: Archive
     prefix: str
     big_endian: bool
     find: Find | None = None
-    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
-    others: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
+    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, with the first class used for it
+    typed: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 
     def load(self, pid: Any) -> StorageRef:
         """The storage that `("storage", class, key, location, number of elements)` names.
 
-        The C++ of torch 1.2 to 1.4 wrote view metadata behind, as legacy streams have them: always None.
+        The C++ of torch 1.2 to 1.4 added view metadata, as legacy streams have: always None.
         """
         word, cls, key, location, numel, *views = pid if type(pid) is tuple and len(pid) in (5, 6) else (None,) * 5
         is_named = word == "storage" and type(key) is type(location) is str
         if not is_named or type(cls) is not Global or type(numel) is not int or (views and views != [None]):
             raise Corrupt("a persistent id that names no storage")
-        known, dtype = storage_class(cls)
-        if not known:
+        is_known, dtype = storage_class(cls)
+        if not is_known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         size = numel * (dtype.itemsize if dtype is not None else 1)
         if (first := self.refs.get(key)) is None:
@@ -189,8 +189,8 @@ class RecordStorages:
             if record is None:
                 raise Corrupt(f"the storage {key[:200]} has no record {name[:200]} in the archive")
             if numel < 0 or size != record.size:
-                there = f"its record {record} has {record.size:,} bytes"
-                raise Corrupt(f"the storage {key} should have {numel} elements; {there}")
+                actual = f"its record {record} has {record.size:,} bytes"
+                raise Corrupt(f"the storage {key} should have {numel} elements; {actual}")
             storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
             if self.big_endian:
                 from ckptool.checkpoint.arrays import swapped
@@ -198,16 +198,16 @@ class RecordStorages:
                 data = swapped(storage, dtype)
                 storage = storage if data is storage.data else Storage(data, location)
             return self.refs.setdefault(key, StorageRef(storage, dtype))
-        # Of several types are only storages of bytes, as uint8 and float8 views have them, and those without any.
-        mixed = dtype is not first.dtype and not all(each is None or each.name == "u8" for each in (first.dtype, dtype))
+        # Only storages of bytes, under uint8 and float8 views, and empty ones may have several types.
+        mixed = dtype is not first.dtype and not all(kind is None or kind.name == "u8" for kind in (first.dtype, dtype))
         if (location, size) != (first.storage.location, first.storage.nbytes) or (mixed and size):
             raise Corrupt(f"the storage {key} is described in two ways")
-        return first if dtype is first.dtype else self.others.setdefault((key, dtype), StorageRef(first.storage, dtype))
+        return first if dtype is first.dtype else self.typed.setdefault((key, dtype), StorageRef(first.storage, dtype))
 
 
 def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[Note]:
     """Notes on the records of an archive, once its pickle was read."""
-    found = {}
+    messages = {}
     unused = [
         record
         for name, record in archive.records.items()
@@ -216,14 +216,14 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
     if unused:
         size = sum(record.stored for record in unused)
         records = f"{counted(len(unused), 'record')} with {size:,} bytes {form(len(unused), 'is', 'are')}"
-        found["unused-record"] = f"{records} used by no tensor"
+        messages["unused-record"] = f"{records} used by no tensor"
     if any(record.method for record in archive.records.values()):
-        found["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
+        messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.has_checksums:
-        found["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
+        messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
     if storages.big_endian:
-        found["big-endian"] = "written on a big-endian machine"
-    return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in found.items()]
+        messages["big-endian"] = "written on a big-endian machine"
+    return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in messages.items()]
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -248,14 +248,14 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
             layout.add(root + name, InlineBytes(text))
     else:
-        anew = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
+        rewritten = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
         if mark != origin.recovered:
-            anew.add(root + marks.RECOVERED_RECORD)
+            rewritten.add(root + marks.RECOVERED_RECORD)
         archive = origin.archive
         for record in archive.by_offset():
-            if record.name in anew or (record.name.startswith(root + "data/") and record not in keys.used):
+            if record.name in rewritten or (record.name.startswith(root + "data/") and record not in keys.used):
                 continue
-            # A reader that knows the record's directory entry alone has to know how large its descriptor is.
+            # A reader that knows only the record's directory entry has to know how large its descriptor is.
             is_usual = record.descriptor_size in (DESCRIPTOR.size, DESCRIPTOR64.size)
             is_usual = not record.descriptor_size or (is_usual and record.central[6] < ZIP64_VERSION)
             is_aligned = (layout.at - record.header) % origin.alignment == 0
@@ -322,7 +322,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
 
 
 class _Keys:
-    """The keys of storages in a new archive, and which of them are `used` old records', which `fresh` ones."""
+    """The keys of storages in a new archive; `used`: the old records among them, `fresh`: the new ones."""
 
     def __init__(self, origin: Origin | None) -> None:
         records = origin.archive.records if origin else {}
@@ -334,8 +334,8 @@ class _Keys:
         self.free = (key for n in itertools.count() if f"{root}data/{(key := str(n))}" not in records)
 
     def key_of(self, storage: Storage) -> str:
-        """The key of a storage: its old record's, unless another storage has that (two that became different stay
-        so)."""
+        """The key of a storage: its old record's, unless another storage has that already (two that became different
+        stay two)."""
         key = self.keys.get(id(storage))
         if key is None:
             record = self.records.get(id(storage.data))

@@ -129,9 +129,7 @@ class ExactResume(Callback):
         if _KEY in checkpoint:
             self._fetches.resume(checkpoint[_KEY], trainer.global_rank, trainer.world_size, "the checkpoint")
         elif trainer.is_global_zero:
-            to_stderr(
-                "the checkpoint was saved without this ExactResume: the run continues with different random numbers"
-            )
+            to_stderr("the checkpoint was saved without this ExactResume: the run continues with other random numbers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Tells each ModelCheckpoint that saved this step so, which Lightning forgets: it would save the step again, in

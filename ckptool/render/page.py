@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
+from ckptool.analysis.diff import BESIDE, EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
 from ckptool.analysis.differences import is_tensor
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
@@ -402,8 +402,7 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if "prefix" in diff.ignored:
         clauses.append("the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else ""))
     verdict = "; ".join(clauses)
-    beside = {"device", "strides", "requires_grad", "parameter"}  # differ beside equal values
-    alike = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= beside]
+    alike = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= BESIDE]
     words = "have the same values" if alike else "are the same"
     equal = f"{diff.equal + len(alike):,} of {counted(diff.tensors, 'tensor')} {words}, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:

@@ -31,7 +31,7 @@ class Position:
     """The place of the next batch. epoch: from 0.  batch: how many of this epoch were yielded.
 
     began: the steps done before this epoch.  start: the random state with which it began.  body: that with which the
-    body of `run.epochs` around it began.
+    enclosing body of `run.epochs` began.
     """
 
     def __init__(self) -> None:
@@ -49,74 +49,74 @@ class Position:
         self.parts = {}
 
     def rank_state(self) -> dict[str, Any]:
-        """The part of the place that each process has for itself; none between two epochs."""
+        """The part of the position that belongs to each process; empty between two epochs."""
         inside = bool(self.batch)
         state = self.loader.state_dict() if inside and has_state(self.loader) else None
-        more: dict[str, Any] = {"parts": self.parts} if inside and self.parts else {}
+        optional: dict[str, Any] = {"parts": self.parts} if inside and self.parts else {}
         if inside and self.start and self.body and rng.moved(self.body, self.start):
-            more["body_start"] = self.body
-        return {"epoch_start": self.start if inside else None, "loader": state, **more}
+            optional["body_start"] = self.body
+        return {"epoch_start": self.start if inside else None, "loader": state, **optional}
 
-    def restore(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Takes a place that was saved."""
+    def restore(self, saved: dict[str, Any], rank: dict[str, Any]) -> None:
+        """Returns to a saved position. rank: what `rank_state` gave in this process."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
-        self.start, self.loader_state = own.get("epoch_start"), own.get("loader")
-        self.parts, self.body = own.get("parts", {}), own.get("body_start", self.start)
+        self.start, self.loader_state = rank.get("epoch_start"), rank.get("loader")
+        self.parts, self.body = rank.get("parts", {}), rank.get("body_start", self.start)
 
 
 def saves(value: Any) -> bool:
-    """True for what has a state, and takes it back."""
+    """True for an object that can save and load its state."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def has_state(loader: Any) -> bool:
-    """True for a loader that saves its own place, and with it what its workers draw: see `HoldingDraws`.
+    """True for a loader that saves its own position, and with it the draws of its workers: see `HoldingDraws`.
 
-    Data without a state that torchdata reads again from its start, and objects that take no attribute, hold no draws.
+    An iterable without a state, which torchdata reads again from its start, or one without a `__dict__` holds no draws.
     """
     workers: int = getattr(loader, "num_workers", 0)
     data = loader.dataset if saves(loader) and workers else None
-    again = isinstance(data, torch.utils.data.IterableDataset) and not saves(data)
-    return saves(loader) and (data is None or (hasattr(data, "__dict__") and not again))
+    restarts = isinstance(data, torch.utils.data.IterableDataset) and not saves(data)
+    return saves(loader) and (data is None or (hasattr(data, "__dict__") and not restarts))
 
 
 def make_ready(loader: Any) -> None:
-    """Before an iterator of a loader is made: its workers begin anew, and hold their draws where it saves its place."""
+    """Prepares a loader for a new iterator: its workers start afresh, and hold their draws if it saves its position."""
     if isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None:
         loader._iterator = None  # its workers would go on with random states that cannot be restored
         loader._initial_iter_for_state_dict = False
-    works = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
-    if works and has_state(loader):
+    draws = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
+    if draws and has_state(loader):
         loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
-    """A loader and what it is made of, by name; those that may have a state, a generator, or `set_epoch`."""
-    found = {
+    """A loader and the parts of it, by name, that may have a state, a generator, or `set_epoch`."""
+    parts = {
         "loader": loader,
         **{name: getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")},
     }
-    return {**found, "batch_sampler.sampler": getattr(found["batch_sampler"], "sampler", None)}
+    return {**parts, "batch_sampler.sampler": getattr(parts["batch_sampler"], "sampler", None)}
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """The generators that a loader and its samplers draw from, by name."""
-    found: dict[str, Any] = {}
+    generators: dict[str, Any] = {}
     for name, owner in parts_of(loader).items():
         generator = getattr(owner, "generator", None) if name != "dataset" else None
-        if rng.is_generator(generator) and all(generator is not known for known in found.values()):
-            found[f"{name}.generator"] = generator
-    return found
+        if rng.is_generator(generator) and all(generator is not known for known in generators.values()):
+            generators[f"{name}.generator"] = generator
+    return generators
 
 
 def epochs_of(loader: Any) -> list[str]:
     """The names of the attribute `epoch` in everything with `set_epoch`, as they are reached from `loader`."""
-    aware = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
-    return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in aware]
+    names = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
+    return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in names]
 
 
 def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
-    """The batches of the epoch that a run is in, from its place on. saved: the random state with which it goes on.
+    """The rest of the batches of a run's current epoch. saved: the random state to continue with.
 
     Restores the random states, and the objects that fetching changes. Raises `Conflict` for other data than before.
     """
@@ -128,16 +128,16 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     position.start = run._capture(generators)
     run._reseed("epoch", position.epoch)
     position.parts = position.parts if skipped else run.objects.parts_of(loader)
-    again = 0 if has_state(loader) else skipped
+    refetched = 0 if has_state(loader) else skipped
     batches: Any = None
     try:
-        with run.objects.refetching(position.parts) if again else nullcontext():
-            batches = _begun(loader, position)
-            for number in range(again):
+        with run.objects.refetching(position.parts) if refetched else nullcontext():
+            batches = _epoch_iterator(loader, position)
+            for number in range(refetched):
                 run._reseed("step", position.began + number)
                 if next(batches, _END) is _END:
-                    gave = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
-                    raise Conflict(f"the loader gave {gave}", "That is not the data that the run was trained on.")
+                    yielded = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
+                    raise Conflict(f"the loader gave {yielded}", "That is not the data that the run was trained on.")
         if skipped and saved is not None:
             run._restore_random(saved, generators)
         run._reseed("step", run.step)
@@ -154,9 +154,9 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
                 make_ready(loader)  # the script may begin it again
 
 
-def _begun(loader: Any, position: Position) -> Iterator[Any]:
+def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
     """The iterator of an epoch; calls `set_epoch` of loader, samplers and data set."""
-    for part in {id(each): each for each in parts_of(loader).values()}.values():
+    for part in {id(part): part for part in parts_of(loader).values()}.values():
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(position.epoch)
     make_ready(loader)
@@ -170,21 +170,21 @@ def _begun(loader: Any, position: Position) -> Iterator[Any]:
                 "Use the same num_workers",
             ) from error
     position.loader_state = None
-    return _spared(loader, lambda each: iter(each() if callable(each) and not hasattr(each, "__iter__") else each))
+    return _spared(loader, lambda data: iter(data() if callable(data) and not hasattr(data, "__iter__") else data))
 
 
 class HoldingDraws:
-    """Starts a worker whose random states are part of its data set's state.
+    """Initializes a worker so that its random states are part of its data set's state.
 
-    A StatefulDataLoader saves that for each worker, with each batch, and gives it back before the next one.
+    A StatefulDataLoader saves that state for each worker with every batch, and loads it before the next one.
     """
 
-    def __init__(self, given: Callable[[int], Any] | None) -> None:
-        self.given = given
+    def __init__(self, initialize: Callable[[int], Any] | None) -> None:
+        self.initialize = initialize
 
-    def __call__(self, number: int) -> None:
-        if self.given is not None:
-            self.given(number)
+    def __call__(self, worker_id: int) -> None:
+        if self.initialize is not None:
+            self.initialize(worker_id)
         worker = torch.utils.data.get_worker_info()
         data: Any = worker.dataset if worker else None  # the worker's own
         save, load = (data.state_dict, data.load_state_dict) if saves(data) else (lambda: None, lambda state: None)
@@ -202,7 +202,7 @@ _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextmanager
 def workers_spared() -> Iterator[None]:
-    """Blocks signals in the workers of all loaders that begin: a script's validation also needs its own to its end."""
+    """Blocks signals in the workers of every loader that starts: a script's validation needs its workers to the end."""
     loaders: Any = torch.utils.data.DataLoader
     begin = loaders._get_iterator
     loaders._get_iterator = lambda loader: _spared(loader, begin)
@@ -213,7 +213,7 @@ def workers_spared() -> Iterator[None]:
 
 
 def _spared(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """What `begin` makes of a loader; signals are blocked in its workers."""
+    """The iterator that `begin` makes of a loader, with signals blocked in its workers."""
     if not getattr(loader, "num_workers", 0):
         return begin(loader)
     with signals_blocked():

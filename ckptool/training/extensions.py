@@ -43,9 +43,9 @@ def classes_of(module: Any, base: type) -> dict[str, Any]:
 class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
-    key: as messages call it.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
-    by name in lower case; `step` and `step_lr` are StepLR.  gives: what a call must result in, in words, and the test
-    for it.
+    key: its name in messages.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
+    by name in lower case; `step` and `step_lr` are StepLR.  gives: what a call must return, in words, and the test for
+    it.
     """
 
     key: str
@@ -69,55 +69,55 @@ class Choice:
         for spelling in (plain, f"{plain}lr", plain.removesuffix("lr")):
             if spelling in self.classes:
                 return self.classes[spelling]
-        known = {each.lower(): each for each in self.built_in}
-        known |= {key: each.__name__ for key, each in self.classes.items()}
-        close = difflib.get_close_matches(plain, known, 1)
+        names = {entry.lower(): entry for entry in self.built_in}
+        names |= {key: entry.__name__ for key, entry in self.classes.items()}
+        close = difflib.get_close_matches(plain, names, 1)
         raise UsageError(
             f"{self.key}: there is no {name!r}",
-            f"Known: {listed(sorted(known.values()), 40)}." if known else "Nothing is built in.",
-            (f"Did you mean {known[close[0]]}? " if close else "") + self.typed,
+            f"Known: {listed(sorted(names.values()), 40)}." if names else "Nothing is built in.",
+            (f"Did you mean {names[close[0]]}? " if close else "") + self.typed,
         )
 
     def make(self, name: str, args: Mapping[str, Any], *first: Any) -> Any:
-        """What the object with a name makes. Raises as `call` does, and `UsageError` for a result of another kind."""
-        made = self.call(name, args, *first)
+        """The result of `call`, checked. Raises as that does, and `UsageError` for a result of another kind."""
+        result = self.call(name, args, *first)
         words, is_one = self.gives
-        if not is_one(made):
-            raise UsageError(f"{self.key}: {name} returned {type(made).__name__}, not {words}", "", self.typed)
-        return made
+        if not is_one(result):
+            raise UsageError(f"{self.key}: {name} returned {type(result).__name__}, not {words}", "", self.typed)
+        return result
 
     def call(self, name: str, args: Mapping[str, Any], *first: Any) -> Any:
-        """The result of calling the object with a name; first: what it gets before `args`.
+        """The result of calling the object with a name. first: its arguments before `args`.
 
         Raises `UsageError` for arguments that it does not take.
         """
-        found, takes = self.find(name), ""
+        code, accepted = self.find(name), ""
         try:
-            if (signature := signature_of(found)) is not None:
-                takes = ", ".join([*signature.parameters][len(first) :])
-                signature.bind_partial(*first, **args)  # a misspelt one is told before one that is missing
+            if (signature := signature_of(code)) is not None:
+                accepted = ", ".join([*signature.parameters][len(first) :])
+                signature.bind_partial(*first, **args)  # reports a misspelt argument before a missing one
                 signature.bind(*first, **args)
-            return call_user_code(found, self.key, name, *first, **args) if names_code(name) else found(*first, **args)
+            return call_user_code(code, self.key, name, *first, **args) if names_code(name) else code(*first, **args)
         except CkptoolError:
             raise
         except (TypeError, ValueError, ArithmeticError) as error:
             raise UsageError(
                 f"{self.key}: {name} does not take these arguments: {error}",
-                f"It takes: {takes}." if takes else self.typed,
+                f"It takes: {accepted}." if accepted else self.typed,
             ) from error
 
 
-def signature_of(found: Any) -> inspect.Signature | None:
-    """What something takes; None for C code that does not say it. Raises `TypeError` for what cannot be called."""
+def signature_of(target: Any) -> inspect.Signature | None:
+    """The signature of a callable; None for C code that has none. Raises `TypeError` for what cannot be called."""
     with suppress(ValueError):
-        return inspect.signature(found)
+        return inspect.signature(target)
     return None
 
 
-def numbers(found: Any, what: str, name: str) -> dict[str, float]:
-    """The numbers that the user's code gave, by name. Raises `UsageError` for anything else."""
+def numbers(values: Any, what: str, name: str) -> dict[str, float]:
+    """The numbers that the user's code returned, by name. Raises `UsageError` for anything else."""
     try:
-        return {str(key): float(value) for key, value in found.items()}
+        return {str(key): float(value) for key, value in values.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
             f"{what}: {name} gave no dictionary of numbers: {error}", "", "Give numbers, or scalar tensors, by name."
@@ -135,7 +135,7 @@ def name_culprits() -> Iterator[None]:
         yield
     except (Exception, SystemExit) as raised:
         error: BaseException = raised
-        if isinstance(raised, Conflict) and raised.__cause__ is not None:  # a state that does not fit, in whose words
+        if isinstance(raised, Conflict) and raised.__cause__ is not None:  # a state that does not fit
             cause = traceback.extract_tb(raised.__cause__.__traceback__)
             error = raised.__cause__ if any(is_theirs(frame.filename) for frame in cause) else raised
         if isinstance(error, (CkptoolError, MemoryError, RecursionError)):
@@ -160,7 +160,7 @@ def name_culprits() -> Iterator[None]:
 
 
 def is_theirs(file: str) -> bool:
-    """True for a file that is neither ckptool's nor installed."""
+    """True for a file that belongs neither to ckptool nor to an installed package."""
     return os.path.isfile(file) and not os.path.abspath(file).startswith((_OURS + os.sep, *_INSTALLED))
 
 
@@ -172,18 +172,18 @@ Patterns = str | Sequence[str]
 def parameters_matching(model: nn.Module, patterns: Patterns, what: str) -> list[str]:
     """The names of the parameters that patterns choose, in the model's order; a tied one under its first name.
 
-    A pattern of names means parameters, and modules only where it matches none. what: the key that holds the patterns.
+    A pattern of names means parameters; modules only if it matches no parameter. what: the key of the patterns.
     Raises `UsageError` for one that matches nothing.
     """
     names = [name for name, _ in model.named_parameters()]
 
     def find(pattern: str) -> set[str]:
         if pattern.startswith("type:"):  # of modules of a class
-            kind, _, own = pattern.removeprefix("type:").partition(".")
-            is_type, is_own = matcher(kind), matcher(own or "*")
+            kind, _, suffix = pattern.removeprefix("type:").partition(".")
+            is_type, fits = matcher(kind), matcher(suffix or "*")
             modules = ((prefix, module) for prefix, module in model.named_modules() if _is(module, is_type))
             theirs = ((prefix, name) for prefix, module in modules for name, _ in module.named_parameters())
-            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in theirs if is_own(name)}.intersection(names)
+            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in theirs if fits(name)}.intersection(names)
         matches = matcher(pattern)
         inside = (name for name in names if any(map(matches, accumulate(name.split(".")[:-1], "{}.{}".format))))
         return set(filter(matches, names)) or set(inside)
@@ -205,18 +205,18 @@ def modules_matching(model: nn.Module, patterns: Patterns, what: str) -> list[st
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """The modules that are in none of the others."""
+    """The modules that are inside none of the others."""
     return [name for name in names if not any(name.startswith(other + ".") for other in names)]
 
 
 def _chosen(patterns: Patterns, names: list[str], find: Callable[[str], set[str]], problem: str) -> list[str]:
-    each = [patterns] if isinstance(patterns, str) else list(patterns)
-    chosen = set(names) if each and each[0].startswith("not:") else set()
-    for pattern in each:
-        found = find(pattern.removeprefix("not:"))
-        if not found:
+    listing = [patterns] if isinstance(patterns, str) else list(patterns)
+    chosen = set(names) if listing and listing[0].startswith("not:") else set()
+    for pattern in listing:
+        matches = find(pattern.removeprefix("not:"))
+        if not matches:
             raise UsageError(problem.format(pattern), f"Available: {listed(names, 8)}.")
-        chosen = chosen - found if pattern.startswith("not:") else chosen | found
+        chosen = chosen - matches if pattern.startswith("not:") else chosen | matches
     return [name for name in names if name in chosen]
 
 

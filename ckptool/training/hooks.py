@@ -40,14 +40,14 @@ class Hooks:
     def __init__(self, names: list[str], progress: Progress | None = None) -> None:
         self.progress = progress
         self.numbers: dict[str, dict[str, Any]] = {}
-        self.each: list[tuple[str, Any]] = [(name, HOOKS.make(name, {})) for name in names]
-        for name, hook in self.each:
-            others = [key for key in dir(type(hook)) if key[0] != "_" and callable(getattr(type(hook), key))]
-            for other in {*others} - {*METHODS}:
-                near = get_close_matches(other.removeprefix("on_"), METHODS, 1, 0.75)
+        self.hooks: list[tuple[str, Any]] = [(name, HOOKS.make(name, {})) for name in names]
+        for name, hook in self.hooks:
+            methods = [key for key in dir(type(hook)) if key[0] != "_" and callable(getattr(type(hook), key))]
+            for method in {*methods} - {*METHODS}:
+                near = get_close_matches(method.removeprefix("on_"), METHODS, 1, 0.75)
                 if near and not hasattr(hook, near[0]):
                     raise UsageError(
-                        f"hooks: {name} has a method {other}, which would never be called",
+                        f"hooks: {name} has a method {method}, which would never be called",
                         f"The methods of a hook are {', '.join(METHODS)}.",
                         f"Did you mean {near[0]}? If not, begin its name with an underscore.",
                     )
@@ -56,16 +56,16 @@ class Hooks:
                 raise UsageError(what, "", HOOKS.typed)
 
     def call(self, method: str, *args: Any) -> None:
-        """Calls a method of every hook that has it, and keeps the numbers that it gives for the next line.
+        """Calls a method of every hook that has it, and keeps the numbers that it returns for the next line.
 
-        They are kept as they are: one on a device is waited for only when it is written.
+        Tensors on a device are kept as they are, and only waited for when the line is written.
         """
-        for name, hook in self.each:
-            found = call_user_code(getattr(hook, method), "hooks", name, *args) if hasattr(hook, method) else None
-            if found is not None and method in ("after_backward", "facts"):
-                if not isinstance(found, Mapping):
-                    numbers(found, "hooks", name)  # which raises
-                self.numbers.setdefault(name, {}).update(found)
+        for name, hook in self.hooks:
+            measures = call_user_code(getattr(hook, method), "hooks", name, *args) if hasattr(hook, method) else None
+            if measures is not None and method in ("after_backward", "facts"):
+                if not isinstance(measures, Mapping):
+                    numbers(measures, "hooks", name)  # which raises
+                self.numbers.setdefault(name, {}).update(measures)
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
@@ -73,15 +73,15 @@ class Hooks:
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
             by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
-            self.each.append(("profile", Profiler(config.profile, folder, by)))
+            self.hooks.append(("profile", Profiler(config.profile, folder, by)))
         if trainer.world.is_first and config.log.tensorboard:
-            self.each.append(("tensorboard", Board(folder, trainer.step)))
+            self.hooks.append(("tensorboard", Board(folder, trainer.step)))
         errors: list[CkptoolError] = []
         try:
             self.call("attach", trainer)
             yield
-        finally:  # each is told of the end, whatever the others do
-            for name, hook in self.each:
+        finally:  # every hook's `ended` is called, whatever the others raise
+            for name, hook in self.hooks:
                 try:
                     if hasattr(hook, "ended"):
                         call_user_code(hook.ended, "hooks", name, trainer)
@@ -93,13 +93,13 @@ class Hooks:
     @property
     def profiled(self) -> str:
         """The path of the profiler's table, where it was written."""
-        return next((hook.written for _, hook in self.each if isinstance(hook, Profiler)), "")
+        return next((hook.written for _, hook in self.hooks if isinstance(hook, Profiler)), "")
 
     def facts(self) -> dict[str, float]:
         """The numbers of the hooks since the last line."""
         self.call("facts")
-        kept, self.numbers = self.numbers, {}
-        return {key: value for name, each in kept.items() for key, value in numbers(each, "hooks", name).items()}
+        facts, self.numbers = self.numbers, {}
+        return {key: value for name, values in facts.items() for key, value in numbers(values, "hooks", name).items()}
 
     def logged(self, trainer: Trainer, fact: dict[str, Any], rate: float) -> None:
         """Called with every line of the metrics."""
@@ -114,16 +114,16 @@ class GradNorm:
     def after_backward(self, trainer: Trainer, model: str) -> dict[str, torch.Tensor]:
         norms: Any = torch._foreach_norm([p.grad for p in trainer.models[model].parameters() if p.grad is not None])
         name = "grad_norm" if len(trainer.models) == 1 else f"grad_norm_{model}"
-        # Of tensors that processes divide, which they put together.
-        each = [(norm.full_tensor() if is_divided(norm) else norm).to(trainer.world.device) for norm in norms]
-        return {name: torch.stack(each).norm()} if each else {}
+        # The norms of tensors divided among processes are divided, too: each needs all of its parts.
+        tensors = [(norm.full_tensor() if is_divided(norm) else norm).to(trainer.world.device) for norm in norms]
+        return {name: torch.stack(tensors).norm()} if tensors else {}
 
 
 class ActivationStats:
     """Mean and deviation of the outputs of the first model's layers, in the last forward pass before each line."""
 
     def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
+        self.statistics: dict[str, torch.Tensor] = {}
         self.handles: list[Any] = []
 
     def attach(self, trainer: Trainer) -> None:
@@ -140,12 +140,12 @@ class ActivationStats:
     def _look(self, trainer: Trainer, path: str, module: Any, inputs: Any, output: Any) -> None:
         due = (trainer.step + 1) % trainer.config.log.every == 0 or trainer.step + 1 == trainer.total_steps
         if due and module.training and isinstance(output, torch.Tensor) and output.is_floating_point():
-            seen = output.detach().float()
-            self.found[f"{path}.mean"], self.found[f"{path}.std"] = seen.mean(), seen.std(unbiased=False)
+            values = output.detach().float()
+            self.statistics[f"{path}.mean"], self.statistics[f"{path}.std"] = values.mean(), values.std(unbiased=False)
 
     def facts(self) -> dict[str, torch.Tensor]:
-        found, self.found = self.found, {}
-        return found
+        statistics, self.statistics = self.statistics, {}
+        return statistics
 
 
 class Profiler:
@@ -161,29 +161,29 @@ class Profiler:
             schedule = torch.profiler.schedule(
                 wait=settings.wait, warmup=settings.warmup, active=settings.active, repeat=1
             )
-            self.kept = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-            self.kept.start()
+            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+            self.profiler.start()
 
-    def _write(self, kept: torch.profiler.profile) -> None:
+    def _write(self, profile: torch.profiler.profile) -> None:
         try:
-            kept.export_chrome_trace(self.path)
+            profile.export_chrome_trace(self.path)
         except OSError as error:
             raise file_problem(error, self.path, "write the trace to") from error
-        write_text(self.table, str(kept.key_averages().table(sort_by=self.by, row_limit=20)))
+        write_text(self.table, str(profile.key_averages().table(sort_by=self.by, row_limit=20)))
         self.written = self.table
 
     def after_step(self, trainer: Trainer) -> None:
         with _quietly():
-            self.kept.step()
+            self.profiler.step()
 
     def ended(self, trainer: Trainer) -> None:
         with _quietly():
-            self.kept.stop()
+            self.profiler.stop()
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what the profiler warns of: no warm-up, a round that begins anew."""
+    """Silences the profiler's warnings: of a missing warm-up, and of a round that starts over."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

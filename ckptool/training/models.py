@@ -38,17 +38,17 @@ def build_model(
 ) -> nn.Module:
     """The model that a configuration names, initialised, and started from a checkpoint where it says so.
 
-    Facts of the data (`inputs`, `classes`, …) are passed on where the model takes them and `args` does not give them.
-    fresh: False for a run that goes on, whose weights come from its own checkpoint.  name: its key in `models`.  say:
+    Facts of the data (`inputs`, `classes`, …) are passed on if the model takes them and `args` does not have them.
+    fresh: False for a resumed run, whose weights come from its own checkpoint.  name: its key in `models`.  say:
     called with what was skipped of a checkpoint that need not fit. Raises what `ckptool.load_into` raises for one that
     does not.
     """
-    found = MODELS.find(settings.name)
-    signature = signature_of(found) if callable(found) else None
+    builder = MODELS.find(settings.name)
+    signature = signature_of(builder) if callable(builder) else None
     takes = signature.parameters if signature is not None else ()
-    known = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
-    model: nn.Module = MODELS.make(settings.name, {**known, **settings.args})
-    if fresh or names_code(settings.init):  # which may give it other parameters
+    facts = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
+    model: nn.Module = MODELS.make(settings.name, {**facts, **settings.args})
+    if fresh or names_code(settings.init):  # of the user's: it may replace parameters
         INIT.call(settings.init, {}, model)
     if not fresh or (path := settings.from_) is None:
         return model
@@ -57,21 +57,21 @@ def build_model(
     strict, way = settings.strict, "error" if settings.strict else "skip"
     try:
         report = load_into(model, path, strict=strict, on_mismatch=way, min_loaded=settings.min_loaded)
-    except (PlanRefused, UsageError) as error:  # its advice is for those who call it, who have more options
-        less = f"models.{name}.strict=false" if strict else f"models.{name}.min_loaded=0"
+    except (PlanRefused, UsageError) as error:  # its advice is for callers of `load_into`, who have more options
+        option = f"models.{name}.strict=false" if strict else f"models.{name}.min_loaded=0"
         words = "only what fits" if strict else "however little fits"
         part = "" if "#" in path else f"; a part of it: {arg(set=f'models.{name}.from={path}#ADDRESS')}"
-        error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {words}: {arg(set=less)}")
+        error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {words}: {arg(set=option)}")
         raise
     lists = {
         "skipped, as its shape differs": [f"{each.target} ({each.have} for {each.want})" for each in report.mismatched],
         "not in it": [each.name for each in report.missing],
         "not in the model": [each.name for each in report.unexpected],
     }
-    left = [f"{len(names)} {what}: {printable(listed(names, 8))}" for what, names in lists.items() if names]
-    if left:
+    skipped = [f"{len(names)} {what}: {printable(listed(names, 8))}" for what, names in lists.items() if names]
+    if skipped:
         loaded = f"{counted(len(report.loaded), 'tensor')} ({percent(report.share)} of its values)"
-        say(f"models.{printable(name)} starts with {loaded} of {printable(report.source)}; {'; '.join(left)}")
+        say(f"models.{printable(name)} starts with {loaded} of {printable(report.source)}; {'; '.join(skipped)}")
     return model
 
 
@@ -88,14 +88,14 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
     """
     modules = dict(model.named_modules())
     if settings.sequential is None:
-        # The outermost modules that match: what is inside of them is computed again with them.
+        # The outermost modules that match: what is inside them is recomputed with them.
         names = outermost(modules_matching(model, settings.match or "", "activation_checkpoint"))
     elif isinstance(modules.get(settings.sequential), nn.Sequential):
         names = [settings.sequential]
     else:
-        there = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
+        sequentials = [place or "''" for place, module in modules.items() if isinstance(module, nn.Sequential)]
         what = f"activation_checkpoint: {settings.sequential!r} is not an nn.Sequential"
-        raise UsageError(what, f"Available: {listed(there, 8) or 'none'}.")
+        raise UsageError(what, f"Available: {listed(sequentials, 8) or 'none'}.")
     for name in names:
         _recompute(modules[name], settings)
 
@@ -105,13 +105,13 @@ def checkpoint_activations(model: nn.Module, settings: ActivationCheckpoint, say
 
 
 def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
-    """Gives one module another forward, by a class of its own, so that DataParallel's copies run on themselves."""
+    """Gives a module another `forward` by a class of its own: a bound method would run DataParallel's copies on it."""
     kind: Any = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *args, **kwargs)
-        # The older way learns nothing where no positional tensor asks for a gradient, and takes none by keyword.
+        # The older way has no gradients unless a positional tensor requires one, and takes no keyword arguments.
         asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         older = settings.use_reentrant and asks and not kwargs
         how: Any = {"use_reentrant": older, "preserve_rng_state": settings.preserve_rng_state}
@@ -125,15 +125,15 @@ def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
 
 @contextmanager
 def kept_bytes() -> Iterator[SimpleNamespace]:
-    """Counts, as `bytes`, what autograd keeps of a forward pass for the backward pass; no weights, a storage once."""
-    found, seen = SimpleNamespace(bytes=0), set[int]()
+    """Counts, as `bytes`, what autograd keeps of a forward pass for the backward pass: a storage once, no weights."""
+    total, seen = SimpleNamespace(bytes=0), set[int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
             seen.add(storage.data_ptr())
-            found.bytes += storage.nbytes()
+            total.bytes += storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield total

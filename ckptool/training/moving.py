@@ -1,9 +1,9 @@
-"""Finds what moves while a model trains, so that what of it no state dict has can be named: generators, buffers,
-counters, the order of a sampler.
+"""Finds what changes while a model trains, to name what is in no state dict: generators, buffers, counters, the order
+of a sampler.
 
 `snapshot` goes from named objects through attributes, containers, closures and suspended generators, and names what it
 meets by its owner: `dataset.rng`. It runs none of their code: no property, no `__getattr__`, no `__repr__` of theirs.
-This module imports nothing of ckptool, and torch only where the program has: `prove` loads it into any interpreter.
+This module imports nothing of ckptool, and torch only if the program has: `prove` loads it into any interpreter.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 _ITEMS = frozenset((list, tuple, set, frozenset, deque, range))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _OPAQUE = frozenset((types.ModuleType, types.CodeType, type))
-# C types whose parts have no names: what they refer to goes under the name of the whole.
+# Modules of C types whose parts have no names: what they refer to goes by the name of the container.
 _UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
 
 
 def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `KIND: DIGEST` of all that can move and is reachable from the objects; short values stand as they are.
+    """Name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not digested.
 
-    Parameters, the generators that a library keeps for all (`random_states` has them), `SystemRandom`, activations and
-    the state of optimizers are left out. Bounded; what cannot be read is left out, too: it never raises.
+    Left out: parameters, the global generators of libraries (see `random_states`), `SystemRandom`, activations, the
+    state of optimizers, and what cannot be read. Bounded by `MAX_OBJECTS`; never raises.
     """
     return reachable(objects)[0]
 
 
 def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """A snapshot, and name -> the object itself, of all objects that were met on the way.
+    """A snapshot, and name -> object for all objects that were met on the way.
 
-    seen: those that are passed over, by their ids; what was met is added.
+    seen: objects to skip, by id; those that were met are added.
     """
-    found: dict[str, str] = {}
-    met: dict[str, Any] = {}
-    seen = {} if seen is None else seen  # the objects too: another could get the number of one that is gone
+    entries: dict[str, str] = {}
+    reached: dict[str, Any] = {}
+    seen = {} if seen is None else seen  # with the objects: an id is reused once its object is gone
     queue: deque[tuple[str, Any, str]] = deque((name, value, VALUE) for name, value in objects.items())
     while queue and len(seen) < MAX_OBJECTS:  # breadth first, so that a thing is named by its nearest owner
         name, value, kind = queue.popleft()
@@ -63,7 +63,7 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
                 if id(value) in seen or type(value) in _OPAQUE or issubclass(type(value), type):
                     continue
                 seen[id(value)] = value
-                met.setdefault(name, value)
+                reached.setdefault(name, value)
                 if (state := _generator_state(value)) is not None:
                     kind, text = GENERATOR, digest(state) if state else ""
                 elif _is(value, "torch", "Tensor"):
@@ -76,42 +76,42 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
                     text = "" if is_constant else f"{list(value.shape)} {digest(part.tobytes())}"
                 else:
                     queue.extend(list(_parts(name, value, kind)))
-                    # A cache, a memory of what was seen.
+                    # Of a container only its length: a cache or a replay memory grows.
                     text = f"{type(value).__name__} of {len(value)}" if type(value) in _ITEMS | _MAPPINGS else ""
             if text:
                 names = chain([name], (f"{name}#{number}" for number in count(2)))
-                found[next(unique for unique in names if unique not in found)] = f"{kind}: {text}"
-    return found, met
+                entries[next(unique for unique in names if unique not in entries)] = f"{kind}: {text}"
+    return entries, reached
 
 
 def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Collection[str]) -> dict[str, str]:
-    """What changed from one snapshot to another and is not saved, by itself or as a part of something that is.
+    """Name -> kind of what changed between two snapshots and is not saved, by itself or as part of something saved.
 
-    By its owner, `model.counter`, its kind: one of the constants above.
+    The names begin with the owner, `model.counter`; the kinds are the constants above.
     """
     moved = [name for name, entry in after.items() if before.get(name, entry) != entry]
     # A part of `model`, and of `model.bn`, is `model.bn.count`.
     owners = {name: [name, *(name[:at] for at, letter in enumerate(name) if letter in ".[#")] for name in moved}
-    return {name: kind_of(after[name]) for name in moved if not any(own in saved_names for own in owners[name])}
+    return {name: kind_of(after[name]) for name in moved if not any(owner in saved_names for owner in owners[name])}
 
 
 def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The names that the state dicts of modules have, as `unsaved` takes them. states: by the modules' names."""
+    """The names in the state dicts of modules, as `unsaved` takes them. states: by the modules' names."""
     return {f"{name}.{key}".removesuffix("._extra_state") for name, state in states.items() for key in state}
 
 
 def random_states() -> dict[str, str]:
-    """Library -> digest of the generator that it keeps for all: torch, cuda:0, numpy, python."""
-    found = {"python": digest(_python_bytes(random.getstate()))}
+    """Library or device -> digest of its global generator: torch, cuda:0, numpy, python."""
+    digests = {"python": digest(_python_bytes(random.getstate()))}
     with suppress(Exception):
         numpy = sys.modules["numpy"].random
-        found["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))
+        digests["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))
     with suppress(Exception):
         torch = sys.modules["torch"]
-        found["torch"] = digest(torch.default_generator.get_state().numpy())
+        digests["torch"] = digest(torch.default_generator.get_state().numpy())
         for number, generator in enumerate(torch.cuda.default_generators if torch.cuda.is_initialized() else ()):
-            found[f"cuda:{number}"] = digest(generator.get_state().numpy())
-    return found
+            digests[f"cuda:{number}"] = digest(generator.get_state().numpy())
+    return digests
 
 
 def kind_of(entry: str) -> str:
@@ -120,12 +120,12 @@ def kind_of(entry: str) -> str:
 
 
 def digest(data: Any) -> str:
-    """16 hexadecimal digits of anything with bytes."""
+    """The digest of a bytes-like object, 16 hexadecimal digits."""
     return blake2b(data, digest_size=8).hexdigest()
 
 
 def tensor_digest(tensor: Any) -> str:
-    """The digest of a strided `torch.Tensor`, of samples where it is large; of one element its value."""
+    """The digest of a strided `torch.Tensor`: of samples if it is large, and the value itself if it has one element."""
     torch = sys.modules["torch"]
     value = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor what this rank has
     if value.numel() == 1 and value.dtype.itemsize <= 8:
@@ -140,22 +140,22 @@ def tensor_digest(tensor: Any) -> str:
 
 
 def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
-    """The parts of an object: their names, and what they are if they are values; in a container what it is itself.
+    """The parts of an object: name, part, and its kind if it is a plain value. place: the kind for items of containers.
 
-    Attributes and slots: of a library's class those that it shows; of the state of an optimizer nothing.
+    Of a library's class only public attributes and slots; of an optimizer nothing of its state.
     """
     kind: Any = type(value)
     # Private attributes of a library's class are nobody else's: buckets, iterators, locks.
     library = str(kind.__module__).partition(".")[0]
     hidden = library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
     if _is(value, "torch.nn", "Module"):
-        own = vars(value)
-        passing = own.get("_non_persistent_buffers_set", ())
-        for key, buffer in own.get("_buffers", {}).items():
+        attributes = vars(value)
+        passing = attributes.get("_non_persistent_buffers_set", ())
+        for key, buffer in attributes.get("_buffers", {}).items():
             yield f"{name}.{key}", buffer, NOT_PERSISTENT if key in passing else BUFFER
-        for key, part in own.get("_modules", {}).items():
+        for key, part in attributes.get("_modules", {}).items():
             yield f"{name}.{key}", part, ATTRIBUTE
-        for key, part in own.items():
+        for key, part in attributes.items():
             if key not in _of_every_module() and not (hidden and key.startswith("_")):
                 yield f"{name}.{key}", part, MODULE_ATTRIBUTE
     elif kind is types.FunctionType:
@@ -179,17 +179,17 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
         yield from ((f"{name}[{number}]", part, place) for number, part in items)
     else:
         skipped = ("state", "param_groups", "defaults") if _is(value, "torch.optim", "Optimizer") else ()
-        own = {}
+        attributes = {}
         with suppress(TypeError):
-            own.update(vars(value))
-        members = (each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).items())
-        for slot, place_in in members:
+            attributes.update(vars(value))
+        descriptors = (item for base in kind.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
+        for slot, member in descriptors:
             with suppress(AttributeError):
-                own |= {slot: place_in.__get__(value)} if type(place_in) is types.MemberDescriptorType else {}
-        for key, part in own.items():
+                attributes |= {slot: member.__get__(value)} if type(member) is types.MemberDescriptorType else {}
+        for key, part in attributes.items():
             if isinstance(key, str) and key not in skipped and not (hidden and key.startswith("_")):
                 yield f"{name}.{key}", part, ATTRIBUTE
-        if not own and kind.__module__ in _UNNAMED:
+        if not attributes and kind.__module__ in _UNNAMED:
             yield from ((name, part, ATTRIBUTE) for part in islice(gc.get_referents(value), SAMPLES))
 
 
@@ -218,18 +218,18 @@ def _short(text: str) -> str:
 
 
 def _sampled(items: Iterable[Any], count: int) -> Iterator[Any]:
-    """All of them, or so many that lie evenly among them."""
+    """All items, or about `SAMPLES` of them, evenly spaced."""
     return islice(items, 0, None, max(1, count // SAMPLES))
 
 
 def _generator_state(value: Any) -> bytes | None:
-    """The state of a generator; empty for those that everybody shares, and for the system's. None for other objects."""
+    """The state of a generator; empty for global ones and the system's. None for other objects."""
     if random.Random in type(value).__mro__:
         shared = random.SystemRandom in type(value).__mro__ or value is getattr(random, "_inst", None)
         return b"" if shared else _python_bytes(random.Random.getstate(value))
     if _is(value, "torch", "Generator"):
         torch = sys.modules["torch"]
-        shared = any(value is one for one in (torch.default_generator, *torch.cuda.default_generators))
+        shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
         return b"" if shared else bytes(value.get_state().numpy())
     if _is(value, "numpy.random", "Generator"):
         return _state_bytes(value.bit_generator.state)
@@ -242,9 +242,9 @@ def _generator_state(value: Any) -> bytes | None:
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:
-    """Of `random.getstate()`: 625 numbers, which as a text take ten times as long."""
-    version, numbers, *more = state
-    return array("Q", numbers).tobytes() + repr((version, more)).encode()
+    """The bytes of a `random.getstate()`: 625 numbers, for which `repr` takes ten times as long."""
+    version, numbers, *gauss = state
+    return array("Q", numbers).tobytes() + repr((version, gauss)).encode()
 
 
 def _state_bytes(state: Any) -> bytes:
@@ -258,7 +258,7 @@ def _state_bytes(state: Any) -> bytes:
 
 def _is(value: Any, module: str, name: str) -> bool:
     """True for an instance of a library's class, if the library is imported. Asks the type, not the object."""
-    return (found := getattr(sys.modules.get(module), name, None)) is not None and found in type(value).__mro__
+    return (kind := getattr(sys.modules.get(module), name, None)) is not None and kind in type(value).__mro__
 
 
 @functools.cache

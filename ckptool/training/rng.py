@@ -24,14 +24,14 @@ _ACCELERATORS = ("cuda", "xpu", "mps")
 def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State:
     """The states of generators, and of the global ones of this process."""
     state = global_states() if with_global else {}
-    return {**state, "generators": {name: _get_state(each) for name, each in generators.items()}}
+    return {**state, "generators": {name: _get_state(generator) for name, generator in generators.items()}}
 
 
 def moved(state: State, before: State) -> set[str]:
-    """The names under which a state is another one than before, or was not there. Generators: those of `state`."""
-    own = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
-    before = {**before, "generators": own}
-    return {name for name, each in state.items() if not same(each, before.get(name))}
+    """The names in a state whose value is new or changed; of the named generators, only those of `state` count."""
+    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
+    before = {**before, "generators": generators}
+    return {name for name, value in state.items() if not same(value, before.get(name))}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -43,7 +43,7 @@ def same(one: Any, other: Any) -> bool:
         except RuntimeError:  # torch cannot tell it of sparse tensors
             return False
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(same, one, other))
     return one is other or bool(one == other)
@@ -57,7 +57,7 @@ def _global_generators() -> dict[str, Any]:
 
 def global_states() -> State:
     """The states of all global generators of this process: Python's, numpy's, torch's on each device."""
-    state: State = {name: _get_state(each) for name, each in _global_generators().items()}
+    state: State = {name: _get_state(generator) for name, generator in _global_generators().items()}
     for name in _ACCELERATORS:
         module = getattr(torch, name)
         if module.is_available() and (name == "mps" or module.is_initialized()):
@@ -66,12 +66,12 @@ def global_states() -> State:
 
 
 def restore(state: State, generators: Mapping[str, Any]) -> None:
-    """Sets generators to states that `capture` returned."""
+    """Sets the global generators and those given to the states that `capture` returned."""
     if "numpy" in state:
         import numpy  # noqa: F401  its generator is one of those
-    for known, states in ((_global_generators(), state), (generators, state["generators"])):
-        for name in known.keys() & states.keys():
-            generator, state_of = known[name], states[name]
+    for owners, states in ((_global_generators(), state), (generators, state["generators"])):
+        for name in owners.keys() & states.keys():
+            generator, state_of = owners[name], states[name]
             if isinstance(generator, torch.Generator):
                 generator.set_state(state_of)
             elif isinstance(generator, random.Random):
@@ -88,7 +88,7 @@ def restore(state: State, generators: Mapping[str, Any]) -> None:
 
 @contextmanager
 def forked(generators: Mapping[str, Any]) -> Iterator[None]:
-    """Restores all generators afterwards, so that draws in here do not change later ones."""
+    """Restores all generators afterwards, so that draws inside do not change later ones."""
     before = capture(generators)
     try:
         yield
@@ -168,6 +168,6 @@ def seed_all(device: torch.device, seed: int, *place: object) -> None:
 
 
 def order(seed: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch goes through `count` samples."""
-    found: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
-    return found
+    """The order in which an epoch goes through `count` samples, as indices."""
+    places: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
+    return places

@@ -1,4 +1,4 @@
-"""Saves a run's state: gathers it, copies it where a thread writes it, commits, prunes, and notes it in the history."""
+"""Saves a run's state: gathers it, copies it if a thread writes it, commits, prunes, and notes it in the history."""
 
 from __future__ import annotations
 
@@ -64,35 +64,35 @@ class Saver:
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
-        """True if so much time has passed since the last save, or since the start; the same in all processes."""
+        """True once this many seconds have passed since the last save, or the start; the same in all processes."""
         return seconds is not None and self.world.any_rank(time.monotonic() - self._saved_at >= seconds)
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        failed = self._join()
+        error = self._join()
 
         def fail() -> None:
-            if failed is not None:
-                raise failed
+            if error is not None:
+                raise error
 
         if self._staging is not None:
             self.world.each(fail)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
-        """Waits for the thread that writes, and says what went wrong, as nothing will raise it. Releases the lock."""
-        failed = self._join()
+        """Waits for the thread that writes, reports its error, which nothing raises any more, and releases the lock."""
+        error = self._join()
         self.run.close()
         if self._staging is not None:
-            self._staging = Staging()  # its memory is given back
-        if failed is not None:
-            say(f"the last save failed: {failed}")
+            self._staging = Staging()  # frees its memory
+        if error is not None:
+            say(f"the last save failed: {error}")
 
     def _join(self) -> Exception | None:
-        """Waits for the thread; returns what went wrong in it."""
+        """Waits for the thread; returns the error in it, if any."""
         if self._thread is not None:
             self._thread.join()
-        failed, self._thread, self._error = self._error, None, None
-        return failed
+        error, self._thread, self._error = self._error, None, None
+        return error
 
     def _in_thread(self, *save: Any) -> None:
         try:
@@ -111,9 +111,9 @@ class Saver:
             error.fix = Text(f"Make room, then {self.resume}")
             raise
         if self.world.is_first:
-            gone = self.run.prune()
-            found = {"metrics": facts["metrics"]} if facts.get("metrics") else {}
-            self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in gone], **found)
+            pruned = self.run.prune()
+            metrics = {"metrics": facts["metrics"]} if facts.get("metrics") else {}
+            self.run.note("save", step=saved.step, path=saved.path, pruned=[old.step for old in pruned], **metrics)
 
 
 def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
@@ -124,33 +124,33 @@ def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
 
 
 class Staging:
-    """A copy of a state, for the thread that writes it. Each overwrites the one before: they share their memory."""
+    """Copies of states, for the thread that writes them. Each copy overwrites the last one: they share their memory."""
 
     def __init__(self) -> None:
         self._memory: list[Storage] = []
 
     def copied(self, tree: Any) -> Any:
-        """A copy of a tree, its tensors on the CPU. Memory is allocated only for sizes that the one before had not."""
+        """A copy of a tree, its tensors on the CPU. Memory is allocated for sizes that the last one did not have."""
         free: dict[int, list[Storage]] = {}
         for memory in self._memory:
             free.setdefault(memory.nbytes(), []).append(memory)
         moved: dict[int, Storage] = {}
 
         def copy(storage: Storage) -> Storage:
-            memory, size = free.get(storage.nbytes()), storage.nbytes()
-            made: Storage = memory.pop() if memory else _new_storage(size)
+            reusable, size = free.get(storage.nbytes()), storage.nbytes()
+            target: Storage = reusable.pop() if reusable else _new_storage(size)
             if storage.device.type != "cpu":
-                return made.copy_(storage)
-            ctypes.memmove(made.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
-            return made
+                return target.copy_(storage)
+            ctypes.memmove(target.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
+            return target
 
-        found = _moved(tree, copy, moved)
+        result = _moved(tree, copy, moved)
         self._memory = list(moved.values())
-        return found
+        return result
 
 
 def to_cpu(tree: Any, *, copied: bool = False) -> Any:
-    """A tree with its tensors on the CPU, which share their memory as before. copied: also those that were there."""
+    """A tree with its tensors on the CPU, which share memory as before. copied: copies those already there, too."""
     return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {})
 
 
@@ -160,7 +160,7 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
         part = local(node.detach())
         is_plain = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
         if not is_plain or part.is_conj() or part.is_neg():
-            part = part.to("cpu", copy=True)  # its storage is not all of it, or none
+            part = part.to("cpu", copy=True)  # its storage is not its whole value, or there is none
         else:
             storage = part.untyped_storage()
             if (home := moved.get(storage._cdata)) is None:
@@ -170,19 +170,19 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
                 part = torch.empty(0, dtype=part.dtype).set_(home, *place)
         return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
-        made: Any = type(node)() if type(node) is not dict else {}
+        container: Any = type(node)() if type(node) is not dict else {}
         for key, item in node.items():
-            made[key] = _moved(item, move, moved)
+            container[key] = _moved(item, move, moved)
         if hasattr(node, "_metadata"):
-            made._metadata = node._metadata
-        return made
+            container._metadata = node._metadata
+        return container
     if type(node) in (set, bytearray):  # their owner may change them while they are written
         return node.copy()
     return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
 
 
 def plain_state(state: Tree) -> Tree:
-    """A schedule's state without its functions, which the code that makes the schedule makes again."""
+    """A schedule's state without its functions, which the script defines anew when it makes the schedule."""
     if "lr_lambdas" not in state:
         return state
     return {**state, "lr_lambdas": [each if each and not not_plain(each) else None for each in state["lr_lambdas"]]}
@@ -190,9 +190,9 @@ def plain_state(state: Tree) -> Tree:
 
 def refuse_not_plain(value: Any, what: str) -> None:
     """Raises `UsageError` for a value that `torch.load(weights_only=True)` would not read."""
-    if found := not_plain(value):
+    if name := not_plain(value):
         raise UsageError(
-            f"{what} holds {found}",
+            f"{what} holds {name}",
             "Only plain values and tensors are saved, so that the file opens anywhere.",
             "Convert it: float(x), x.tolist(), dict(x)",
         )
@@ -216,7 +216,7 @@ def not_plain(value: Any) -> str:
 def checked_rules(
     keep: tuple[int, Any, int], folder: str, verify: str, signals: Sequence[str], seed: Any, after: float | None
 ) -> Retention:
-    """What `ckptool.Run` is to keep. Raises `UsageError` for any argument of it that means nothing."""
+    """The retention that `ckptool.Run` is given. Raises `UsageError` for an invalid argument of it."""
     last, best, every = keep
     metric, mode, count = (*(best or ("", "min", 0)), 1)[:3]
     is_best = mode in ("min", "max") and isinstance(metric, str) and count >= 0

@@ -1,8 +1,8 @@
-"""What training changes and no checkpoint has, as far as it can be seen: from the objects that were given to `Run`, and
-in the variables of the script that runs the loop. Each is named once, with what to write.
+"""Notes on what training changes and no checkpoint has, as far as it can be seen: in the objects that were given to
+`Run`, and in the variables of the script that runs the loop. Each is named once, with the line to write.
 
-It is looked for at the 1st, 2nd, 4th, 8th save of a process and so on, since looking takes time. Only classes and plain
-attributes are asked: no code of the objects is run.
+The search takes time, so it is done only at the 1st, 2nd, 4th, 8th … save of a process. It reads only classes and plain
+attributes: no code of the objects is run.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 
 class Looks:
-    """What was there at the last look. groups: of parameters, of each optimizer at first.  saves: of this process.
-    entries: what was reached, as in `moving`.  ids: which object a variable held.  told: names of what was said."""
+    """What the last look saw. groups: each optimizer's count of parameter groups at the start.  saves: by this process.
+    entries: what was reached, as in `moving`.  ids: of the objects in variables.  noted: the names already reported."""
 
     def __init__(self, objects: Objects) -> None:
         self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
-        self.told: set[str] = set()
+        self.noted: set[str] = set()
 
     def notes(self, run: Run, first: bool) -> Iterator[str]:
-        """What there is to say at a save. first: of the run."""
+        """The notes to print at a save. first: True at the first save of the run."""
         objects, generators, loader = run.objects, run._generators(), run.position.loader
         if unscheduled := objects.optimizer_without_its_schedule():
             yield (
@@ -71,8 +71,8 @@ class Looks:
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
-        given = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
-        unsaved = unsaved_objects(given.values(), Schedule if unscheduled else ())
+        named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
+        unsaved = unsaved_objects(named.values(), Schedule if unscheduled else ())
         if first and unsaved:
             names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
             yield (
@@ -80,37 +80,37 @@ class Looks:
                 "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
                 "run.batches(loader)"
             )
-        seen: dict[int, Any] = {id(run): run}
-        now = {**moving.reachable(given, seen)[0], **objects.requires_grad()}
-        seen |= {id(each): each for each in unsaved.values()}  # which were named
-        carried, held = variables_left()
-        held = {name: value for name, value in held.items() if id(value) not in seen}
-        # A variable that is a value of the run, or a part of one, is saved; so is what the run counts.
+        skipped: dict[int, Any] = {id(run): run}
+        now = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
+        skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
+        carried, mutable = variables_left()
+        mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
+        # A variable that equals a value of the run, a part of one, or a counter of the run is saved.
         parts = [run.values, run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss]
         for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
-        known = moving.snapshot({str(at): each for at, each in enumerate(parts)})
-        texts = {entry.partition(": ")[2] for entry in known.values()}
+        values = moving.snapshot({str(at): each for at, each in enumerate(parts)})
+        texts = {entry.partition(": ")[2] for entry in values.values()}
         modules = objects.modules.values()
         places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
-        entries, met = moving.reachable({**held, **carried}, seen)
+        entries, reached = moving.reachable({**mutable, **carried}, skipped)
         for name, entry in entries.items():
-            # A tensor of a model under another name, as in its state dict, is saved with the model.
-            is_models = isinstance(met.get(name), torch.Tensor) and _memory_of(met[name]) in places
+            # A model's tensor under another name, as in a state dict of it, is saved with the model.
+            is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in places
             if (text := entry.partition(": ")[2]) not in texts and not is_models:
                 now.setdefault(name, f"{VARIABLE}: {text}")
-        # What is another object now has not changed.
-        ids = {name: id(value) for name, value in {**held, "loader": loader}.items()}
-        others = {name for name, number in self.ids.items() if ids.get(name) != number}
-        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in others}
+        # A variable that holds another object now does not count as changed.
+        ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
+        rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
+        before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
         kinds: dict[str, list[str]] = {}
         for name, kind in moving.unsaved(before or now, now, saved).items():
-            whole = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item is named by what holds it
-            if whole not in self.told:
-                self.told.add(whole)
-                kinds.setdefault(kind, []).append(printable(whole))
+            owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
+            if owner not in self.noted:
+                self.noted.add(owner)
+                kinds.setdefault(kind, []).append(printable(owner))
         for kind, names in kinds.items():
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
@@ -122,7 +122,7 @@ class Looks:
 
 
 def _script() -> Iterator[FrameType]:
-    """The frames whose code is neither ours nor a library's, the innermost first."""
+    """The frames of the script: code that is neither ours nor a library's, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "ckptool"
@@ -131,84 +131,84 @@ def _script() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def unsaved_objects(given: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
-    """The objects with a state in the variables of the script, by name, without those given.
+def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
+    """The objects with a state in the variables of the script, by name, without those that `Run` was given (`named`).
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
-    environments, which have `reset` and `step`. left_out: classes that are not named.
+    environments, which have `reset` and `step`. left_out: classes to leave out.
     """
-    known = {id(each) for each in given}
-    for each in list(given):
-        known |= {id(part) for part in each.modules()} if isinstance(each, nn.Module) else set()
-        known |= set(map(id, parts_of(each).values()))
+    ids = {id(value) for value in named}
+    for value in list(named):
+        ids |= {id(part) for part in value.modules()} if isinstance(value, nn.Module) else set()
+        ids |= set(map(id, parts_of(value).values()))
     if (frame := next(_script(), None)) is None:
         return {}
-    found = {
+    stateful = {
         name: value
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if _has_state(name, value) and not issubclass(type(value), left_out)
     }
-    whole = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in found.items()}
-    return {name: value for name, value in found.items() if not {id(value), id(whole[name])} & known}
+    inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
+    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & ids}
 
 
 def _has_state(name: str, value: Any) -> bool:
     kind = type(value)
     if name.startswith("_") or issubclass(kind, type) or str(kind.__module__).startswith("ckptool."):
         return False
-    if issubclass(kind, nn.Module):  # `isinstance` would ask a proxy for the class that it stands for
+    if issubclass(kind, nn.Module):  # `isinstance` would run a proxy's `__class__`
         return any(True for _ in (*value.parameters(), *value.buffers()))
     if kind is GeneratorType:
         return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
     if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
         return True
-    methods = [callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict", "reset", "step")]
+    methods = [callable(getattr(kind, method, None)) for method in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
 def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The variables that a step may leave to a later one: not those that the body of the loop sets before it uses them.
+    """The variables that a step may leave to a later one, unlike those that the loop's body sets before it uses them.
 
-    Those that it uses and then sets; and what may change while a variable holds it, whichever object it is.
+    First those that the body uses before it sets them; then those whose object may change in place.
     """
     carried: dict[str, Any] = {}
-    held: dict[str, Any] = {}
+    mutable: dict[str, Any] = {}
     for frame in _script():
-        code, at = list(dis.get_instructions(frame.f_code)), frame.f_lasti
-        loops = [(each.offset, each.argval) for each in code if each.opname == "FOR_ITER"]
-        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= at < end]  # the innermost first
-        uses: dict[str, tuple[bool, bool]] = {}  # of what is set: in the innermost body, and used before
+        code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
+        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
+        uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
         for body in bodies:
             first: dict[str, str] = {}
             stored = set()
-            for each in code:
-                names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-                for verb, name in zip(_MENTION.findall(each.opname), names, strict=False):
-                    if body[0] <= each.offset < body[1]:
+            for instruction in code:
+                names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+                for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
+                    if body[0] <= instruction.offset < body[1]:
                         first.setdefault(name, verb)
                         stored |= {name} if verb == "STORE" else set()
             uses = {name: (body == bodies[0], first[name] == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
-            if name in carried or name in held or name.startswith("_") or not _is_of_script(type(value)):
+            if name in carried or name in mutable or name.startswith("_") or not _is_of_script(type(value)):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
             if is_used or (is_module and name not in uses and is_fixed):
                 carried[name] = _detached(value)
             elif not is_inner and not is_fixed:
-                held[name] = value
-    return carried, held
+                mutable[name] = value
+    return carried, mutable
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """Where the values of a tensor are: the same number for all that share them."""
+    """The address of a tensor's values: the same number for all tensors that share them."""
     local = getattr(tensor, "_local_tensor", tensor)
     return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
 
 
 def _detached(value: Any) -> Any:
-    """Tensors, alone or in a list, without the graph that they hang on."""
+    """Tensors, alone or in lists and tuples, without their autograd graph."""
     if issubclass(type(value), torch.Tensor):
         return value.detach()
     return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value

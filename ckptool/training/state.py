@@ -31,10 +31,10 @@ class Objects:
     Raises `UsageError` for one that cannot be saved or restored.
     """
 
-    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
         self.named: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
-        for name, value in (given or {}).items():
+        for name, value in (objects or {}).items():
             if is_generator(value):
                 self.generators[name] = value
             elif saves(value):
@@ -66,7 +66,7 @@ class Objects:
 
     @property
     def others(self) -> dict[str, Any]:
-        """What is no part of torch, by name: it may hold anything, and fetching data may change it."""
+        """The objects that are no part of torch, by name: they may hold anything, and fetching data may change them."""
         return {name: value for name, value in self.named.items() if not isinstance(value, _KINDS)}
 
     def states_of_others(self) -> dict[str, Any]:
@@ -74,26 +74,26 @@ class Objects:
 
     def parts_of(self, loader: Any) -> dict[str, Any]:
         """The states of the objects that are a loader, its data set or a sampler of it, copied."""
-        known = parts_of(loader).values()
-        parts = {name: each for name, each in self.named.items() if any(each is part for part in known)}
-        return {name: to_cpu(each.state_dict(), copied=True) for name, each in parts.items()}
+        owners = parts_of(loader).values()
+        parts = {name: value for name, value in self.named.items() if any(value is part for part in owners)}
+        return {name: to_cpu(value.state_dict(), copied=True) for name, value in parts.items()}
 
     @contextmanager
     def refetching(self, parts: Mapping[str, Any]) -> Iterator[None]:
-        """While batches are fetched again that were trained on: what they change in these objects is taken back.
+        """While batches that were trained on are fetched again: undoes what fetching changes in these objects.
 
-        parts: the states to begin with, of those that fetch.
+        parts: the initial states of those that take part in fetching.
         """
         states = to_cpu(self.states_of_others(), copied=True)
         for name, state in parts.items():
             self.named[name].load_state_dict(to_cpu(state, copied=True))
         yield
         for name, state in self.states_of_others().items():
-            if not same(state, states[name]):  # else tensors that it shares with others stay shared
+            if not same(state, states[name]):  # where nothing changed, shared tensors stay shared
                 self.named[name].load_state_dict(states[name])
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
-        """The states of all objects, by the keys that they are saved under. taken: those that were taken before."""
+        """The states of all objects, by the keys that they are saved under. taken: states already captured, by name."""
         states = {}
         for name, value in self.named.items():
             state = taken[name] if name in taken else value.state_dict()
@@ -113,13 +113,13 @@ class Objects:
         return {name: type(value).__name__ for name, value in self.of((Optimizer, *Schedule)).items()}
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of an optimizer's parameters, group by group, in its order: those of the model, where it is known.
+        """The names of an optimizer's parameters, group by group, in its order: the model's names, if it is known.
 
         torch matches an optimizer's state by position, and silently accepts swapped parameters.
         """
-        own: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
-        if all(own):  # made of named parameters
-            return own
+        names: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
+        if all(names):  # made of named parameters
+            return names
         several = len(self.modules) > 1
         known = {
             id(parameter): f"{label}.{name}" if several else name
@@ -135,24 +135,24 @@ class Objects:
         """Raises `Conflict` for a saved state without its object, and an object without its state."""
         saved = {key.removesuffix(SUFFIX) for key in tree if key.endswith(SUFFIX)}
         saved |= set(tree.get("generators", ()))
-        given = {*self.named, *self.generators}
-        if lost := sorted(saved - given):
+        names = {*self.named, *self.generators}
+        if missing := sorted(saved - names):
             raise Conflict(
-                f"{where} holds the state of {listed(lost)}, which this script does not pass",
+                f"{where} holds the state of {listed(missing)}, which this script does not pass",
                 "Without it this would be a different run.",
-                f"Give it under that name: ckptool.Run(…, {lost[0]}=…)",
+                f"Give it under that name: ckptool.Run(…, {missing[0]}=…)",
             )
-        if new := sorted(given - saved):
+        if new := sorted(names - saved):
             raise Conflict(
                 f"{where} holds no state of {listed(new)}",
                 "It would start from scratch in the middle of the run.",
                 "Start a new run with it, or leave it out of this one.",
             )
-        now = self._kinds()
-        if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if now.get(name, kind) != kind]:
+        kinds = self._kinds()
+        if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if kinds.get(name, kind) != kind]:
             name, kind = changed[0]
             raise Conflict(
-                f"{where} holds the state of {name}, a {kind}; the script gives {now[name]}",
+                f"{where} holds the state of {name}, a {kind}; the script gives {kinds[name]}",
                 "It might load the state, but train like neither of them.",
                 f"Give {kind}, or start a new run",
             )
@@ -187,7 +187,7 @@ class Objects:
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The groups of parameters of all optimizers, each with the name of its optimizer."""
-        return ((name, group) for name, each in self.of(Optimizer).items() for group in each.param_groups)
+        return ((name, group) for name, optimizer in self.of(Optimizer).items() for group in optimizer.param_groups)
 
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
@@ -195,12 +195,12 @@ class Objects:
 
     def refuse_unowned_parameters(self) -> None:
         """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
-        held = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
-        for name, each in self.of(Optimizer).items() if not self.others else ():
-            trained = [one for group in each.param_groups for one in group["params"] if one.requires_grad]
-            if lost := [one for one in trained if id(one) not in held]:
+        owned = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        for name, optimizer in self.of(Optimizer).items() if not self.others else ():
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            if unowned := [parameter for parameter in trained if id(parameter) not in owned]:
                 raise UsageError(
-                    f"{name} trains {counted(len(lost), 'parameter')} of no module that was passed",
+                    f"{name} trains {counted(len(unowned), 'parameter')} of no module that was passed",
                     "They would not be saved.",
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
@@ -208,7 +208,7 @@ class Objects:
     def requires_grad(self) -> dict[str, str]:
         """Which parameters are trained, in the form of `moving.snapshot`: no state dict has it."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
-        return {f"{SETTING} {label}.{key}": f"{SETTING}: {one.requires_grad}" for label, key, one in named}
+        return {f"{SETTING} {label}.{key}": f"{SETTING}: {parameter.requires_grad}" for label, key, parameter in named}
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""
@@ -217,7 +217,7 @@ class Objects:
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
-        """The plain options of every optimizer's groups, as the script gives them: `lr`, `fused`."""
+        """The plain options of every optimizer's groups, as the script set them: `lr`, `fused`."""
         return {
             name: [
                 {key: value for key, value in group.items() if type(value) in (int, float, bool, tuple, type(None))}
@@ -229,32 +229,32 @@ class Objects:
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
     """Raises `Conflict` if loading would round: torch silently casts values to the model's dtype."""
-    for key, each in state.items():
-        own = live.get(key)
-        if isinstance(each, torch.Tensor) and isinstance(own, torch.Tensor) and each.dtype != own.dtype:
+    for key, value in state.items():
+        current = live.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and value.dtype != current.dtype:
             raise Conflict(
-                f"{where} was saved with {key} as {each.dtype}; the script's is {own.dtype}",
+                f"{where} was saved with {key} as {value.dtype}; the script's is {current.dtype}",
                 "Loading would round its values.",
                 "Give the model in the dtype that it was trained in, or start a new run from its weights",
             )
 
 
 class Window:
-    """Gradients that were accumulated and that their optimizer will use: they are in no checkpoint.
+    """Accumulated gradients that their optimizer has yet to use: they are in no checkpoint.
 
-    Each optimizer has a window of its own. What it used in its last step is in no window. What another one's loss left
-    in it (a generator's in the discriminator) is neither, if it stepped in this body, or is known to begin anew: to
-    throw away what earlier bodies left.
+    Each optimizer has a window of its own. Gradients that it used in its last step are in no window. Nor are those that
+    another model's loss left in it (a generator's in the discriminator), if it stepped in this body of the loop, or is
+    known to start afresh: to throw away what earlier bodies left.
     """
 
     def __init__(self, objects: Objects) -> None:
         self._optimizers = list(objects.of(Optimizer).values())
         self._scalers = list(objects.of(GradScaler).values())
-        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient that was used, and the version of that
-        self._kept: dict[int, Any] = {}  # the gradients that were there when the body began
+        self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
+        self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
         self._stepped: set[int] = set()  # the optimizers, by number, in this body
-        self.zeroed: set[int] = set()  # those whose gradients were made zero, and are the same tensors
-        self.renewing: set[int] = set()  # of several, those that begin anew; saved, as saves depend on it
+        self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
+        self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
@@ -266,39 +266,39 @@ class Window:
         self._counts[number] += 1
         self._stepped.add(number)
         if len(self._optimizers) > 1:
-            own = self._gradients(number)
-            kept = any(key in self._kept and self._kept[key]() is each for key, each in own)
-            (self.renewing.discard if kept and number not in self.zeroed else self.renewing.add)(number)
+            gradients = self._gradients(number)
+            remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
+            (self.renewing.discard if remained and number not in self.zeroed else self.renewing.add)(number)
         settled = self._gradients(*self._stepped, *self.renewing)
-        self._used |= {key: (weakref.ref(each), each._version) for key, each in settled}
+        self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
     def begin(self) -> None:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            self._kept = {key: weakref.ref(each) for key, each in self._gradients(*range(len(self._optimizers)))}
+            self._initial = {key: weakref.ref(grad) for key, grad in self._gradients(*range(len(self._optimizers)))}
 
     @property
     def steps(self) -> int:
-        """How often every optimizer has stepped."""
+        """How often each optimizer has stepped: the smallest count."""
         return min(self._counts, default=0)
 
     @property
     def is_open(self) -> bool:
-        """True where an optimizer has gradients that it will use. A step that a scaler skipped uses them."""
+        """True if an optimizer has gradients that it has yet to use. A step that a scaler skipped counts as a use."""
         if self._updates() != self._scaled:
             return False
-        for key, each in self._gradients(*range(len(self._optimizers))):
+        for key, gradient in self._gradients(*range(len(self._optimizers))):
             used, version = self._used.get(key, (None, 0))
-            is_new = used is None or used() is not each or version != each._version
-            if is_new and bool(local(each._values() if each.is_sparse else each).any()):
+            is_new = used is None or used() is not gradient or version != gradient._version
+            if is_new and bool(local(gradient._values() if gradient.is_sparse else gradient).any()):
                 return True
         return False
 
     def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of these optimizers, by parameter."""
         groups = (group for number in numbers for group in self._optimizers[number].param_groups)
-        return ((id(one), one.grad) for group in groups for one in group["params"] if one.grad is not None)
+        return ((id(p), p.grad) for group in groups for p in group["params"] if p.grad is not None)
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -308,17 +308,17 @@ class Window:
 
 def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
     """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
-    this = weakref.ref(optimizer)
+    itself = weakref.ref(optimizer)
 
     def stepped(*call: Any) -> None:
-        if (told := window()) is not None:
-            told.note_step(number)
+        if (watcher := window()) is not None:
+            watcher.note_step(number)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if (told := window()) is not None:
-            told.zeroed.add(number)
-        if (one := this()) is not None:
-            type(one).zero_grad(one, set_to_none)
+        if (watcher := window()) is not None:
+            watcher.zeroed.add(number)
+        if (live := itself()) is not None:
+            type(live).zero_grad(live, set_to_none)
 
     optimizer.register_step_post_hook(stepped)
     if not alone:

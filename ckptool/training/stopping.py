@@ -19,7 +19,7 @@ SIGNALS = ("TERM", "INT", "USR1")
 
 
 class Stopping:
-    """Whether a run is asked to stop. number: the signal that asked for it.  after: seconds that it may take."""
+    """Whether a run was asked to stop. number: of the signal that asked.  after: the seconds that it may take."""
 
     def __init__(self, after: float | None = None) -> None:
         self.number = 0
@@ -27,7 +27,7 @@ class Stopping:
         self.begun: float | None = None
 
     def begin(self) -> float:
-        """When the first step began: `after` counts from there, not from the start of the program."""
+        """Notes and returns when the first step began: `after` counts from there, not from the start of the program."""
         if self.begun is None:
             self.begun = time.monotonic()
         return self.begun
@@ -51,7 +51,7 @@ class Stopping:
 
 @contextmanager
 def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> Iterator[Stopping]:
-    """Catches the signals of these names (`TERM`) while a run lasts; only in the main thread, where Python can."""
+    """Catches signals by name (`TERM`) while a run lasts; only in the main thread, the one where Python can."""
     flag = flag or Stopping()
     before: dict[int, Any] = {}
     for name in names if threading.current_thread() is threading.main_thread() else ():
@@ -67,37 +67,37 @@ def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> It
 
 
 def loop_frame() -> tuple[int, CodeType | None, int]:
-    """In a generator: which frame runs the loop over it, through other generators around it (tqdm), and where."""
+    """In a generator: the frame that loops over it, also through generators around it (tqdm), and its instruction."""
     frame = _loop_frame()
     return (id(frame), frame.f_code, frame.f_lasti) if frame is not None else (0, None, 0)
 
 
 def counters_around(iterator: Any) -> list[str]:
-    """The kinds of what begins to count anew with a process: `enumerate(iterator)`, also through generators (tqdm)."""
-    near, found = [iterator], list[Any]()
-    while near and len(found) < 20:
-        for each in gc.get_referrers(near.pop()):
-            if type(each) in (enumerate, zip, islice, tuple, GeneratorType) and not any(each is one for one in found):
-                found.append(each)
-                near.append(each)
-    return sorted({type(each).__name__ for each in found} - {"tuple", "generator"})
+    """The types of the wrappers that count from 0 in each process: `enumerate(iterator)`, also in generators (tqdm)."""
+    pending, refs = [iterator], list[Any]()
+    while pending and len(refs) < 20:
+        for ref in gc.get_referrers(pending.pop()):
+            if type(ref) in (enumerate, zip, islice, tuple, GeneratorType) and not any(ref is other for other in refs):
+                refs.append(ref)
+                pending.append(ref)
+    return sorted({type(ref).__name__ for ref in refs} - {"tuple", "generator"})
 
 
 def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool | None:
-    """In a generator that is being closed: True where `break` or `return` left its loop, and not an exception; None
-    where the loop had an end before this generator, as what is around it had (`zip`), or failed.
+    """In a generator that is being closed: True if `break` or `return` left its loop, False for an exception; None if
+    the loop ended before this generator did, since what wraps it ended (`zip`), or failed.
 
     Both close it in the same way. But after `break` the frame of the loop is at the instruction that takes the iterator
-    from the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
+    off the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
     """
     frame = _loop_frame()
     if frame is None or loop[:2] != (id(frame), frame.f_code):
         return False
-    code, at = frame.f_code.co_code, frame.f_lasti
-    here, before = opcode.opname[code[at]], opcode.opname[code[at - 2]]
-    if here in ("FOR_ITER", "END_FOR") or before == "END_FOR":
+    code, offset = frame.f_code.co_code, frame.f_lasti
+    instruction, previous = opcode.opname[code[offset]], opcode.opname[code[offset - 2]]
+    if instruction in ("FOR_ITER", "END_FOR") or previous == "END_FOR":
         return None
-    return here in ("POP_TOP", "POP_ITER", "SWAP")
+    return instruction in ("POP_TOP", "POP_ITER", "SWAP")
 
 
 def _loop_frame() -> FrameType | None:

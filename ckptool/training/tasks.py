@@ -1,4 +1,4 @@
-"""Tasks: the loss of a batch, and the metrics of an evaluation. One with two models has two phases in a step."""
+"""Tasks: the loss of a batch, and the metrics of an evaluation. A task with two models has two phases in a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Phase:
 
     @contextmanager
     def alone(self, models: Models) -> Iterator[None]:
-        """Gradients for this phase's model only; the others are used as they are."""
+        """Gradients for this phase's model only; those of the other models are off."""
         others = [
             p for name, model in models.items() if name != self.model for p in model.parameters() if p.requires_grad
         ]
@@ -63,8 +63,8 @@ def target_of(batch: Batch) -> torch.Tensor:
     if not isinstance(batch.data, (tuple, list)) or len(batch.data) < 2:
         what = f"data: a batch is {type(batch.data).__name__}, and the task needs (inputs, target)"
         raise UsageError(what, "", f"Name a task of your own: {arg(set='task=file.py:NAME')}")
-    found: torch.Tensor = batch.data[1]
-    return found
+    target: torch.Tensor = batch.data[1]
+    return target
 
 
 def supervised(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], right: Callable[..., Any] | None) -> Task:
@@ -110,23 +110,23 @@ def lm() -> Task:
 def gan() -> Task:
     """Two models, `generator` and `discriminator`: the second learns first in each step, then the first."""
 
-    def made(models: Models, count: int, device: torch.device) -> torch.Tensor:
+    def fakes(models: Models, count: int, device: torch.device) -> torch.Tensor:
         runner = models["generator"]
         noise = getattr(getattr(runner, "module", runner), "noise", 4)
         sample: torch.Tensor = runner(torch.randn(count, noise, device=device))
         return sample
 
-    def judged(models: Models, samples: torch.Tensor, real: bool) -> torch.Tensor:
+    def bce(models: Models, samples: torch.Tensor, real: bool) -> torch.Tensor:
         score = models["discriminator"](samples)
         return functional.binary_cross_entropy_with_logits(score, torch.full_like(score, float(real)))
 
     def discriminator(models: Models, batch: Batch) -> torch.Tensor:
         real = inputs_of(batch)[0]
-        return judged(models, real, True) + judged(models, made(models, len(real), real.device).detach(), False)
+        return bce(models, real, True) + bce(models, fakes(models, len(real), real.device).detach(), False)
 
     def generator(models: Models, batch: Batch) -> torch.Tensor:
         real = inputs_of(batch)[0]
-        return judged(models, made(models, len(real), real.device), True)
+        return bce(models, fakes(models, len(real), real.device), True)
 
     def evaluate(models: Models, batches: Iterable[Batch]) -> dict[str, float]:
         total, count = {"val_loss": 0.0, "val_loss_generator": 0.0}, 0
@@ -149,5 +149,5 @@ TASKS = Choice(
 
 def load_task(name: str) -> Task:
     """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    made: Task = TASKS.make(name, {})
-    return made
+    task: Task = TASKS.make(name, {})
+    return task

@@ -29,9 +29,9 @@ def digits() -> Arrays:
     except ImportError:
         fix = f"Take other data, {arg(set='data.name=blobs')}, or install it: pip install 'ckptool[examples]'"
         raise UsageError("data: digits come with scikit-learn, which is not installed", "", fix) from None
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
-    return Arrays(images, torch.tensor(found.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
+    dataset = load_digits()
+    images = torch.tensor(dataset.images, dtype=torch.float32).unsqueeze(1) / 16
+    return Arrays(images, torch.tensor(dataset.target, dtype=torch.int64), about={"inputs": [1, 8, 8], "classes": 10})
 
 
 def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float = 1.0, seed: int = 0) -> Arrays:

@@ -458,7 +458,7 @@ def written_rules(
             made = goals_of(steps_of(parse_rules(text), source)[0])
         except CkptoolError:  # a name with what no rule can say, or some of what belongs together
             return {}
-        takes = {key: goal for key, goal in made.items() if key not in placed and goal != ("", key)}
+        takes = {k: goal for k, goal in made.items() if k not in placed and (target is None or goal != ("", k))}
         others = {key: goal for key, goal in takes.items() if key not in meant}
         new = {goal[1] for goal in others.values()}
         is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or (target is None and others)

@@ -19,11 +19,12 @@ from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
+from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
+from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, listed
+from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
@@ -531,13 +532,23 @@ def _refuse_repeated(checkpoint: Checkpoint) -> None:
 
 
 def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
-    """Raises `Unsupported` where the file holds what no container that is written here can: a program."""
+    """Raises `Unsupported` where the file holds what no container that is written here can: a program, or in a torch
+    file objects that only a program can make."""
+    source = checkpoint.source or "the checkpoint"
     if checkpoint.extras:
-        source = checkpoint.source or "the checkpoint"
-        weights = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
+        fix = f"See what it has: {command('inspect', input_of(checkpoint.source))}"
+        if fields(checkpoint.tree).get("state_dict"):
+            weights = command("convert", input_of(checkpoint.source, "state_dict"), out=OUT_SAFETENSORS)
+            fix = f"Write only its weights, then change those: {weights}"
         what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
-        why = "Without its program the file would no longer be that model. Nothing was written."
-        raise Unsupported(what, why, f"Write only its weights, then change those: {weights}")
+        raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
+    if checkpoint.container == "torchscript" and container.name == formats.DEFAULT:
+        made = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
+        if own := [name for name in dict.fromkeys(made) if name.startswith("__torch__.")]:
+            what = f"{source}: {listed(own, 3)} {form(len(own), 'is', 'are')} made by its program alone"
+            why = "torch.load would fail on a file without the program. Nothing was written."
+            fix = f"Leave it out: {arg(exclude=NAME)}; or keep it for ckptool, in a .safetensors: {arg(all=True)}"
+            raise Unsupported(what, why, fix)
 
 
 def _files_at(target: str | os.PathLike[str]) -> set[str]:

@@ -162,13 +162,16 @@ def report(
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
-    from ckptool.training.run_folder import inspect_run
     from ckptool.verbs._diagnosis import of_opened, of_unopened  # what only the work needs, and not the help
 
     given = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
         run = file
-    about = inspect_run(run) if run is not None else None
+    about: RunReport | None = None
+    if run is not None:
+        from ckptool.training.run_folder import inspect_run
+
+        about = inspect_run(run)
     if about is not None and file is run:
         newest = next((one.path for one in about.checkpoints if one.step == about.resumes), None)
         if newest is None:

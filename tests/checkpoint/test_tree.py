@@ -119,8 +119,8 @@ def test_what_graphs_are_alike() -> None:
         view = TensorEntry(storage, by_name("f32"), (2,), (1,), offset)
         return {"w": [view, (value, float("nan"), Set([]))], "name": "".join(["a", "b"])}
 
-    assert alike(tree(), tree()) and alike(tree(), tree(), most=100)
-    assert not alike(tree(), tree(), most=3)
+    assert alike(tree(), tree()) and alike(tree(), tree(), limit=100)
+    assert not alike(tree(), tree(), limit=3)
     for other in (tree(offset=1), tree(0.75), tree(1), tree(None), {**tree(), "more": 1}):
         assert not alike(tree(), other) and not alike(other, tree())
 

@@ -15,7 +15,15 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import MOMENTS, SHAPES, optimizer_file, states_of, write_zero, zero_weights
+from tests.support.deepspeed_folders import (
+    MOMENTS,
+    SHAPES,
+    optimizer_file,
+    states_of,
+    verdict,
+    write_zero,
+    zero_weights,
+)
 from tests.support.engine_cases import ROOT
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
@@ -144,20 +152,6 @@ def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path
 
 
 # Files of two steps --------------------------------------------------------------------------------------------------
-
-
-def verdict(folder: Path, out: Path) -> str:
-    """Why a folder is refused, by `verify` and by `convert`; empty where it is fine."""
-    try:
-        ckptool.convert(folder, out, overwrite=True)
-        said = ""
-    except CkptoolError as error:
-        said = str(error)
-    try:
-        assert ckptool.verify(folder).fine == (not said), said
-    except Conflict:
-        assert said
-    return said
 
 
 def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
@@ -291,9 +285,23 @@ def _shapes(group: int, **shapes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda states: states["param_shapes"][group].update({k.replace("_", "."): v for k, v in shapes.items()})
 
 
-def _frozen(rank: int, states: dict[str, Any], _: dict[str, Any]) -> None:
-    pieces = {"still": torch.zeros(3)} if rank else {}
-    states.update(frozen_param_shapes={"still": (5,)}, frozen_param_fragments=pieces)
+def _frozen(*ranks: int) -> Change:
+    """A parameter of which these ranks have their pieces."""
+
+    def change(rank: int, states: dict[str, Any], _: dict[str, Any]) -> None:
+        pieces = {"still": torch.zeros(3)} if rank in ranks else {}
+        states.update(frozen_param_shapes={"still": (5,)}, frozen_param_fragments=pieces)
+        states["module"]["still"] = torch.empty(0)
+
+    return change
+
+
+def _reversed(states: dict[str, Any]) -> None:
+    states["param_shapes"][0] = dict(reversed(states["param_shapes"][0].items()))
+
+
+def _twice(states: dict[str, Any]) -> None:
+    states["param_shapes"][1] = {"wide.bias": (5,), "scale": (1,)}
 
 
 def _experts(share: dict[str, Any]) -> None:
@@ -331,7 +339,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "more elements than the shapes have": (2, share(_longer), Corrupt, "of the ranks' vectors"),
     "a huge shape": (2, states(_shapes(0, scale=(1 << 40, 1 << 40)), 0), Corrupt, ""),
     "a shape that is none": (2, states(_shapes(0, scale=(-1,)), 0), Corrupt, "not names and shapes"),
-    "one name in two groups": (2, states(_shapes(1, wide_bias=(4,), scale=(1,)), 0), Corrupt, "in two groups"),
+    "one name in two groups": (2, states(_twice, 0), Corrupt, "in two groups"),
     "groups that are not there": (2, states(lambda s: s["param_shapes"].pop(), 0), Conflict, "1 group"),
     "no vectors": (2, share(lambda s: s.pop("single_partition_of_fp32_groups"), 1), Corrupt, "no f32"),
     "moments of another length": (2, share(lambda s: _state(s).update(exp_avg=torch.zeros(3)), 1), Corrupt,
@@ -340,7 +348,15 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "pieces that lie elsewhere": (2, share(lambda s: s.update(ELSEWHERE), 0), Conflict, "embed.weight is elsewhere"),
     "a weight without values": (3, states(lambda s: s["module"].update({"lost.weight": torch.empty(0)}), 0), Corrupt,
         "no values of 1 weight: lost.weight"),
-    "a frozen piece that one rank lacks": (3, _frozen, Corrupt, "still"),
+    "a frozen piece that one rank lacks": (3, _frozen(1), Corrupt, "still in the model states of 1 rank"),
+    "a frozen parameter of which there is nothing": (3, _frozen(), Corrupt, "no values of 1 weight: still"),
+    "frozen parameters of another shape": (3, states(lambda s: s.update(frozen_param_shapes={"still": (5,)}), 1),
+        Conflict, "list of frozen parameters differs"),
+    "parameters in another order": (3, states(_reversed, 1), Conflict, "list of parameters differs"),
+    "a shape that is not the model's own": (2, states(_shapes(0, wide_weight=(3, 5))), Corrupt,
+        "has wide.weight as [5, 3], and says that it is [3, 5]"),
+    "moments that the first rank lacks": (2, share(lambda s: _base(s)["state"].pop(0), 0), Corrupt,
+        "has no exp_avg for all of group 0"),
     "no module": (2, states(lambda s: s.pop("module"), 0), Corrupt, "has no `module`"),
     "a rank's module that is none": (3, states(lambda s: s.update(module=torch.ones(3)), 1), Corrupt,
         "rank_1_mp_rank_00_model_states.pt has no `module`"),
@@ -479,4 +495,4 @@ def test_names_of_a_universal_folder_never_lead_outside(tmp_path: Path) -> None:
     for place, value in {**{f"zero/{n}": v for n, v in zero_weights().items()}, "../secret": torch.zeros(1)}.items():
         (folder / place).mkdir(parents=True)
         torch.save({"param": value}, folder / place / "fp32.pt")
-    _refused(folder, Corrupt, "lacks 1 parameter: ../../secret")
+    _refused(folder, Corrupt, "lacks 2 entries: ../../secret")

@@ -265,7 +265,7 @@ def folder(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 def test_each_part_is_shown_with_its_own_tensors(folder: Path, run: Run) -> None:
     shown = run("inspect", str(folder), "--depth", "0").out
     assert "model weights: 2 tensors" in shown
-    assert "Adam state for 2 parameters: 4 tensors" in shown
+    assert "Adam state for 2 parameters (lr 0.1): 4 tensors" in shown
     assert all(name in shown for name in BESIDE)
 
 

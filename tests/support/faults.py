@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,8 @@ class Bench:
         process = self.server.start(words, **job)
         if how == "shot":  # killed from outside, after so many seconds
             time.sleep(at)
-            os.kill(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended before
+                os.kill(process, signal.SIGKILL)
         code = self.server.wait()
         out, err = ((self.scratch / name).read_text("utf-8", "replace") for name in ("out", "err"))
         return Ended(code, out, err)

@@ -46,7 +46,8 @@ class ForkServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.child is not None:
-            os.killpg(self.child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.child, signal.SIGKILL)
         self.process.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

@@ -448,3 +448,21 @@ def test_one_bit_differs_in_every_dtype(name: str, tmp_path: Path) -> None:
     assert (change.values.changed, change.values.total) == (1, raw.view(dtype).numel())
     quiet = compared({"w": raw.view(dtype)}, {"w": other.view(dtype)}, tmp_path, statistics=False)
     assert not quiet.same and quiet.changed[0].values is None
+
+
+def test_what_differs_beside_equal_values_is_not_said_of_the_values(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    state = saved({name: each.detach() for name, each in layer.named_parameters()}, tmp_path / "a.pt")
+    others = {
+        "requires_grad": {name: each.detach().requires_grad_() for name, each in layer.named_parameters()},
+        "parameter": dict(layer.named_parameters()),
+        "strides": {name: each.detach().t().contiguous().t() for name, each in layer.named_parameters()},
+    }
+    ckptool.remap(state, to="cuda:0", out=tmp_path / "cuda.pt")
+    files = [tmp_path / "cuda.pt"] + [saved(other, tmp_path / f"{name}.pt") for name, other in others.items()]
+    for file in files:
+        assert "changed other than by value" in ckptool.diff(state, file).summary("a", "b"), file
+        moved = {name: each + 1 for name, each in ckptool.load(file, map_location="cpu").items()}
+        changed = saved(moved, tmp_path / "moved.pt")
+        assert "2 of 2 tensors changed" in ckptool.diff(file, changed).summary("a", "b")
+        assert "other than" not in ckptool.diff(file, changed).summary("a", "b")

@@ -264,6 +264,22 @@ def test_equal_values_under_names_that_stay_are_not_doubtful() -> None:
         assert found.complete and sum(rule.alike for rule in found.rules) == doubtful, str(found)
 
 
+@pytest.mark.parametrize("renamed", [{}, {"gate": "router"}, {"q": "query", "norm": "ln"}])
+def test_names_that_stay_take_no_rule_for_each_layer(renamed: dict[str, str], tmp_path: Path) -> None:
+    counts = set()
+    for layers in (2, 9):
+        a = {"tok.weight": random(8, D), "head.weight": random(8, D), "norm.weight": numpy.ones(D, "f4")}
+        a |= {f"h.{n}.{part}.weight": random(D, D) for n in range(layers) for part in ("q", "k", "mlp.gate", "mlp.up")}
+        a |= {f"h.{n}.norm.weight": numpy.ones(D, "f4") for n in range(layers)}
+        b = {".".join(renamed.get(word, word) for word in key.split(".")): value for key, value in a.items()}
+        old, new = written(tmp_path, a, b)
+        found = ckptool.find_rules(old, new, tmp_path / "rules.yaml", overwrite=True)
+        counts.add(len(found.rules))
+        ckptool.translate(old, rules_file=found.output, out=tmp_path / "made.safetensors", overwrite=True)
+        assert found.complete and same(str(tmp_path / "made.safetensors"), new)
+    assert len(counts) == 1 and counts <= {*range(9)}, counts
+
+
 @pytest.mark.parametrize(("parts", "most"), [(30, 2 << 20), (200, 8 << 20)])
 def test_long_names_take_little_memory(parts: int, most: int) -> None:
     """What names might have in common at one place is not kept for all of them at once."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
@@ -285,3 +285,22 @@ def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str,
     report = ckptool.lora_convert(peft(tmp_path / "a", halves(module)), tmp_path / "k.safetensors", to="kohya")
     assert all(key.startswith(prefix) for key in load_file(tmp_path / "k.safetensors"))
     assert f"assumed {prefix}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_adapter"),
+    [
+        (["base_model.model.layers.0.self_attn.k_proj.ia3_l", "base_model.model.layers.0.mlp.down_proj.ia3_l"], True),
+        (["base_model.model.layers.0.self_attn.q_proj.oft_R.weight"], True),
+        (["prompt_embeddings"], True),
+        (["base_model.model.q_proj.base_layer.weight", "base_model.model.q_proj.ia3_l.default"], False),  # whole model
+        (["base_model.encoder.weight", "base_model.model.weight"], False),
+        (["model.layers.0.self_attn.k_proj.weight"], False),
+    ],
+)
+def test_peft_adapters_without_low_rank_factors_are_not_called_model_weights(
+    keys: list[str], is_adapter: bool, tmp_path: Path
+) -> None:
+    save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "adapter_model.safetensors")
+    said = str(ckptool.inspect(tmp_path / "adapter_model.safetensors"))
+    assert ("PEFT adapter (not low-rank)" in said, "model weights" in said) == (is_adapter, not is_adapter)

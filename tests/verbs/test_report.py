@@ -46,6 +46,14 @@ def test_values_are_good_only_where_all_were_read(unread: torch.Tensor | None, f
     assert f'<dt>Are the values finite?</dt><dd class="{tone}">All that were read' in ckptool.report("c.pt").html()
 
 
+@pytest.mark.parametrize("least", [-1e308, 1e308, float("nan")])
+def test_a_sum_that_overflows_leaves_a_page(least: float, folder: Path) -> None:
+    weight = torch.full((64, 64), 1e308, dtype=torch.float64)
+    weight[3] = least
+    page = ckptool.report(saved({"fc.weight": weight}, folder / "huge.pt")).html()
+    assert "1 of 1 tensor read" in page
+
+
 def test_a_part_of_a_file(folder: Path) -> None:
     found = ckptool.report("a.pt#sd", "b.pt#sd").to_dict()
     assert found["files"][0]["inspection"] == ckptool.inspect("a.pt#sd", stats=True).to_dict()

@@ -24,7 +24,7 @@ from ckptool.formats.layouts.rank_files import NAME, RankSets, is_flat_parameter
 from ckptool.formats.placements import distributed
 
 MODEL = "model"
-ALIGNED = (4, 8, 2)  # elements to which a parameter is aligned: 16 bytes of the type that is computed in
+ALIGNED = (4, 8, 2)  # elements to which parameters may be aligned: 16 bytes of the type used in computing
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,23 +42,23 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
     if not flat or not all(isinstance(tree, dict) and set(flat) <= tree.keys() for tree in trees):
         what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
         raise Unsupported(what, "Nothing in it needs the shapes of a model.", f"Leave out {arg('against')}.")
-    if more := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
-        what = f"the files have tensors that the description lacks: {listed(more, 3)}"
+    if unknown := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
+        what = f"the files have tensors that the description lacks: {listed(unknown, 3)}"
         raise _conflict(folder, what, "The description belongs to a different model.")
     joiner = ranks.joiner
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():  # a buffer is whole on every rank; of a parameter each has a piece or nothing
-        whole = [entry for tree in trees if isinstance(entry := tree.get(name), TensorEntry) and entry.shape == shape]
-        if len(whole) == len(trees) and (len(trees) > 1 or len(shape) != 1):
-            copies = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(whole)]
-            found[name] = joiner.replicated(name, copies)
-    begins = {key: key[: key.rindex(key.rpartition(".")[2])] for key in flat}
-    for key, begin in begins.items():
-        inner = tuple(each for each in begins.values() if each.startswith(begin) and each != begin)
-        own = [name for name in shapes if name.startswith(begin) and name not in found and not name.startswith(inner)]
-        if all(name in tree for tree in trees for name in own):
-            own = [name for name in trees[0] if name in own]
-        elif (not ordered and own == sorted(own)) or _is_sorted(own):
+        entries = [entry for tree in trees if isinstance(entry := tree.get(name), TensorEntry) and entry.shape == shape]
+        if len(entries) == len(trees) and (len(trees) > 1 or len(shape) != 1):
+            copies = [Piece(entry, (0,) * len(shape), f"rank {rank}") for rank, entry in enumerate(entries)]
+            tensors[name] = joiner.replicated(name, copies)
+    prefixes = {key: key[: key.rindex(key.rpartition(".")[2])] for key in flat}
+    for key, prefix in prefixes.items():
+        inner = tuple(other for other in prefixes.values() if other.startswith(prefix) and other != prefix)
+        names = [n for n in shapes if n.startswith(prefix) and n not in tensors and not n.startswith(inner)]
+        if all(name in tree for tree in trees for name in names):
+            names = [name for name in trees[0] if name in names]
+        elif (not ordered and names == sorted(names)) or _is_sorted(names):
             what = f"the parameters of {key} are in the order of their names, not of the model"
             raise _conflict(folder, what, "The vector has them in the model's order, which safetensors files lose.")
         shares = []
@@ -69,17 +69,17 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
             shares.append(file.share(key, vector))
         chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
         (size,) = shares[0].shape
-        for name, place in _places(folder, key, size, {name: shapes[name] for name in own}, trees, chunks):
+        for name, place in _parameter_places(folder, key, size, {name: shapes[name] for name in names}, trees, chunks):
             pieces = [piece for piece in _pieces(chunks, place, prod(shapes[name])) if piece]
             if not prod(shapes[name]):
                 pieces = [replace(chunks[0], tensor=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
-            found[name] = joiner.flat(name, shapes[name], pieces)
-    if lacking := [name for name in shapes if name not in found]:
+            tensors[name] = joiner.flat(name, shapes[name], pieces)
+    if lacking := [name for name in shapes if name not in tensors]:
         shown = listed(lacking, 3)
         what = f"{counted(len(lacking), 'tensor is', 'tensors are')} in no file: {shown}"
         raise _conflict(folder, what, "The description belongs to a different model.")
-    model: dict[Any, Any] = {name: found[name] for name in shapes}
-    model |= {name: replace(model[kept]) for name, kept in ties.items()}
+    model: dict[Any, Any] = {name: tensors[name] for name in shapes}
+    model |= {name: replace(model[source]) for name, source in ties.items()}
     return joiner.checkpoint(NAME, {MODEL: model}, "FSDP1, flat parameters", ranks.world)
 
 
@@ -90,18 +90,18 @@ def _conflict(folder: Folder, what: str, why: str) -> Conflict:
 
 
 def _is_sorted(names: list[str]) -> bool:
-    """True for sorted names that no module has in this order: torch's own have their weight before their bias."""
+    """True for names sorted as no module has them: torch's own modules have their weight before their bias."""
     place = {name: index for index, name in enumerate(names)}
     biases = {name: place.get(f"{name.removesuffix('weight')}bias") for name in names if name.endswith("weight")}
     return names == sorted(names) and any(at is not None and at < place[name] for name, at in biases.items())
 
 
-def _places(
+def _parameter_places(
     folder: Folder, key: str, size: int, shapes: Shapes, trees: Sequence[dict[Any, Any]], chunks: Sequence[Piece]
 ) -> Iterator[tuple[str, int]]:
     """Where each parameter begins in a vector of this size."""
-    named = [name for name in shapes if all(isinstance(tree.get(name), TensorEntry) for tree in trees)]
-    for align in ALIGNED if named else (1,):
+    recorded = [name for name in shapes if all(isinstance(tree.get(name), TensorEntry) for tree in trees)]
+    for align in ALIGNED if recorded else (1,):
         places, at = {}, 0
         for name, shape in shapes.items():
             places[name] = at = -(-at // align) * align
@@ -109,7 +109,7 @@ def _places(
         pieces_fit = all(
             [piece.entry.numel if piece else 0 for piece in _pieces(chunks, places[name], prod(shapes[name]))]
             == [tree[name].numel for tree in trees]
-            for name in named
+            for name in recorded
         ) or len(chunks) != len(trees)
         if at <= size < at + max(len(trees), 1) and pieces_fit:
             return iter(places.items())
@@ -120,6 +120,6 @@ def _places(
 
 
 def _pieces(chunks: Sequence[Piece], begin: int, count: int) -> list[Piece | None]:
-    """What each chunk of a vector has of a range of it."""
+    """What each chunk of a vector holds of a range of it (None: nothing)."""
     common = [(chunk, overlap(((begin,), (count,)), chunk.box)) for chunk in chunks]
     return [box and Piece(chunk.part(box), (box[0][0] - begin,), chunk.owner) for chunk, box in common]

@@ -41,15 +41,15 @@ def read(source: Folder) -> Checkpoint:
 
     Raises `Corrupt` where a file of a rank is missing, or pieces leave gaps or overlap.
     """
-    names = {name: found for name in source.names if (found := PIECES.fullmatch(name))}
-    ranks = sorted({int(found["rank"]) for found in names.values()})
+    matches = {name: match for name in source.names if (match := PIECES.fullmatch(name))}
+    ranks = sorted({int(match["rank"]) for match in matches.values()})
     if missing := missing_ranks({0, *ranks}, ranks[-1]):
-        rest = next(iter(names.values()))["rest"]
+        rest = next(iter(matches.values()))["rest"]
         files = [f"shard-{rank:05}-{rest}.safetensors" for rank in missing]
         raise lacks(source, f"the pieces of {counted(len(missing), 'rank')}", files)
     pieces: dict[str, list[Piece]] = {}
     joiner = Joiner(source)
-    for name, found in names.items():
+    for name, match in matches.items():
         shard = joiner.open(name)
         if not shard.tensors_only:
             raise damaged(source, f"{name} is not a safetensors file")
@@ -58,13 +58,13 @@ def read(source: Folder) -> Checkpoint:
             begin = sizes_of(offsets.get(tensor))
             if begin is None or len(begin) != len(entry.shape):
                 raise damaged(source, f"{name} does not say where its piece of {tensor} belongs")
-            pieces.setdefault(tensor, []).append(Piece(entry, begin, f"rank {int(found['rank']) - 1}"))
+            pieces.setdefault(tensor, []).append(Piece(entry, begin, f"rank {int(match['rank']) - 1}"))
     tree: dict[str, TensorEntry] = {}
     for name, chunks in pieces.items():  # each reaches as far as its pieces do
         ends = [[lo + n for lo, n in zip(*chunk.box, strict=True)] for chunk in chunks]
         shape = tuple(map(max, zip(*ends, strict=False)))
         tree[name] = joiner.tensor(name, shape, chunks[0].entry.dtype, chunks)
-    # Of one rank alone nothing tells that others had parts of the same tensors.
+    # With one rank alone, nothing tells whether others had parts of the same tensors.
     divided = [name for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"

@@ -58,9 +58,9 @@ def read(source: Input) -> Checkpoint:
 
     if is_run(source):
         last = latest(source)
-        found = formats.read_alone(last)
+        checkpoint = formats.read_alone(last)
         source.adopt(os.path.basename(last.path), last)
-        return replace(found, source=source)
+        return replace(checkpoint, source=source)
     backend = _backend(source)
     if backend != "torch_dist":
         what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
@@ -71,39 +71,39 @@ def read(source: Input) -> Checkpoint:
     if COMMON not in source:
         what = f"{source} has no {COMMON}"
         raise Truncated(what, "It has the arguments, the iteration and the optimizer's settings.", "Copy all files.")
-    found = dcp.read(source)
-    beside = formats.read_alone(source.open(COMMON))
-    if not isinstance(beside.tree, dict):
+    checkpoint = dcp.read(source)
+    common = formats.read_alone(source.open(COMMON))
+    if not isinstance(common.tree, dict):
         raise damaged(source, f"{COMMON} is not a dictionary")
-    tree = _sorted_by_kind(found.tree, beside.tree)
-    notes = [note for note in (*found.notes, *beside.notes) if note.code != "flat-names"]  # they were flat in the model
-    if collisions := _fill(tree, beside.tree):
+    tree = _sorted_by_kind(checkpoint.tree, common.tree)
+    notes = [note for note in (*checkpoint.notes, *common.notes) if note.code != "flat-names"]  # as in the model
+    if collisions := _fill(tree, common.tree):
         what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
         notes.append(Note(COLLIDES, f"{what}, whose value is used: {listed(collisions, 3)}"))
     _name_parameters(tree.get("optimizer"))
     ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
-    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, beside.tree.get("iteration"))
+    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, common.tree.get("iteration"))
     return replace(
-        found,
+        checkpoint,
         tree=tree,
         container=NAME,
-        metadata=found.metadata | facts,
+        metadata=checkpoint.metadata | facts,
         notes=tuple(notes),
-        discarded=(*found.discarded, *beside.discarded),
+        discarded=(*checkpoint.discarded, *common.discarded),
     )
 
 
 def latest(run: Folder) -> Folder:
     """The folder of the iteration that the tracker of a run names. Raises `Corrupt` where there is none."""
-    there = [name for name in run.names if _ITERATION.fullmatch(name)]
+    iterations = [name for name in run.names if _ITERATION.fullmatch(name)]
     text = read_small(os.path.join(run.path, TRACKER), "a tracker", MAX_TRACKER).decode("latin-1").strip()
     name = f"iter_{int(text):07d}" if re.fullmatch("[0-9]{1,12}", text) else text if text == "release" else ""
-    folder = Folder(os.path.join(run.path, name)) if name in there else run
+    folder = Folder(os.path.join(run.path, name)) if name in iterations else run
     if is_run(folder):  # or a link that leads back to where it is
         raise Corrupt(
             f"{run}: its {TRACKER} says {text!r}, an iteration that is not there",
             "It was deleted or not copied along. Only a number or `release` is followed.",
-            f"Name an iteration: {command('inspect', os.path.join(run.path, there[-1]))}",
+            f"Name an iteration: {command('inspect', os.path.join(run.path, iterations[-1]))}",
         )
     return folder
 
@@ -117,11 +117,11 @@ def _backend(folder: Folder) -> str:
 
 def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
     """The iteration of an `iter_*` folder, by its files or its name. Raises `Conflict` where they are two."""
-    named = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
+    match = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
     if type(iteration) is not int:
-        return {"step": int(named[1])} if named and named[1] else {}
-    if named and named[1] and int(named[1]) != iteration:
-        what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(named[1]):,}"
+        return {"step": int(match[1])} if match and match[1] else {}
+    if match and match[1] and int(match[1]) != iteration:
+        what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(match[1]):,}"
         raise Conflict(what, "The folder mixes files of two checkpoints.", "Copy all files of one iteration again.")
     return {"step": iteration}
 
@@ -133,19 +133,19 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
     """The values under `model`, `optimizer` and `sharded_objects`; others by their names."""
     tree: dict[Any, Any] = {"model": {}}
     for name, value in values.items():
-        if found := _OBJECT.fullmatch(name):
-            tree.setdefault("sharded_objects", {}).setdefault(found[1], {})[found[2]] = value
-        elif found := _OF_OPTIMIZER.fullmatch(name):
-            chained, slot, parameter, buffer = found.groups()
-            own, beside = tree.setdefault("optimizer", {}), fields(common.get("optimizer"))
-            for key in (int(chained) if chained else None, "optimizer"):  # to where its groups are in `common.pt`
-                inside = beside.get(key)
-                if isinstance(inside, dict) and "param_groups" not in beside:
-                    own, beside = own.setdefault(key, {}), inside
+        if match := _OBJECT.fullmatch(name):
+            tree.setdefault("sharded_objects", {}).setdefault(match[1], {})[match[2]] = value
+        elif match := _OF_OPTIMIZER.fullmatch(name):
+            chained, slot, parameter, buffer = match.groups()
+            target, source = tree.setdefault("optimizer", {}), fields(common.get("optimizer"))
+            for key in (int(chained) if chained else None, "optimizer"):  # to the level of its groups in `common.pt`
+                inner = source.get(key)
+                if isinstance(inner, dict) and "param_groups" not in source:
+                    target, source = target.setdefault(key, {}), inner
             if slot:
-                own.setdefault("state", {}).setdefault(parameter, {})[slot] = value
+                target.setdefault("state", {}).setdefault(parameter, {})[slot] = value
             else:
-                own.setdefault("buffers", {})[buffer] = value
+                target.setdefault("buffers", {})[buffer] = value
         elif isinstance(value, (TensorEntry, Composite)):
             tree["model"][name] = value
         else:
@@ -153,16 +153,16 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
     return {key: value for key, value in tree.items() if key != "model" or value}
 
 
-def _fill(tree: dict[Any, Any], common: dict[Any, Any], above: str = "") -> list[str]:
+def _fill(tree: dict[Any, Any], common: dict[Any, Any], prefix: str = "") -> list[str]:
     """Adds the entries that the tree lacks; gives the names of those that it has."""
     collisions = []
     for key, value in common.items():
         if key not in tree:
             tree[key] = value
         elif isinstance(tree[key], dict) and isinstance(value, dict):
-            collisions += _fill(tree[key], value, f"{above}{key}/")
+            collisions += _fill(tree[key], value, f"{prefix}{key}/")
         else:
-            collisions.append(f"{above}{key}")
+            collisions.append(f"{prefix}{key}")
     return collisions
 
 
@@ -172,8 +172,8 @@ def _name_parameters(optimizer: Any) -> None:
         return
     state, groups = optimizer.get("state"), optimizer.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
-        for inside in optimizer.values():
-            _name_parameters(inside)
+        for inner in optimizer.values():
+            _name_parameters(inner)
         return
     step = state.pop("common_step", None)
     for slots in state.values():

@@ -66,17 +66,17 @@ class RankSets:
         sets: dict[str, dict[int, str]] = {}
         worlds: dict[int, str] = {}
         for name in folder.names:
-            if found := OF_WORLD.fullmatch(name):
-                worlds.setdefault(int(found["world"]), name)
-                kind = found["set"].partition("_world_size_")[0]
-            elif found := FSDP_RANKS.fullmatch(name):
+            if match := OF_WORLD.fullmatch(name):
+                worlds.setdefault(int(match["world"]), name)
+                kind = match["set"].partition("_world_size_")[0]
+            elif match := FSDP_RANKS.fullmatch(name):
                 self.is_accelerate = True
-                stem, _, number = found["set"].removesuffix("_rank").rpartition("_")
+                stem, _, number = match["set"].removesuffix("_rank").rpartition("_")
                 kind = "optimizer" if stem == "optimizer" else "model"
                 kind += "" if number in ("0", "fsdp") else f"_{number}"
             else:
                 continue
-            if (other := sets.setdefault(kind, {}).setdefault(int(found["rank"]), name)) != name:
+            if (other := sets.setdefault(kind, {}).setdefault(int(match["rank"]), name)) != name:
                 raise mixed(folder, name, other, "both belong to one rank")
         if len(worlds) > 1:
             one, other, *_ = worlds.values()
@@ -84,12 +84,12 @@ class RankSets:
         self.sets = dict(sorted(sets.items(), key=lambda item: not item[0].startswith("model")))
         self.world = max([0, *worlds, *(max(files) + 1 for files in sets.values())])
         names = [*chain(*(files.values() for files in self.sets.values()))]
-        missing = [lost for pattern in (OF_WORLD, FSDP_RANKS) for lost in missing_names(names, pattern, self.world)]
+        missing = [file for pattern in (OF_WORLD, FSDP_RANKS) for file in missing_names(names, pattern, self.world)]
         if missing:
             raise lacks(folder, f"{counted(len(missing), 'file')} of {counted(self.world, 'rank')}", missing)
 
     def open(self, name: str) -> tuple[list[RankFile], list[Any]]:
         """The files of a set in the order of their ranks, and the tree in each."""
-        ranks, where = sorted(self.sets[name].items()), str(self.joiner.folder)
-        files = [RankFile(where, file, rank, self.world, self._tables) for rank, file in ranks]
+        ranks, folder = sorted(self.sets[name].items()), str(self.joiner.folder)
+        files = [RankFile(folder, file, rank, self.world, self._tables) for rank, file in ranks]
         return files, [self.joiner.open(file).tree for _, file in ranks]

@@ -2,8 +2,8 @@
 
 Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py,
 checkpoint_layout.py, metadata_serialization.py). `metadata.pkl`, a pickle of plain values, says of items that can be
-resharded where each rank's file is, how it is written, and how its tensors are divided. Other items, and all where it
-is not written, are known by their files: `ITEM_RANK.pt`; or `ITEM_rankRANK.pt`, as people's own scripts call them.
+resharded where each rank's file is, how it is written, and how its tensors are divided. Other items, and all of them
+without that file, are known by their names: `ITEM_RANK.pt`; or `ITEM_rankRANK.pt`, as people's own scripts call them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
 OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
-MAX_LOOKS = 4  # files that are opened in order to know a folder without a table
+MAX_LOOKS = 4  # files opened to recognize a folder without a table
 _FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
 _LAST_NUMBER = re.compile(r"\d+(?=(?:\.\w+)?$)")
 _SUFFIXES = dict.fromkeys(("pt", "pth", "bin"), "TorchSerialization") | {
@@ -49,26 +49,26 @@ def detect(head: bytes, source: Input) -> bool:
         return False
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
-    first = [name for name, found in _files(source).items() if found["suffix"][0] in "pb" and not int(found["rank"])]
-    for file in map(source.open, first[:MAX_LOOKS]):  # one with tensors of torch.distributed of which it has a part
+    first = [name for name, match in _files(source).items() if match["suffix"][0] in "pb" and not int(match["rank"])]
+    for file in map(source.open, first[:MAX_LOOKS]):  # one that has parts of tensors of torch.distributed
         with suppress(CkptoolError):
-            found = (distributed(node) for node in visit(read_alone(file).tree))
-            if any(each is not None and each.is_dtensor for each in found):
+            tensors = (distributed(node) for node in visit(read_alone(file).tree))
+            if any(tensor is not None and tensor.is_dtensor for tensor in tensors):
                 return True
     return False
 
 
 def _files(folder: Folder) -> dict[str, re.Match[str]]:
-    return {name: found for name in folder.names if (found := _FILE.fullmatch(name))}
+    return {name: match for name in folder.names if (match := _FILE.fullmatch(name))}
 
 
 def belonging(folder: Folder) -> set[str]:
-    """The names in one of its folders that belong to it; none for another."""
+    """The names in a folder of this layout that belong to the checkpoint; none for another folder."""
     if not detect(b"", folder):
         return set()
     try:
         return _names(_items(folder, _table(folder))[0])
-    except CkptoolError:  # it says so where it is read
+    except CkptoolError:  # which `read` raises again
         return {TABLE, *_files(folder)}
 
 
@@ -83,17 +83,17 @@ def read(source: Folder) -> Checkpoint:
     tree: dict[Any, Any] = {}
     tables: dict[tuple[int, ...], tuple[int, ...]] = {}
     for item, files in items.items():
-        first = {path: rank for rank, (path, _) in sorted(files.items(), reverse=True)}  # of a file that ranks share
-        ranks = [RankFile(str(source), files[rank][0], rank, world, tables) for rank in sorted(first.values())]
-        values = [_opened(joiner, *files[each.rank]) for each in ranks]
-        tree[item] = joined_trees(joiner, item, ranks, values, _described(source, table, item))
+        by_path = {path: rank for rank, (path, _) in sorted(files.items(), reverse=True)}  # of a file that ranks share
+        rank_files = [RankFile(str(source), files[rank][0], rank, world, tables) for rank in sorted(by_path.values())]
+        values = [_opened(joiner, *files[file.rank]) for file in rank_files]
+        tree[item] = joined_trees(joiner, item, rank_files, values, _described(source, table, item))
     used = _names(items)
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
         joiner.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
-    if not table and any("rank" in found["mark"] for found in _files(source).values()):
+    if not table and any("rank" in match["mark"] for match in _files(source).values()):
         engine = "one file per rank"
     return joiner.checkpoint(NAME, tree, engine, world)
 
@@ -108,10 +108,10 @@ def _table(folder: Folder) -> dict[Any, Any]:
     source = folder.open(TABLE)
     if source.size > MAX_TABLE:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_TABLE:,}.")
-    found = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
-    if not isinstance(found.root, dict) or not isinstance(found.root.get("metadata"), dict) or found.aside():
+    decoded = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
+    if not isinstance(decoded.root, dict) or not isinstance(decoded.root.get("metadata"), dict) or decoded.aside():
         raise damaged(folder, f"its {TABLE} is not a table of plain values")
-    return found.root
+    return decoded.root
 
 
 Files = dict[int, tuple[str, str]]  # of an item: for each rank the path of its file, and how it is written
@@ -124,10 +124,10 @@ def _names(items: dict[str, Files]) -> set[str]:
 
 def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int]:
     """The files of every item, by the table and else by their names; and the number of ranks."""
-    found: dict[str, Files] = {}
-    told = table.get("metadata", {})
-    for item, about in told.items():
-        layout = inside(about, "rank_to_layout_info")
+    items: dict[str, Files] = {}
+    described = table.get("metadata", {})
+    for item, entry in described.items():
+        layout = inside(entry, "rank_to_layout_info")
         if type(item) is not str or not isinstance(layout, dict):
             raise damaged(folder, f"its {TABLE} does not say where its items are")
         for rank, info in layout.items():
@@ -136,30 +136,30 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
                 path, kind = inside(info, "file_path"), inside(info, "serialization_format.type")
             if type(rank) is not int or type(path) is not str or kind not in (*_SUFFIXES.values(), "RawSerialization"):
                 raise damaged(folder, f"its {TABLE} does not say where {item} is")
-            found.setdefault(item, {})[rank] = path, kind
-    paths = [path for files in found.values() for path in {path for path, _ in files.values()}]
+            items.setdefault(item, {})[rank] = path, kind
+    paths = [path for files in items.values() for path in {path for path, _ in files.values()}]
     placed = set(paths)
     if len(placed) < len(paths):
         raise damaged(folder, f"its {TABLE} names one file for two items")
-    for name, parts in _files(folder).items():
-        if name not in placed and parts["item"] not in told:
-            files, rank = found.setdefault(parts["item"] or "model", {}), int(parts["rank"])
+    for name, match in _files(folder).items():
+        if name not in placed and match["item"] not in described:
+            files, rank = items.setdefault(match["item"] or "model", {}), int(match["rank"])
             if rank in files:
                 raise mixed(folder, files[rank][0], name, "both belong to one rank")
-            files[rank] = name, _SUFFIXES[parts["suffix"]]
+            files[rank] = name, _SUFFIXES[match["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
-        world = max((max(files) + 1 for files in found.values()), default=1)
+        world = max((max(files) + 1 for files in items.values()), default=1)
     missing: list[str] = []
-    for item, files in found.items():
-        if (len(files) > 1 or item in told) and len(missing) < MOST_NAMED:
+    for item, files in items.items():
+        if (len(files) > 1 or item in described) and len(missing) < MOST_NAMED:
             example = next(iter(files.values()))[0]
             missing += [_LAST_NUMBER.sub(str(rank), example) for rank in missing_ranks(files, world)]
     if missing:
         raise lacks(folder, f"{len(missing):,} of {counted(world, 'rank file')}", missing)
-    if any(max(files) >= world for files in found.values()):
+    if any(max(files) >= world for files in items.values()):
         raise damaged(folder, f"its {TABLE} is for {counted(world, 'rank')}, but there are files of more")
-    return found, world
+    return items, world
 
 
 def _opened(joiner: Joiner, path: str, kind: str) -> Any:
@@ -210,7 +210,7 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
             sizes, ranks = (sizes_of(data["mesh_spec"][key], MAX_MESH) for key in ("mesh_shape", "mesh_data"))
             if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
                 raise ValueError
-            placements = [(each["type"], each.get("dim"), each.get("split_factor", 1)) for each in data["placements"]]
+            placements = [(p["type"], p.get("dim"), p.get("split_factor", 1)) for p in data["placements"]]
             mesh = file.mesh(ranks, row_major_axes(sizes))
             share = file.divided(entry, shape, dtype, mesh, placements, entry.flags)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):

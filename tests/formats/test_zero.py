@@ -1,0 +1,86 @@
+"""Folders of ZeRO with groups of any shapes, and what only some of the files in them say."""
+
+from __future__ import annotations
+
+import enum
+import shutil
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import ckptool
+from tests.support.deepspeed_folders import MOMENTS, piece_of, random_shapes, verdict, write_zero, zero_weights
+from tests.support.engine_cases import ROOT
+
+
+def add_frozen(still: torch.Tensor, world: int, rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+    of_rank, copy = still, still
+    if share["zero_stage"] == 3:
+        of_rank, copy = piece_of(still.flatten(), rank, world), still.new_empty(0)
+    states |= {"frozen_param_shapes": {"still": still.shape}, "frozen_param_fragments": {"still": of_rank}}
+    states["module"]["still"] = copy
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 500), marks=pytest.mark.soak)], ids=str)
+def test_groups_of_any_shapes_on_any_number_of_ranks(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        random = Random(seed)
+        stage, world, shapes = random.choice([1, 2, 3]), random.randint(1, 5), random_shapes(random)
+        model, still = zero_weights(seed, shapes), torch.randn(random.choice([(3,), (2, 4), ()])).bfloat16()
+        more = partial(add_frozen, still, world)
+        folder = write_zero(tmp_path / f"{seed}" / "global_step2", stage, world, model, more, shapes)
+        assert ckptool.verify(folder).fine, seed
+        ckptool.convert(folder, out := tmp_path / f"{seed}.pt", all=True)
+        tree = torch.load(out, weights_only=True)
+        assert all(torch.equal(tree["module"][name], value) for name, value in (model | {"still": still}).items()), seed
+        for key, factor in MOMENTS.items():
+            kept = {name: slots[key] for name, slots in tree["optimizer"]["state"].items()}
+            assert all(torch.equal(kept[name], value * factor) for name, value in model.items()), seed
+
+
+class Stage(enum.Enum):
+    weights = 3
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (Stage, self.name)
+
+
+def by_name(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+    share["zero_stage"] = Stage.weights
+
+
+def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
+    """As Python 3.11.0 pickles members of an enum."""
+    folder = write_zero(tmp_path / "global_step2", 3, 2, change=by_name)
+    found = ckptool.open(folder)
+    assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())
+
+
+def test_a_trained_parameter_keeps_its_own_values_whatever_it_is_said_to_be_tied_to(tmp_path: Path) -> None:
+    def tied(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        states["shared_params"] = {"wide.weight": "scale", "head": "scale"}
+
+    module = ckptool.open(write_zero(tmp_path / "global_step2", 2, 2, change=tied))["module"]
+    assert torch.equal(module["wide.weight"].torch(), zero_weights()["wide.weight"])
+    assert module["head"].view == module["scale"].view
+
+
+def test_every_file_of_a_universal_folder_counts(tmp_path: Path) -> None:
+    """Each is missed, and the model's own copies are compared."""
+    folder = Path(shutil.copytree(ROOT / "deepspeed-universal2" / "checkpoint", tmp_path / "u"))
+    for path in sorted(folder.glob("*/zero/**/*.pt")):
+        if path.parent.name in ("head.weight", "places", "still"):
+            continue  # which are in the model states
+        kept = path.read_bytes()
+        path.unlink()
+        assert "lacks" in (said := verdict(folder, tmp_path / "out.pt")) or "has no tensor in" in said, path
+        path.write_bytes(kept)
+    (file,) = folder.glob("*/mp_rank_*.pt")
+    module = (tree := torch.load(file))["module"]
+    module["wide.bias"] += 1
+    torch.save(tree, file)
+    assert "wide.bias: " in verdict(folder, tmp_path / "out.pt")
