@@ -112,13 +112,11 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
 
 
 def random_dtype(random: Random, depth: int = 0) -> Any:
-    """A type of numbers, texts or dates, records of such, or arrays of one."""
-    which = random.random() if depth < 3 else 0
-    if which < 0.5:
+    """A type of numbers, texts or dates, or records of such, or of arrays of such."""
+    if depth == 3 or random.random() < 0.4:
         return random.choice(["f4", ">f8", "i2", "?", "U3", "S2", "V4", "M8[s]", "c8"])
-    if which < 0.8:
-        return [(f"f{number}", random_dtype(random, depth + 1)) for number in range(random.randint(1, 3))]
-    return random_dtype(random, depth + 1), random.choice([(2,), (1,), (2, 3), (0,)])
+    shapes = [(), (), (), (2,), (2, 3), (0,)]
+    return [(f"f{n}", random_dtype(random, depth + 1), random.choice(shapes)) for n in range(random.randint(1, 3))]
 
 
 def test_of_what_numpy_writes_nothing_is_said_to_be_none_of_its_own(tmp_path: Path) -> None:
