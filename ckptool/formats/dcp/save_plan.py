@@ -27,7 +27,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
-from ckptool.formats import torch_zip
+from ckptool.formats import marks, torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
@@ -93,6 +93,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
         lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+    if marks.RECOVERED in checkpoint.metadata:
+        lost[tree_pickle.MARK] = ""
     own = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]

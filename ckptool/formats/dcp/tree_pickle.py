@@ -151,6 +151,7 @@ BEGINNING = 16 << 10  # of each tensor
 VIEWS = "tensors that share memory as different views"
 STRIDES = "strides of what is divided or has gaps"
 LAZY = "conjugate and negative views"
+MARK = "the mark of a recovered file"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
 
