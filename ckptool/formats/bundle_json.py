@@ -55,11 +55,11 @@ def text(record: BundleRecord) -> bytes:
         for part in record.parts
     ]
     fields |= {"ties": record.ties} if record.ties else {}
-    made = json.dumps(fields, indent=1, ensure_ascii=False)
-    if not is_text(made):
+    content = json.dumps(fields, indent=1, ensure_ascii=False)
+    if not is_text(content):
         what = "names or values with half a surrogate pair cannot be written to bundle.json"
         raise Unsupported(what, "No program could read it.")
-    return made.encode() + b"\n"
+    return content.encode() + b"\n"
 
 
 def read(folder: Folder) -> BundleRecord:
@@ -88,7 +88,7 @@ def read(folder: Folder) -> BundleRecord:
         if str(name) in parts:
             raise damaged(f"it names {name} twice")
         parts[str(name)] = BundleMember(name, file, member.get("value"))
-    if type(ties) is not list or not all(type(each) is list and all(type(t) is str for t in each) for each in ties):
+    if type(ties) is not list or not all(type(tie) is list and all(type(t) is str for t in tie) for tie in ties):
         raise damaged("its ties are not lists of strings")
     ordered = fields.get("ordered") is True
     return BundleRecord(str(fields.get("container")), tuple(parts.values()), tuple(map(tuple, ties)), ordered)

@@ -37,7 +37,7 @@ _COMPANION = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.(?:jinja|json)"
     r"|vocab\.(?:json|txt|bpe)|merges\.txt|[\w.-]+\.model"
 )
-# Folders whose name is an engine's, below that of the model.
+# Names that engines give to folders below that of the model.
 _TAG = re.compile(r"(?:checkpoint-|global_step_?|step[-_]?|iter_|pytorch_model_fsdp_)\d+|pytorch_model|sharded|actor")
 _NO_JSON = "empty, or not JSON that can be read"
 _FLOATS = {dtype.torch for dtype in DTYPES if dtype.is_float}
@@ -48,7 +48,7 @@ class ModelFolder:
     """The library that loads a model, and the files beside its weights.
 
     library: empty where no configuration was found.  place: the folder of that.  files: what is carried along.
-    left: the names of what is not, with the reason.  changes: what is changed in the files, in words.
+    left: the names of what is left out, with the reason.  changes: what is changed in the files, in words.
     """
 
     library: str = ""
@@ -69,10 +69,10 @@ class ModelFolder:
     def lines(self) -> list[str]:
         """The files, for people."""
         how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
-        found = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
+        texts = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
-            found = [f"no {CONFIG} is beside the input; convert --like DIR takes that of another folder of the model"]
-        return [*found, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
+            texts = [f"no {CONFIG} is beside the input; convert --like DIR takes that of another folder of the model"]
+        return [*texts, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
 def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
@@ -82,7 +82,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     Raises `UsageError` where `like` has no configuration.
     """
     tree = tree if isinstance(tree, dict) else {}
-    for place in _places(part) if like is None else [like]:
+    for place in _config_folders(part) if like is None else [like]:
         names = names_in(place)
         configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
         library = _library(configs, tree)
@@ -110,15 +110,15 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
                 continue
             files[name] = data
     if CONFIG in files:  # which is to name the one float type of the weights, and no quantization that they lost
-        dtypes = {each.dtype.torch for each in tree.values() if isinstance(each, TensorEntry) and each.dtype.is_float}
+        dtypes = {e.dtype.torch for e in tree.values() if isinstance(e, TensorEntry) and e.dtype.is_float}
         with suppress(ValueError, RecursionError):  # what is not UTF-8, or nested a thousand levels deep, stays
             config = json.loads(files[CONFIG].read(0, files[CONFIG].length))
-            if len(dtypes) == 1 and (made := with_dtype(config, *dtypes)) != config:
+            if len(dtypes) == 1 and (changed := with_dtype(config, *dtypes)) != config:
                 changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
-                config = made
+                config = changed
             sections = _sections(config) if dequantized else []
-            taken = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
-            changes += [f"{CONFIG}: without its {taken[0]}"] if taken else []
+            removed = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
+            changes += [f"{CONFIG}: without its {removed[0]}"] if removed else []
             if changes:
                 files[CONFIG] = InlineBytes(json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n")
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
@@ -128,19 +128,19 @@ def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) 
     """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
     the file itself: nanoGPT's `model_args`, Megatron's `args`; else of `like`, a folder of the same model. Empty where
     there is none that can be read."""
-    if found := config_beside(part, CONFIG, PARAMS):
-        return found
+    if config := config_beside(part, CONFIG, PARAMS):
+        return config
     tree = part.tree if isinstance(part.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
-        tree = next((each for each in ranks.values() if isinstance(each, dict)), tree)
-    inside = tree.get("model_args", tree.get("args"))
-    inside = inside.attributes if isinstance(inside, Object) else inside
-    if isinstance(inside, dict) and inside:
-        return inside
+        tree = next((share for share in ranks.values() if isinstance(share, dict)), tree)
+    arguments = tree.get("model_args", tree.get("args"))
+    arguments = arguments.attributes if isinstance(arguments, Object) else arguments
+    if isinstance(arguments, dict) and arguments:
+        return arguments
     return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
-def _places(part: Checkpoint) -> Iterator[str]:
+def _config_folders(part: Checkpoint) -> Iterator[str]:
     """The folders where the configuration of a checkpoint may be, the likeliest first."""
     if part.source is None:
         return
@@ -154,12 +154,12 @@ def _places(part: Checkpoint) -> Iterator[str]:
     below = [member] if member and member in names_in(folder) else []
     yield from (os.path.join(folder, name) for name in below if not os.path.islink(os.path.join(folder, name)))
     yield from (folder, *above)
-    yield from (inner for each in (folder, *above) if not os.path.islink(inner := os.path.join(each, "huggingface")))
+    yield from (inner for place in (folder, *above) if not os.path.islink(inner := os.path.join(place, "huggingface")))
 
 
 def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _places(part) for name in names if name in names_in(place))
+    configs = (_json(place, name) for place in _config_folders(part) for name in names if name in names_in(place))
     return next(filter(None, configs), None)
 
 
@@ -221,7 +221,7 @@ QUANTIZATION = ("quantization_config", "compression_config")  # the second is an
 def with_dtype(config: Any, dtype: str) -> Any:
     """A configuration with this dtype in place of each other float type that it names; everything else stays.
 
-    But for the type in which quantized weights are computed, which their configuration says.
+    Except the type in which quantized weights are computed, which their own configuration gives.
     """
     if not isinstance(config, dict):
         return config
@@ -240,5 +240,5 @@ def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def quantization_config(part: Checkpoint) -> dict[str, Any]:
     """The quantization of the configuration beside a checkpoint; empty where that has none."""
-    found = (node.get(key) for node in _sections(configuration(part)) for key in QUANTIZATION)
-    return next((each for each in found if isinstance(each, dict)), {})
+    configs = (node.get(key) for node in _sections(configuration(part)) for key in QUANTIZATION)
+    return next((config for config in configs if isinstance(config, dict)), {})

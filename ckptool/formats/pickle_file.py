@@ -27,7 +27,7 @@ _OLD = re.compile(
     rb"[\]}]|\([dlt]|\(*(?:c%b|\(i%b|\((?:[\]}(KMJX]|I-?\d+\n|L-?\d+L?\n|F[-\d]|S['\"]|V[^\n]*\n))" % (_NAME, _NAME)
 )
 _JOBLIB = b"joblib.numpy_pickle"
-_FIRST = 1 << 20  # of a file that cannot be read, in which joblib's name is looked for
+_FIRST = 1 << 20  # bytes of a file that cannot be read, in which joblib's name is looked for
 
 
 def detect(head: bytes, source: Input) -> bool:

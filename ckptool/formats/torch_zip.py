@@ -167,7 +167,7 @@ class RecordStorages:
     prefix: str
     big_endian: bool
     find: Find | None = None
-    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
+    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, with the first class used for it
     typed: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 
     def load(self, pid: Any) -> StorageRef:
@@ -248,12 +248,12 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
             layout.add(root + name, InlineBytes(text))
     else:
-        anew = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
+        rewritten = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
         if mark != origin.recovered:
-            anew.add(root + marks.RECOVERED_RECORD)
+            rewritten.add(root + marks.RECOVERED_RECORD)
         archive = origin.archive
         for record in archive.by_offset():
-            if record.name in anew or (record.name.startswith(root + "data/") and record not in keys.used):
+            if record.name in rewritten or (record.name.startswith(root + "data/") and record not in keys.used):
                 continue
             # A reader that knows only the record's directory entry has to know how large its descriptor is.
             is_usual = record.descriptor_size in (DESCRIPTOR.size, DESCRIPTOR64.size)

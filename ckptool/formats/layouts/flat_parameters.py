@@ -71,7 +71,7 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
             shares.append(file.share(key, vector))
         chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
         (size,) = shares[0].shape
-        for name, place in _places(folder, key, size, {name: shapes[name] for name in names}, trees, chunks):
+        for name, place in _parameter_places(folder, key, size, {name: shapes[name] for name in names}, trees, chunks):
             pieces = [piece for piece in _pieces(chunks, place, prod(shapes[name])) if piece]
             if not prod(shapes[name]):
                 pieces = [replace(chunks[0], tensor=chunks[0].entry.narrow(0, 0, 0), offsets=(0,))]
@@ -98,7 +98,7 @@ def _is_sorted(names: list[str]) -> bool:
     return names == sorted(names) and any(at is not None and at < place[name] for name, at in biases.items())
 
 
-def _places(
+def _parameter_places(
     folder: Folder, key: str, size: int, shapes: Shapes, trees: Sequence[dict[Any, Any]], chunks: Sequence[Piece]
 ) -> Iterator[tuple[str, int]]:
     """Where each parameter begins in a vector of this size."""

@@ -138,7 +138,7 @@ def _sorted_by_kind(values: dict[Any, Any], common: dict[Any, Any]) -> dict[Any,
         elif match := _OF_OPTIMIZER.fullmatch(name):
             chained, slot, parameter, buffer = match.groups()
             target, source = tree.setdefault("optimizer", {}), fields(common.get("optimizer"))
-            for key in (int(chained) if chained else None, "optimizer"):  # to where its groups are in `common.pt`
+            for key in (int(chained) if chained else None, "optimizer"):  # to the level of its groups in `common.pt`
                 inner = source.get(key)
                 if isinstance(inner, dict) and "param_groups" not in source:
                     target, source = target.setdefault(key, {}), inner

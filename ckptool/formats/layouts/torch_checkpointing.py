@@ -33,7 +33,7 @@ NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
 OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
-MAX_LOOKS = 4  # files that are opened in order to know a folder without a table
+MAX_LOOKS = 4  # files opened to recognize a folder without a table
 _FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
 _LAST_NUMBER = re.compile(r"\d+(?=(?:\.\w+)?$)")
 _SUFFIXES = dict.fromkeys(("pt", "pth", "bin"), "TorchSerialization") | {
@@ -50,7 +50,7 @@ def detect(head: bytes, source: Input) -> bool:
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
     first = [name for name, match in _files(source).items() if match["suffix"][0] in "pb" and not int(match["rank"])]
-    for file in map(source.open, first[:MAX_LOOKS]):  # one with tensors of torch.distributed of which it has a part
+    for file in map(source.open, first[:MAX_LOOKS]):  # one that has parts of tensors of torch.distributed
         with suppress(CkptoolError):
             tensors = (distributed(node) for node in visit(read_alone(file).tree))
             if any(tensor is not None and tensor.is_dtensor for tensor in tensors):
