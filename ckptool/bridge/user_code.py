@@ -37,7 +37,7 @@ def import_user_code(name: str, what: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and place.split(".")[0] == error.name:
             raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
-        raise _failed(what, name, error) from error
+        raise _failure(what, name, error) from error
     if not hasattr(module, attribute):
         public = sorted(member for member in vars(module) if not member.startswith("_"))
         raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")
@@ -51,7 +51,7 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
     except CkptoolError:
         raise
     except (Exception, SystemExit) as error:
-        raise _failed(what, name, error) from error
+        raise _failure(what, name, error) from error
 
 
 def _from_file(place: str, what: str) -> Any:
@@ -107,7 +107,7 @@ def _set_apart(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
+def _failure(what: str, name: str, error: BaseException) -> UserCodeFailed:
     words, _, rest = str(error).strip().partition("\n")
     if "DataLoader worker" in words:  # which puts its traceback before the message
         words = rest.rpartition("\n")[2].partition(": ")[2] or words

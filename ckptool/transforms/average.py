@@ -432,7 +432,7 @@ def average(
             averaged += 1
             entries = [node[key] for node in nodes]
             sources = largest.get(tuple(id(entry.storage) for entry in entries), [])
-            places = {_place(*pair) for pair in zip(entries, sources, strict=False)}
+            places = {_place_inside(*pair) for pair in zip(entries, sources, strict=False)}
             is_part = len(places) == 1 and None not in places
             sources = sources if is_part else entries
             view = tuple(entry.view for entry in sources)
@@ -448,7 +448,7 @@ def average(
     return tree, averaged, from_last
 
 
-def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
+def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
     """The stride and offset of a tensor in a contiguous one on the same storage; None if not all of it is inside."""
     (begin, end), (first, last) = part.span(), whole.span()
     is_inside = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy

@@ -254,9 +254,9 @@ class ValueSearch:
             pairs = {key: key for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
             if by_value:  # the others in the order of their families
                 goals: dict[Trait, list[str]] = defaultdict(list)
-                for trait, key in _in_order(search.free[1]):
+                for trait, key in _by_family(search.free[1]):
                     goals[trait] += [key] if key not in pairs else []
-                for trait, key in _in_order(search.free[0]):
+                for trait, key in _by_family(search.free[0]):
                     if key not in pairs and goals[trait]:
                         pairs[key] = goals[trait].pop(0)
             for link in (*search.links, *links_of(pairs)):
@@ -342,7 +342,7 @@ class ValueSearch:
         return None
 
 
-def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
+def _by_family(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
     """The keys with their traits, family by family: names that differ in one number."""
     for family in families(keys, 1):
         yield from zip(family.traits, family.keys.values(), strict=True)
@@ -411,7 +411,7 @@ class FoundRules(Report):
         yield from (f"  {text}" for text in self._left_over())
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
-            if not self._lacks():
+            if not self._is_incomplete():
                 yield "  ", cyan(str(command("translate", self.old, rules_file=self.output, out=OUT)))
         yield from self.notes
 
@@ -421,7 +421,7 @@ class FoundRules(Report):
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
             lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
-        lines += ["# What is not made may be of these: check them."] if self.drop and self._lacks() else []
+        lines += ["# What is not made may be of these: check them."] if self.drop and self._is_incomplete() else []
         lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
         return "\n".join(lines) + "\n"
 
@@ -430,7 +430,7 @@ class FoundRules(Report):
         texts += [f"{len(self.by_name):,} by name and shape"] if self.by_name else []
         return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
 
-    def _lacks(self) -> bool:
+    def _is_incomplete(self) -> bool:
         """True where a tensor is missing that is not a second name of another."""
         return len(self.missing) > len(self.notes)
 

@@ -251,7 +251,7 @@ def _scale(
         if entry.numel != 1:
             what = f"{adapter.name}: {keys['alpha']} is of shape {list(entry.shape)}"
             raise Conflict(what, "An alpha is one number.")
-        alpha = _number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
+        alpha = _checked_number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
         return alpha, alpha / rank
     if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
         return None, 1.0
@@ -259,8 +259,8 @@ def _scale(
         what = f"{adapter.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
         raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
     default = config.get("lora_alpha" if method == LORA else "alpha", 8)
-    alpha = _number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
-    config_rank = _number(_by_pattern(config, "rank_pattern", key.module, config.get("r", rank)), f"{where}: r")
+    alpha = _checked_number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
+    config_rank = _checked_number(_by_pattern(config, "rank_pattern", key.module, config.get("r", rank)), f"{where}: r")
     stacked = bool(config.get("target_parameters")) and config_rank > 0 and rank % config_rank == 0
     if config_rank <= 0 or (method == LORA and config_rank != rank and not stacked):
         what = f"{where} has rank {rank:,}, and {config_rank:g} by its configuration"
@@ -268,7 +268,7 @@ def _scale(
     return alpha, alpha / (math.sqrt(config_rank) if config.get("use_rslora") else config_rank)
 
 
-def _number(value: Any, what: str) -> float:
+def _checked_number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
         raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The adapter is damaged. Nothing was written.")
     return float(value)
@@ -435,7 +435,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
     modules = dict[str, str]()  # kohya's with dots: as the bases have them, else by the words of known modules
     if old == KOHYA and scheme != KOHYA:
-        places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
+        places = Places(sorted({f"{module}.weight" for module in _base_modules(bases)}), underscored=True)
         for module in dict.fromkeys(delta.module for delta in adapter.deltas):
             dotted = places.key("", [f"{module}.weight"]) if bases else split_words(module)
             modules[module] = (dotted or "").removesuffix(".weight")
@@ -449,7 +449,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         module = module.replace(".", "_") if scheme == KOHYA else module
         deltas.append(replace(delta, component=names[delta.component], module=module, keys={}))
     config = {"use_rslora": False} if scheme == PEFT else {}
-    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _base_modules(bases))
     if adapter.config.get("use_rslora"):
         details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
     if scheme != PEFT and (
@@ -472,7 +472,7 @@ def refuse_others(adapter: Adapter) -> None:
             raise Unsupported(f"{name}: {delta.module} is {kind}", why)
 
 
-def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
+def _base_modules(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
     for base in bases:
         for key in base:
             if type(key) is str and key.endswith(".weight"):

@@ -46,10 +46,10 @@ def changed(
     shape = weight.shape
     if experts:
         matrix = shape[0] * shape[1], shape[2]
-        is_turned, rows = _experts(delta, weight, turned)
+        is_turned, rows = _expert_rows(delta, weight, turned)
     else:
         matrix = shape[0] if shape else 1, prod(shape[1:])
-        is_turned, rows = _rows(delta, weight, matrix, turned)
+        is_turned, rows = _change_rows(delta, weight, matrix, turned)
     refuse_wide(shape, matrix[1])
     values = TensorValues(weight.reshape(matrix))
     dtype = next((entry.dtype for role, entry in delta.factors.items() if role == "B" or delta.method == BIAS), None)
@@ -83,7 +83,7 @@ def changed(
     return like(weight, computed_rows(weight.dtype, matrix, made_rows, inputs).reshape(shape))
 
 
-def _rows(
+def _change_rows(
     delta: Delta, weight: TensorEntry, matrix: tuple[int, int], turned: Callable[[], bool]
 ) -> tuple[bool, Numbers]:
     """Whether the weight is [in, out], and the change by rows."""
@@ -93,22 +93,22 @@ def _rows(
             change_shape, rows = _kronecker(*(_kronecker_side(factors, number) for number in "12"))
         elif delta.method == LOHA:
             one, other = (
-                _sides(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"
+                _factor_pair(factors, f"hada_w{number}_a", f"hada_w{number}_b", f"hada_t{number}") for number in "12"
             )
             change_shape = one[0].shape[0], one[1].shape[1]
             if change_shape != (other[0].shape[0], other[1].shape[1]):
-                raise _misfit(factors["hada_w1_b"], factors["hada_w2_b"])
+                raise _factor_mismatch(factors["hada_w1_b"], factors["hada_w2_b"])
             first, second = _product(*one), _product(*other)
 
             def rows(start: int, stop: int) -> Array:
                 return first(start, stop) * second(start, stop)
         else:
-            flat = _flat(next(iter(factors.values())))
+            flat = _as_matrix(next(iter(factors.values())))
             change_shape, rows = flat.shape, TensorValues(flat).rows
         if change_shape != matrix:
             raise Misfit(next(iter(factors.values())).shape if delta.method == BIAS else change_shape)
         return False, rows
-    up, down = _sides(factors)
+    up, down = _factor_pair(factors)
     dims, kernel = (up.shape[0], down.shape[1]), factors.get("mid", factors["A"]).shape[2:]
     if len(weight.shape) == 2 and dims == weight.shape[::-1]:
         if delta.embedding or dims != weight.shape or turned():
@@ -120,9 +120,9 @@ def _rows(
     return False, _product(up, down)
 
 
-def _experts(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) -> tuple[bool, Numbers]:
-    """As `_rows`. A is [experts · rank, in], expert by expert; B is [out, rank · experts], rank by rank."""
-    up, down = _sides(delta.factors)
+def _expert_rows(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) -> tuple[bool, Numbers]:
+    """As `_change_rows`. A is [experts · rank, in], expert by expert; B is [out, rank · experts], rank by rank."""
+    up, down = _factor_pair(delta.factors)
     experts, height, width = weight.shape
     dims, rank = (up.shape[0], down.shape[1]), delta.rank // max(1, experts)
     if dims not in ((height, width), (width, height)) or rank * experts != delta.rank:
@@ -169,7 +169,7 @@ def like(weight: TensorEntry, entry: TensorEntry) -> TensorEntry:
 # Products -----------------------------------------------------------------------------------------------------------
 
 
-def _flat(entry: TensorEntry) -> TensorEntry:
+def _as_matrix(entry: TensorEntry) -> TensorEntry:
     """A tensor as a matrix: its first dimension by all others."""
     return entry.reshape((entry.shape[0] if entry.shape else 1, prod(entry.shape[1:])))
 
@@ -196,7 +196,7 @@ def _stacked(height: int, part: Callable[[int], Numbers]) -> Numbers:
 def _product(left: TensorEntry, right: TensorEntry) -> Numbers:
     """The rows of a product, in f64 if either side is, else f32. Raises `Conflict` for sides that do not match."""
     if left.shape[1] != right.shape[0]:
-        raise _misfit(left, right)
+        raise _factor_mismatch(left, right)
     up, down, rank = TensorValues(left), TensorValues(right), right.shape[0]
     step = max(1, _HELD // max(1, right.shape[1]))  # rows of the right side held at once
 
@@ -234,7 +234,7 @@ def _multiplied(left: Array, right: Array) -> Array:
     return total
 
 
-def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
+def _factor_mismatch(first: TensorEntry, second: TensorEntry) -> Conflict:
     what = f"its factors of shape {list(first.shape)} and {list(second.shape)} do not fit each other"
     return Conflict(what, "The adapter is damaged. Nothing was written.")
 
@@ -242,14 +242,14 @@ def _misfit(first: TensorEntry, second: TensorEntry) -> Conflict:
 # Methods -------------------------------------------------------------------------------------------------------------
 
 
-def _sides(factors: dict[str, TensorEntry], up: str = "B", down: str = "A", core: str = "mid") -> Pair:
+def _factor_pair(factors: dict[str, TensorEntry], up: str = "B", down: str = "A", core: str = "mid") -> Pair:
     """[out, rank] and [rank, in × kernel], with the core between them multiplied in."""
-    left, right = _flat(factors[up]), _flat(factors[down])
+    left, right = _as_matrix(factors[up]), _as_matrix(factors[down])
     if core not in factors:
         return left, right
     middle = factors[core]  # [p, q, kernel…], times [q, in]: [p, in × kernel]
     if middle.shape[1] != right.shape[0]:
-        raise _misfit(middle, right)
+        raise _factor_mismatch(middle, right)
     kernel, outer, inner = prod(middle.shape[2:]), TensorValues(middle), TensorValues(right)
 
     def rows(start: int, stop: int) -> Array:
@@ -268,13 +268,13 @@ def _kronecker_side(factors: dict[str, TensorEntry], number: str) -> TensorEntry
     if entry := factors.get(f"lokr_w{number}"):
         return entry
     down, core = factors[f"lokr_w{number}_b"], factors.get(f"lokr_t{number}")
-    left, right = _sides(factors, f"lokr_w{number}_a", f"lokr_w{number}_b", f"lokr_t{number}")
+    left, right = _factor_pair(factors, f"lokr_w{number}_a", f"lokr_w{number}_b", f"lokr_t{number}")
     product = computed_rows(by_name("f32"), (left.shape[0], right.shape[1]), _product(left, right), (left, right))
     return product.reshape((left.shape[0], down.shape[1], *(down if core is None else core).shape[2:]))
 
 
 def _kronecker(first: TensorEntry, second: TensorEntry) -> tuple[tuple[int, ...], Numbers]:
-    left, right = TensorValues(_flat(first)), TensorValues(_flat(second))
+    left, right = TensorValues(_as_matrix(first)), TensorValues(_as_matrix(second))
     height, width = second.shape[0], prod(second.shape[1:])
 
     def part(number: int) -> Numbers:

@@ -248,13 +248,13 @@ def extract(
     tied = {name: source for name, source in (ties or {}).items() if name not in keys}
     tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
     chosen |= {name for name, source in tied.items() if source in chosen}
-    changed, aliases = _changed(tuned, base, chosen)
+    changed, aliases = _differing(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
     if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
-    low, saved, incidental = _modules(tuned, base, changed, aliases, model)
+    low, saved, incidental = _low_and_whole(tuned, base, changed, aliases, model)
     deltas, whole_deltas, clamped, turns = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
     all_keys = [key for key in {**base, **tuned} if type(key) is str]
     for key in sorted(all_keys, key=lambda key: key.rpartition(".")[0] in incidental):
@@ -306,7 +306,7 @@ def extract(
     return stored(Adapter(PEFT, (*deltas, *whole_deltas.values()), config), PEFT, other_modules), facts, clamped
 
 
-def _modules(
+def _low_and_whole(
     tuned: Mapping[Any, Any], base: Mapping[Any, Any], changed: set[str], aliases: Mapping[str, str], model: MemoryTree
 ) -> tuple[set[str], set[str], set[str]]:
     """The modules whose weights change by a product of low rank; those that are taken whole; and of these, the ones
@@ -337,20 +337,20 @@ def _modules(
         if module not in parents:
             saved.add(module)
         elif key not in ties:  # a tied key's other name belongs to a module of its own
-            raise _unfit(key)
+            raise _not_in_adapter(key)
     matching = {module for module in key_of if module.endswith(tuple(saved))}
     if odd := sorted(matching & parents):
-        raise _unfit(key_of[odd[0]])
+        raise _not_in_adapter(key_of[odd[0]])
     return low - matching, matching, matching - saved
 
 
-def _unfit(key: str) -> Unsupported:
+def _not_in_adapter(key: str) -> Unsupported:
     what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
     why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
     return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
 
 
-def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
+def _differing(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
     """The names of tensors that differ; and of those tied to an earlier one in both models, each with that one."""
     first_keys: dict[Any, str] = {}
     changed: set[str] = set()

@@ -61,7 +61,7 @@ class AdapterMerge:
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
         self._settle_parameters()
-        if unplaced := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
+        if unplaced := [key for delta in deltas if not self._apply(delta) for key in delta.keys.values()]:
             drop = command("edit", self.name, drop=PATTERN, out=OUT)
             what = f"{len(unplaced):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
             what += f"{listed(unplaced)}"
@@ -116,13 +116,13 @@ class AdapterMerge:
             for delta, key in zip(deltas, fits[0] if fits else (), strict=False):
                 self.parameters[delta] = [present[key]]
 
-    def _find(self, delta: Delta) -> str | None:
+    def _target_key(self, delta: Delta) -> str | None:
         tied = self.places.in_base(delta.component, f"{delta.module}.weight") if delta.method == TOKENS else ""
         return self.places.key(delta.component, self._spellings(delta)) or self.ties.get(tied)
 
-    def _place(self, delta: Delta) -> bool:
+    def _apply(self, delta: Delta) -> bool:
         """Applies a change to its tensor; False where the base has no such tensor."""
-        key = self._find(delta)
+        key = self._target_key(delta)
         if key is None:
             name = self.places.in_base(delta.component, delta.module) or delta.module
             saved = any(f".{module}." in f".{delta.module}" for module in self.adapter.names("modules_to_save"))
@@ -140,7 +140,7 @@ class AdapterMerge:
             what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
-            self.merged[key] = self._changed(key, delta)
+            self.merged[key] = self._changed_entry(key, delta)
         except Misfit as misfit:
             what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
             what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
@@ -153,7 +153,7 @@ class AdapterMerge:
         self.changed |= dict.fromkeys(tied, (*before, *(id(factor.storage) for factor in delta.factors.values())))
         return True
 
-    def _changed(self, key: str, delta: Delta) -> TensorEntry:
+    def _changed_entry(self, key: str, delta: Delta) -> TensorEntry:
         old, replacement = self.tensors.get(key), delta.factors.get("")
         if replacement is not None and old is not None and old.dtype is replacement.dtype and not old.dtype.is_float:
             weight = old  # a counter
@@ -189,7 +189,7 @@ class AdapterMerge:
             config_turn = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
             if (votes or of_experts) and of_experts not in self.adapter_turns:  # by changes of non-square weights
                 products = [other for other in self.adapter.products if "B" in other.factors and not other.embedding]
-                pairs = [(other, self.tensors.get(self._find(other) or "")) for other in products]
+                pairs = [(other, self.tensors.get(self._target_key(other) or "")) for other in products]
                 self.adapter_turns[of_experts] = {
                     other.factors["B"].shape[0] == entry.shape[-1]
                     for other, entry in pairs
@@ -260,7 +260,7 @@ class AdapterMerge:
                     self._refuse_one_side(*((key, furthest_key) if is_changed else (furthest_key, key)), apart)
                 furthest = max(furthest, (end, key))
                 furthest_changed = max(furthest_changed, (end, key)) if is_changed else furthest_changed
-        changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
+        changed = {self._target_key(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
                 fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
