@@ -72,7 +72,7 @@ def _from_file(place: str, what: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # a module that is only half executed must not be found again
+        del sys.modules[name]  # half a module must not be found again
         raise
     finally:
         if folder in sys.path:

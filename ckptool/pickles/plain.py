@@ -74,7 +74,7 @@ def expand(node: Object) -> Any:
 def _from_arguments(node: Object, levels: int = 3) -> Any:
     """What a function of the table makes from an object's arguments, each of one of the listed types.
 
-    Raises `TypeError` for an object with more than arguments, or with more of them, or deeper nested, than a date has.
+    Raises `TypeError` for an object that has more than arguments, or more or deeper nested ones than a date has.
     """
     make, *kinds = _FROM_ARGUMENTS[value_word(node.fn)]
     is_bare = node.state is MISSING or node.state is None or node.state == {}

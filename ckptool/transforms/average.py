@@ -244,7 +244,7 @@ def _elected_sum(delta: Deltas, weights: Sequence[float]) -> Array:
     divisors: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
     divisors[divisors == 0] = 1
     total /= divisors
-    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    numpy.copyto(total, votes, where=votes != votes)  # NaN in one file is NaN in the result
     return cast(Array, total)
 
 
@@ -383,8 +383,8 @@ def _problems(
 def average(
     nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
-    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and the
-    names of what is the last one's, each with the reason. Reads nothing yet.
+    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and
+    which entries are the last one's, each with the reason. Reads nothing yet.
 
     nodes: where `how` has a base, it comes first.
     Raises `Conflict` naming what they disagree on, `Unsupported` for tensors that have no plain values.
