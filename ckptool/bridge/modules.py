@@ -122,7 +122,7 @@ def target_of(source: Any, name: str) -> Target:
         model = unwrapped(source)
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
         # the prefix that wrappers around the model add to its names
-        wrapper = next((f"{place}." for place, module in source.named_modules() if module is model and place), "")
+        wrapper = next((f"{path}." for path, module in source.named_modules() if module is model and path), "")
     elif not isinstance(source, Mapping):
         what = f"{name} made {type(source).__name__}, not a torch.nn.Module"
         raise UsageError(what, "A target is a module, or a state dict.", "For example: def build(): return MyModel()")

@@ -112,15 +112,15 @@ def _failure(what: str, name: str, error: BaseException) -> UserCodeFailed:
     if "DataLoader worker" in words:  # which puts its traceback before the message
         words = rest.rpartition("\n")[2].partition(": ")[2] or words
     # The traceback from the first line of the user's code on.
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        file = place.tb_frame.f_code.co_filename
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
         if file != __file__ and not file.startswith("<frozen importlib") and "importlib" not in file.split(os.sep):
             break
-        place = place.tb_next
+        trace = trace.tb_next
     return UserCodeFailed(
         f"{what}: {name} raised {type(error).__name__}: {words[:200]}",
-        TextLines(*"".join(traceback.format_exception(type(error), error, place)).rstrip().split("\n")),
+        TextLines(*"".join(traceback.format_exception(type(error), error, trace)).rstrip().split("\n")),
         "The error is in your own code, not in ckptool."
         if names_code(name)
         else "It does not fit what it was given: check the data, the model and their args.",

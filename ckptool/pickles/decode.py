@@ -370,10 +370,10 @@ class _Lexer:
         from ckptool.checkpoint.strided import subrange
 
         self._check_room(1 + width + size)
-        place = self.base + self.pos
-        begin = place + 1 + width
+        offset = self.base + self.pos
+        begin = offset + 1 + width
         self._move(begin + size, _FIRST_WINDOW)
-        self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), place)
+        self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), offset)
         self.stubs.append(LongValue(subrange(self.data, begin, size), kind))
 
     def _other_opcode(self, op: int) -> None:
@@ -429,14 +429,14 @@ class _Lexer:
             what = f"{length:,} bytes are expected, {self.data.length - self.base - self.pos:,} are there"
             raise self._error(what, Truncated, "The pickle was cut off.")
 
-    def _move(self, place: int, length: int) -> None:
+    def _move(self, offset: int, length: int) -> None:
         """Keeps what was passed, and continues at another place in the data."""
         self._keep(self.buffer[: self.pos], self.base)
-        self.buffer = self.data.read(place, min(length, self.data.length - place))
-        self.base, self.pos = place, 0
+        self.buffer = self.data.read(offset, min(length, self.data.length - offset))
+        self.base, self.pos = offset, 0
 
-    def _keep(self, part: bytes, place: int) -> None:
-        self.spots.append((self.size, place))
+    def _keep(self, part: bytes, offset: int) -> None:
+        self.spots.append((self.size, offset))
         self.parts.append(part)
         self.size += len(part)
         if self.size > MAX_SKELETON:

@@ -254,8 +254,8 @@ class _Encoder:
         puts, self.puts = self.puts, None
         # Everything but the key and the tensor was in the memo before.
         if is_plain and is_new and first > 255 and len(self.memo) == memo_size + 2:
-            ends = [*(place + 1 for place in puts[1:]), len(out)]
-            fields = [item for place, end in zip(puts, ends, strict=True) for item in (0, bytes(out[place + 5 : end]))]
+            ends = [*(put + 1 for put in puts[1:]), len(out)]
+            fields = [item for put, end in zip(puts, ends, strict=True) for item in (0, bytes(out[put + 5 : end]))]
             layout = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
             self.templates[kind] = _Template(bytes(out[begin_at : puts[0] - len(raw) - 4]), layout, fields)
 

@@ -92,10 +92,10 @@ class _Merged:
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
 
-    def piece(self, place: int, *blocks: Array) -> Array:
+    def piece(self, index: int, *blocks: Array) -> Array:
         if self.formula is None:
             self.formula = METHODS[self.how.method].formula(self)
-        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        start = index * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
         total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
         return rounded(total, self.dtype) if self.dtype.name != "f64" else total
 
@@ -265,9 +265,9 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
     if merged.count <= _SMALL:
         copies: list[Array] = []
         scan(lambda magnitudes: copies.append(magnitudes.copy()))
-        place = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
-        return int(copies[0][place]), place
-    threshold, remaining, place, width = 0, count, 0, 64 if merged.kind == "f8" else 32
+        index = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
+        return int(copies[0][index]), index
+    threshold, remaining, index, width = 0, count, 0, 64 if merged.kind == "f8" else 32
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
 
@@ -284,14 +284,14 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
         threshold, remaining = threshold << _DIGIT | digit, remaining - int(larger[digit])
 
     def last(magnitudes: Array) -> bool:
-        nonlocal place, remaining
+        nonlocal index, remaining
         equal = numpy.flatnonzero(magnitudes == threshold)
         is_last = len(equal) >= remaining
-        place, remaining = place + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
+        index, remaining = index + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
         return is_last
 
     scan(last)
-    return threshold, place
+    return threshold, index
 
 
 def _magnitudes(delta: Array) -> Array:

@@ -78,22 +78,22 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
     for family in families(dict.fromkeys(keys), vary):
         parts_by_text[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
         pieces = family.text.split(HOLE)
-        for place in range(len(pieces) - 1):
+        for index in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
             for numbers, key in family.keys.items():
-                rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+                rows[(*numbers[:index], *numbers[index + 1 :])][numbers[index]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
-                text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
+                text = STACK.join(HOLE.join(half) for half in (pieces[: index + 1], pieces[index + 1 :]))
                 parts_by_text[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
     for parts in parts_by_text.values():
         yield [(part,) for part in parts.values()]
     tokens_of = {text: tokens for text in parts_by_text if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
-    for place in range(max(map(len, tokens_of.values()), default=0)):  # one at a time, to save memory
+    for index in range(max(map(len, tokens_of.values()), default=0)):  # one at a time, to save memory
         siblings: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # with names that differ at this place
         for text, tokens in tokens_of.items():
-            if place < len(tokens) and tokens[place] not in (HOLE, STACK):
+            if index < len(tokens) and tokens[index] not in (HOLE, STACK):
                 members = frozenset((at, len(keys)) for at, (_, keys) in parts_by_text[text].items())
-                siblings["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(parts_by_text[text])
+                siblings["".join(tokens[:index]), "".join(tokens[index + 1 :]), members].append(parts_by_text[text])
         for words in (words for words in siblings.values() if len(words) <= MOST_WORDS):
             for first, *others in (combo for size in sorted({2, 3, len(words)}) for combo in combinations(words, size)):
                 yield [(part, *(other[at] for other in others)) for at, part in first.items()]

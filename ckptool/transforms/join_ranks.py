@@ -116,7 +116,7 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         return None
     joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
     sizes, steps = [1, 1], dict[int, str]()
-    for place, file in names:
+    for numbers, file in names:
         above, _, last = file.rpartition("/")
         opened = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(file, opened)
@@ -131,16 +131,16 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
             raise Corrupt(f"{source}: {file} is not a dictionary", "It is no rank's file of a model.")
         args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
         declared: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
-        if len(place) > 2 or (type(declared[2]) is int and declared[2] > 1):
+        if len(numbers) > 2 or (type(declared[2]) is int and declared[2] > 1):
             what = f"{source}: {file} is of expert parallelism, which divides the experts over ranks"
             raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
-        for axis, number in enumerate((*place, 0)[:2]):
+        for axis, number in enumerate((*numbers, 0)[:2]):
             size = declared[axis] if type(declared[axis]) is int and declared[axis] < 1 << 20 else 1
             sizes[axis] = max(sizes[axis], number + 1, size)
         if type(iteration := tree.get("iteration")) is int:
             steps.setdefault(iteration, owner)
         model = tree if any(map(_is_chunk, tree)) else {"model": tree}  # all of the file
-        ranks.append(_Rank(owner, place[0], place[1] if len(place) > 1 else 0, model))
+        ranks.append(_Rank(owner, numbers[0], numbers[1] if len(numbers) > 1 else 0, model))
     if len(ranks) != prod(sizes):  # every stage has every rank, as many as the arguments say
         world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
         what = f"{source} has {counted(len(ranks), 'file')} of {world}"

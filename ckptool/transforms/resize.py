@@ -272,8 +272,8 @@ def _resampled(entry: TensorEntry, axis: int, indices: Array, weights: Array) ->
         blocks = []
         with numpy.errstate(all="ignore"):
             for begin, end in stretches(start, stop, width):
-                number, place = numpy.divmod(numpy.arange(begin, end), new)
-                sources, shares = number[:, None] * size + indices[place], weights[place]
+                number, index = numpy.divmod(numpy.arange(begin, end), new)
+                sources, shares = number[:, None] * size + indices[index], weights[index]
                 low, high = int(sources.min()), int(sources.max()) + 1
                 window = values.rows(low, high)
                 total: Array = window[sources[:, 0] - low] * shares[:, :1]

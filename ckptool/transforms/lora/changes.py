@@ -138,16 +138,16 @@ def _expert_rows(delta: Delta, weight: TensorEntry, turned: Callable[[], bool]) 
     return is_turned, _stacked(height, lambda number: _product(*pair(number)))
 
 
-def with_rows(rows: TensorEntry, places: Sequence[int], weight: TensorEntry) -> TensorEntry:
+def with_rows(rows: TensorEntry, indices: Sequence[int], weight: TensorEntry) -> TensorEntry:
     """The weight with new rows at these places; of a repeated place the last counts. Raises `Misfit`."""
-    row_of = {place: number for number, place in enumerate(places)}
-    expected = (len(places), *weight.shape[1:])
-    if rows.shape != expected or not weight.shape or not all(0 <= place < weight.shape[0] for place in row_of):
+    row_of = {index: number for number, index in enumerate(indices)}
+    expected = (len(indices), *weight.shape[1:])
+    if rows.shape != expected or not weight.shape or not all(0 <= index < weight.shape[0] for index in row_of):
         raise Misfit(rows.shape)
     new, parts, begin = as_type(rows, weight), list[TensorEntry](), 0
-    for place, number in sorted(row_of.items()):
-        parts += [weight.narrow(0, begin, place - begin), new.narrow(0, number, 1)]
-        begin = place + 1
+    for index, number in sorted(row_of.items()):
+        parts += [weight.narrow(0, begin, index - begin), new.narrow(0, number, 1)]
+        begin = index + 1
     return like(weight, joined([*parts, weight.narrow(0, begin, weight.shape[0] - begin)], 0))
 
 

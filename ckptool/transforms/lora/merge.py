@@ -89,7 +89,7 @@ class AdapterMerge:
         modules: dict[str, list[Delta]] = {}
         for delta in sorted(self.parameters, key=lambda delta: -delta.depth):
             modules.setdefault(delta.module, []).append(delta)
-        order = {key: place for place, key in enumerate(self.tensors)}
+        order = {key: index for index, key in enumerate(self.tensors)}
         for module, deltas in modules.items():
             names = {
                 self.places.key(deltas[0].component, [f"{module}.{name}"]): name for name in self.parameters[deltas[0]]
