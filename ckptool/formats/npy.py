@@ -148,10 +148,10 @@ def _type_node(kind: numpy.dtype[Any]) -> Object:
     reduced: Any = kind.__reduce__()
     _, args, state = reduced
     node = Object(Global("numpy", "dtype"), args)
-    if state[4] is not None:
-        fields = {name: (_type_node(field[0]), *field[1:]) for name, field in state[4].items()}
-        state = (*state[:4], fields, *state[5:])
-    node.state = state
+    version, order, inside, names, fields, *rest = state
+    inside = inside and (_type_node(inside[0]), *inside[1:])
+    fields = fields and {name: (_type_node(field[0]), *field[1:]) for name, field in fields.items()}
+    node.state = (version, order, inside, names, fields, *rest)
     return node
 
 

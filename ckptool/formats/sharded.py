@@ -380,12 +380,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     numbered = NUMBERED.fullmatch(first)
     is_alone = len(shards) == 1 and not numbered
     set_on = whole_tree.set_on(checkpoint.tree)
+    of_all = set_on | {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     for file, tree in trees.items():
         old_metadata = division.shards[file].metadata if file in division.shards and not division.pickled else {}
         metadata = {key: value for key, value in old_metadata.items() if key not in division.ties}
-        metadata |= set_on if is_alone else {}
+        metadata |= of_all if is_alone else {}
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
@@ -396,9 +397,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
         weight_map = {name: file_of[name] for name in checkpoint.tree if name in file_of}
         metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
-        if mark := checkpoint.metadata.get(marks.RECOVERED):
-            metadata[marks.RECOVERED] = mark
-        metadata |= set_on
+        metadata |= of_all
         metadata["total_size"] = sum(entry.nbytes for entry in stored.values())
         if "total_parameters" in metadata:
             metadata["total_parameters"] = sum(stored[name].numel for name in weight_map)
