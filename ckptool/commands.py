@@ -5,7 +5,7 @@
 
 From this come a command, its help and completion. A parameter without `option` or `argument` is Python's alone.
 
-    OutputExists(f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+    OutputExists(f"{path} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
 
 A shell reads `Overwrite it: -f`, Python `Overwrite it: overwrite=True`. Both are made from the names that the verb's
 function has; a test holds them to its signature. File names are filled in by `analysis.findings`.
@@ -63,7 +63,7 @@ diff: Compare two checkpoints, in any containers. Exit 0: same. 1: they differ.
 verify: Read everything and report damage: checksums, headers, missing data. Exit 0: fine. 1: problems found.
 doctor: Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading.
 [look refuses]
-scan: List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code.
+scan: List a folder's checkpoints (--latest-good: the newest), or a file's unsafe calls. Exit 1: damaged or unsafe.
 [look takes]
 report: Write an HTML page about checkpoints: contents, histograms, health, changes. Opens in any browser, offline.
 browse: Walk through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
@@ -73,11 +73,11 @@ add-module: Add 'module.' in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
 remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
 cast: Convert the weights to another dtype (half the size: --dtype bf16), and report which values were rounded.
-edit: Drop entries and set plain values.
+edit: Drop entries (--drop optimizer) and set plain values (--set epoch=0).
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
-translate: Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another.
+translate: Translate one library's layout into another's by rules: rename, split, join, transpose and reorder tensors.
 [change takes]
-convert: Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file.
+convert: Convert between .pt, .safetensors, shards and .dcp: one set of weights, or --all. .pt to .pt: a compact file.
 [change refuses]
 recover: Salvage what is intact in a damaged file; undo an interrupted in-place edit. Exit 1: something is lost.
 [change changes]
@@ -88,16 +88,16 @@ unbundle: Write each member of a bundle to its own file, and bundle.json, which 
 average: Average the weights of several checkpoints, or merge models. Counters are copied from the last file.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write the difference of a fine-tuned model from its base as a low-rank adapter for PEFT.
-lora resize: Reduce the rank of an adapter by truncated SVD. Its scale stays.
+lora resize: Reduce the rank of an adapter by truncated SVD. Its scale is kept.
 lora convert: Rename an adapter's keys for another library; its factors stay as they are.
 [use takes]
-warm-start: Show which weights of a checkpoint fit a model; -o writes them under the model's keys. Exit 1: refused.
+warm-start: Show what of a checkpoint fits a new model or head; -o writes it under the model's keys. Exit 1: refused.
 spec: Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch.
 [use]
 train: Train a model from a configuration. Exit 130, 143: stopped by a signal, after saving.
 resume: Resume a run from its newest intact checkpoint. Exit 3: there are checkpoints, but none is intact.
 eval: Evaluate a checkpoint of a run; nothing is written to it.
-prove: Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not.
+prove: Prove that a run killed anywhere ends with the same bytes as an unbroken one. Exit 1: it does not.
 [use refuses]
 plot: Draw a run's loss, learning rate and metrics over its steps, even while it is training.
 prune: Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best.
@@ -121,12 +121,12 @@ for _line in _TABLE.strip().split("\n"):
 
 # What people type for them. Only the command line knows these.
 ALIASES = dict(
-    each.split(":") for each in "ls:inspect info:inspect cat:show compare:diff check:verify strip:strip-module".split()
+    pair.split(":") for pair in "ls:inspect info:inspect cat:show compare:diff check:verify strip:strip-module".split()
 )
 
 # Options that are not called as their parameter is. What a verb takes without a flag has none.
 _FLAGS = "out:-o folder:-d overwrite:-f dry_run:-n container:--to moves:--map rules_file:--rules from_folder:--from"
-FLAGS = dict(each.split(":") for each in f"{_FLAGS} latest_only:--latest-good file: members: values:".split())
+FLAGS = dict(pair.split(":") for pair in f"{_FLAGS} latest_only:--latest-good file: members: values:".split())
 # Options of verbs that are functions, but not of these: what is printed, and answers of another kind.
 SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
 
@@ -137,8 +137,7 @@ def function_of(verb: str) -> Any:
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
-    """The words of a command line with its verb as one word, in the place of an alias, too; `help VERB` is its
-    `--help`."""
+    """The words of a command line, the verb as one word and an alias replaced; `help VERB` becomes `VERB --help`."""
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     joined = " ".join(words[:2])
@@ -178,7 +177,7 @@ class Option(NamedTuple):
 
 
 class Watched(str):
-    """A parameter that the program gives, to tell how far the work is, and how it is shown: `bar`, `status`, …"""
+    """A parameter through which the program is told of progress, and how it shows that: `bar`, `status`, …"""
 
 
 class Parameter(NamedTuple):
@@ -210,26 +209,26 @@ class Declared(NamedTuple):
     other_reports: tuple[str, ...] = ()
 
 
-def option(names: str, text: str, **more: Any) -> Option:
+def option(names: str, text: str, **fields: Any) -> Option:
     """An option as its help prints it, its names and what stands for its value (`-o --out OUT`), then the text."""
     flags = tuple(word for word in names.split() if word.startswith("-"))
-    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
+    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **fields)
 
 
 repeated = partial(option, several=True)
 """An option that may be given several times, as its help says."""
 
 
-def argument(metavar: str, text: str, **more: Any) -> Option:
+def argument(metavar: str, text: str, **fields: Any) -> Option:
     """An argument as its help prints it: what stands for its value, then the text."""
-    return Option(text, (), metavar, **more)
+    return Option(text, (), metavar, **fields)
 
 
-def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Function]:
-    """Makes a command of a function, which stays as it is; see `Declared`."""
+def verb(*examples: tuple[str, str], **fields: Any) -> Callable[[Function], Function]:
+    """Declares a function as a command, without changing it; see `Declared`."""
 
     def declare(function: Function) -> Function:
-        vars(function)["verb"] = Declared(examples, **more)
+        vars(function)["verb"] = Declared(examples, **fields)
         return function
 
     return declare
@@ -238,39 +237,39 @@ def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Functi
 @cache
 def signature_of(function: Any) -> inspect.Signature:
     """The signature of a verb, its types evaluated, with the options that `**options: Unpack[…]` stands for."""
-    given = inspect.signature(function, eval_str=True)
+    signature = inspect.signature(function, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    for each in given.parameters.values():
-        if each.kind is not each.VAR_KEYWORD or not hasattr(each.annotation, "__required_keys__"):
-            parameters.append(each)
+    for param in signature.parameters.values():
+        if param.kind is not param.VAR_KEYWORD or not hasattr(param.annotation, "__required_keys__"):
+            parameters.append(param)
             continue
-        for name, kind in get_type_hints(each.annotation, include_extras=True).items():
+        for name, kind in get_type_hints(param.annotation, include_extras=True).items():
             default = None if type(None) in get_args(getattr(kind, "__origin__", kind)) else False
-            parameters.append(inspect.Parameter(name, each.KEYWORD_ONLY, default=default, annotation=kind))
-    return given.replace(parameters=parameters)
+            parameters.append(inspect.Parameter(name, param.KEYWORD_ONLY, default=default, annotation=kind))
+    return signature.replace(parameters=parameters)
 
 
 def parameters_of(function: Any) -> Iterator[Parameter]:
-    """The parameters of a verb, a hook or a view that are typed, each with its type on the command line: flags and
+    """The parameters of a verb, a hook or a view that can be typed, each with its type on the command line: flags and
     numbers as they are, one of a few words, lists of texts; anything else is a text."""
-    for name, each in signature_of(function).parameters.items():
-        for option in getattr(each.annotation, "__metadata__", ()):
+    for name, param in signature_of(function).parameters.items():
+        for option in getattr(param.annotation, "__metadata__", ()):
             if isinstance(option, Option):
-                whole = each.annotation.__origin__
-                kinds = get_args(whole) or (whole,)
-                choices = next((get_args(kind) for kind in (whole, *kinds) if get_origin(kind) is Literal), ())
+                hint = param.annotation.__origin__
+                kinds = get_args(hint) or (hint,)
+                choices = next((get_args(kind) for kind in (hint, *kinds) if get_origin(kind) is Literal), ())
                 kind: Any = next((kind for kind in (bool, int, float) if kind in kinds and str not in kinds), str)
                 if option.several or option.each:
                     kind = list[str]
                 elif option.parse:
                     kind = str
-                is_needed = option.needed or (each.default is each.empty and not option.optional)
-                yield Parameter(name, kind, each.default, option._replace(choices=choices), is_needed)
+                is_needed = option.needed or (param.default is param.empty and not option.optional)
+                yield Parameter(name, kind, param.default, option._replace(choices=choices), is_needed)
 
 
 def watched(function: Any) -> dict[str, str]:
-    """The parameters of a verb that the program gives, and how each shows what it is told."""
-    annotations = ((name, each.annotation) for name, each in signature_of(function).parameters.items())
+    """The parameters of a verb that the program passes to be told of progress, and how each is shown."""
+    annotations = ((name, param.annotation) for name, param in signature_of(function).parameters.items())
     metas = ((name, meta) for name, kind in annotations for meta in getattr(kind, "__metadata__", ()))
     return {name: meta for name, meta in metas if isinstance(meta, Watched)}
 
@@ -284,7 +283,7 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-# Types of parameters that are checked in Python: what is accepted for each, and what it is called.
+# Types of parameters that are checked in Python: what each accepts, and what messages call it.
 _ACCEPTED: dict[Any, tuple[type, str]] = {str: (str, "a string"), os.PathLike: (os.PathLike, "a path")}
 _ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
 _ACCEPTED |= {bool: (Integral, "True or False")}  # "no" would be true
@@ -292,71 +291,71 @@ _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"
 
 
 def for_python(function: Any) -> Any:
-    """A public function as `ckptool.NAME`: it looks at the types of what it is given. A verb takes a list of paths,
-    too, where several files can be typed, and gives what it made of a checkpoint in memory. `help()` shows plain types,
-    and every option by its name with what its help says."""
+    """A public function as `ckptool.NAME`: it checks the types of its arguments. A verb also takes a list of paths
+    where several files can be typed, and returns what it made of a checkpoint in memory. `help()` shows plain types,
+    and every option by its name with its help."""
     if not inspect.isfunction(function):
         return function
-    whole, typed = signature_of(function), list(parameters_of(function))
-    kinds = {each.name: getattr(each.annotation, "__origin__", each.annotation) for each in whole.parameters.values()}
+    sig, typed = signature_of(function), list(parameters_of(function))
+    kinds = {param.name: getattr(param.annotation, "__origin__", param.annotation) for param in sig.parameters.values()}
     check = _check_of_types(function, kinds, typed)
 
     @wraps(function)
-    def called(*given: Any, **options: Any) -> Any:
-        paths = given[0] if given and typed and typed[0].option.each and type(given[0]) in (list, tuple) else ()
-        paths = paths if all(isinstance(each, (str, os.PathLike)) for each in paths) else ()
-        for number, (name, value) in enumerate((*zip(whole.parameters, given, strict=False), *options.items())):
-            for each in paths if paths and not number else [value]:
-                check(name, each)
+    def called(*args: Any, **options: Any) -> Any:
+        paths = args[0] if args and typed and typed[0].option.each and type(args[0]) in (list, tuple) else ()
+        paths = paths if all(isinstance(path, (str, os.PathLike)) for path in paths) else ()
+        for number, (name, value) in enumerate((*zip(sig.parameters, args, strict=False), *options.items())):
+            for item in paths if paths and not number else [value]:
+                check(name, item)
         if paths:
             many = import_module("ckptool.verbs._many_files")
-            return many.of_list(function, [*map(os.fspath, paths)], given[1:], options)
-        report = function(*given, **options)
+            return many.of_list(function, [*map(os.fspath, paths)], args[1:], options)
+        report = function(*args, **options)
         return report.made[0] if getattr(report, "made", ()) else report
 
     if not hasattr(function, "verb"):
         return called
-    names = {flag: each.name for each in typed for flag in each.option.flags}
-    shown = [each.replace(annotation=_Shown(kinds[each.name])) for each in whole.parameters.values()]
-    vars(called)["__signature__"] = whole.replace(parameters=shown)
-    about = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
-    more = inspect.signature(function, eval_str=True).parameters.values()
-    about += [each.annotation.__doc__ or "" for each in more if hasattr(each.annotation, "__required_keys__")]
+    names = {flag: param.name for param in typed for flag in param.option.flags}
+    shown = [param.replace(annotation=_Shown(kinds[param.name])) for param in sig.parameters.values()]
+    vars(called)["__signature__"] = sig.replace(parameters=shown)
+    lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
+    declared = inspect.signature(function, eval_str=True).parameters.values()
+    lines += [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     called.__module__ = "ckptool"  # where processes that it is sent to find it
-    called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *about, ""])
+    called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 
 
 def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Parameter]) -> Callable[[str, Any], None]:
-    """What raises `UsageError` where a value that is given for a parameter is of no type that it has.
+    """A function that raises `UsageError` for a value of a type that its parameter does not take.
     kinds: the types of the parameters."""
     accepted: dict[str, list[tuple[type, str]]] = {}
-    named = set[str]()  # dictionaries of names
+    by_name = set[str]()  # dictionaries of names
     for name, kind in kinds.items():  # verbs that write look at `out` themselves
         choices = get_args(kind) if isinstance(kind, UnionType) else [kind]
-        types = [get_origin(each) or each for each in choices]
+        types = [get_origin(hint) or hint for hint in choices]
         if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
-            accepted[name] = [_ACCEPTED[each] for each in types]
-            named |= {name for each in choices if get_args(each)[:1] == (str,) and get_origin(each) is not Sequence}
-    words = {each.name: (each.default, *each.option.choices) for each in typed if each.option.choices}
+            accepted[name] = [_ACCEPTED[hint] for hint in types]
+            by_name |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
+    words = {param.name: (param.default, *param.option.choices) for param in typed if param.option.choices}
 
     def check(name: str, value: Any) -> None:
-        given = f"{function.__name__} was given {type(value).__name__} as {name}"
+        problem = f"{function.__name__} was given {type(value).__name__} as {name}"
         if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
             what = f"{function.__name__} was given {value!r:.80} as {name}"
             raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
         if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
-            raise UsageError(given, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
-        if name in named and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-            raise UsageError(given, "Its keys have to be strings.")
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, os.PathLike) and not isinstance(_place_of(each), str):
-                raise UsageError(f"{given}, which is no path in text", "Give a string, or a path that is one.")
+            raise UsageError(problem, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
+        if name in by_name and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+            raise UsageError(problem, "Its keys have to be strings.")
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, os.PathLike) and not isinstance(_fspath_of(item), str):
+                raise UsageError(f"{problem}, whose path is not a string", "Give a string, or a path that is one.")
 
     return check
 
 
-def _place_of(path: os.PathLike[Any]) -> Any:
+def _fspath_of(path: os.PathLike[Any]) -> Any:
     try:
         return os.fspath(path)
     except TypeError:  # it gives neither text nor bytes
@@ -364,7 +363,7 @@ def _place_of(path: os.PathLike[Any]) -> Any:
 
 
 def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
-    """The texts as a list, of which a single text is one: every option that takes several is read through this.
+    """The texts as a list; a single text is a list of one. Every option that takes several is read through this.
 
     pair: what stands between the two of a dictionary's item, where one is taken. Raises `UsageError` for anything else.
     """
@@ -372,18 +371,18 @@ def several(texts: str | Iterable[str], pair: str = "") -> list[str]:
         return [texts]
     if pair and isinstance(texts, Mapping):
         return [f"{old}{pair}{new}" for old, new in texts.items()]
-    given: Any = texts
-    found: list[Any] = [None] if isinstance(given, Mapping) or not isinstance(given, Iterable) else list(given)
-    if not all(isinstance(each, str) for each in found):
-        raise UsageError(f"{given!r} was given where strings are needed", "", "Give a string, or a list of them.")
-    return found
+    value: Any = texts
+    strings: list[Any] = [None] if isinstance(value, Mapping) or not isinstance(value, Iterable) else list(value)
+    if not all(isinstance(string, str) for string in strings):
+        raise UsageError(f"{value!r} was given where strings are needed", "", "Give a string, or a list of them.")
+    return strings
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was most likely meant: one that it begins, else the most similar; empty for none."""
     names = sorted(known)
-    begun = [each for each in names if len(name) > 1 and each.startswith(name)]
-    close = begun or difflib.get_close_matches(name, names, 1, 0.6)
+    longer = [word for word in names if len(name) > 1 and word.startswith(name)]
+    close = longer or difflib.get_close_matches(name, names, 1, 0.6)
     return min(close, key=len) if close else ""
 
 
@@ -399,54 +398,54 @@ Value = str | bool | float | Sequence[str] | Mapping[str, Any]
 def command(verb: str, *arguments: str, **options: Value) -> Command:
     """`ckptool VERB ARGUMENTS… OPTIONS…`, with the options called as in Python: `weights_only=True`, `out=OUT`.
     True is a flag; an option with several values is repeated; `False` and "" are left out."""
-    given = {name: value for name, value in options.items() if value is not False and value != ""}
-    words = (word for name, value in given.items() for word in _typed(name, value))
+    present = {name: value for name, value in options.items() if value is not False and value != ""}
+    words = (word for name, value in present.items() for word in _option_words(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
-    if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in given):
+    if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in present):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)
-    return Command(line, f"ckptool.{VERBS[verb].function}({', '.join([*positional, *_keywords(given)])})")
+    return Command(line, f"ckptool.{VERBS[verb].function}({', '.join([*positional, *_keywords(present)])})")
 
 
 def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, dtype="bf16")`."""
     if name:
         return Command((flag(name),), name)
-    words = (word for each, value in options.items() for word in _typed(each, value))
+    words = (word for option, value in options.items() for word in _option_words(option, value))
     return Command(words, ", ".join(_keywords(options)))
 
 
 def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
-    """The function of a command, and the files and options that are typed in it, as Python gives them."""
+    """The function of a command, and the files and options typed in it, as Python passes them."""
     verb, *words = with_verb(line[1:])
     function, options = function_of(verb), dict[str, Any]()
     typed: dict[str, Parameter] = {}
-    for each in parameters_of(function):
-        typed = {**dict.fromkeys(each.option.flags, each), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
-    rest, files = iter(words), list[str]()
-    for word in rest:
+    for param in parameters_of(function):
+        typed = {**dict.fromkeys(param.option.flags, param), **typed}  # as typed: `--to DEVICE` before `--to CONTAINER`
+    remaining, files = iter(words), list[str]()
+    for word in remaining:
         if (option := typed.get(word)) is None:
             files.append(word)
         else:
-            value = True if option.kind is bool else next(rest)
+            value = True if option.kind is bool else next(remaining)
             options[option.name] = [*options.get(option.name, ()), value] if option.option.several else value
     return function, files, options
 
 
 def flag(name: str) -> str:
-    """The option of a parameter; empty for a word without one."""
+    """The option of a parameter; empty for an argument."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def _typed(name: str, value: Value) -> Iterator[str]:
-    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, but for `bundle`, where it is
+def _option_words(name: str, value: Value) -> Iterator[str]:
+    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, except for `bundle`, where it is
     `epoch:=3`."""
     if isinstance(value, Mapping):
         sign = ":=" if name == "values" else "="
-        value = [f"{key}={each}" if isinstance(each, str) else f"{key}{sign}{each}" for key, each in value.items()]
+        value = [f"{key}={item}" if isinstance(item, str) else f"{key}{sign}{item}" for key, item in value.items()]
     option = [flag(name)] if flag(name) else []
-    for each in [value] if isinstance(value, (str, bool, float, int)) else value:
-        yield from option if each is True else [*option, each if isinstance(each, str) else str(each)]
+    for item in [value] if isinstance(value, (str, bool, float, int)) else value:
+        yield from option if item is True else [*option, item if isinstance(item, str) else str(item)]
 
 
 def _keywords(options: Mapping[str, Value]) -> Iterator[str]:
@@ -456,14 +455,14 @@ def _keywords(options: Mapping[str, Value]) -> Iterator[str]:
 def _literal(value: Any) -> str:
     """The value as Python has it; what is filled in later stays a name."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
     return str(value) if isinstance(value, Slot) and value.isidentifier() else repr(value)
 
 
 def as_argument(path: str) -> str:
-    """A path that no parser takes for an option."""
+    """A path in a form that no parser takes for an option."""
     return os.path.join(".", path) if path.startswith("-") and not isinstance(path, Slot) else path
 
 
@@ -477,7 +476,7 @@ def input_of(source: Any, address: str = "") -> str:
 
 def other_program(program: str, *files: str, into: str = "") -> Command:
     """A command of another program, with its own options, for these files; `into`: the file that its output goes to.
-    What lists a folder that is elsewhere is our own."""
+    For `ls` of a URL it is our own `scan`."""
     if program == "ls" and "://" in files[0]:
         return command("scan", *files)
     return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))

@@ -34,8 +34,8 @@ class CkptoolError(Exception):
     why: str
     fix: str
 
-    def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, code: str = "", exit_code: int = 0, why: str = "", **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
         cls.exit_code, cls.meaning = exit_code or cls.exit_code, why or cls.meaning
         if code:
             cls.code = code
@@ -55,13 +55,13 @@ class CkptoolError(Exception):
         return type(self), (self.what, self.why, self.fix), system
 
     def fill(self, words: Mapping[str, str]) -> None:
-        """Puts a word in place of each slot of that name in its commands."""
+        """Fills in the slots of its commands: a slot called NAME becomes `words[NAME]`."""
         for name, text in list(vars(self).items()):
             if isinstance(text, Text) and text.parts:
-                ours = ("ckptool",)  # options that stand alone are about another file
+                program = ("ckptool",)  # options that stand alone are about another file
                 parts = (
-                    each.with_words(words) if isinstance(each, Command) and each[:1] == ours else each
-                    for each in text.parts
+                    part.with_words(words) if isinstance(part, Command) and part[:1] == program else part
+                    for part in text.parts
                 )
                 setattr(self, name, Text(*parts))
 
@@ -70,8 +70,8 @@ class CkptoolError(Exception):
         from traceback import extract_tb
 
         frames = [frame for frame in extract_tb(self.__traceback__) if f"{os.sep}IPython{os.sep}" not in frame.filename]
-        ours = (number for number, frame in enumerate(frames) if frame.filename.startswith(os.path.dirname(__file__)))
-        callers = [f"  line {each.lineno} of {each.name}: {each.line}" for each in frames[: next(ours, None)][-3:]]
+        inner = (number for number, frame in enumerate(frames) if frame.filename.startswith(os.path.dirname(__file__)))
+        callers = [f"  line {frame.lineno} of {frame.name}: {frame.line}" for frame in frames[: next(inner, None)][-3:]]
         lines = [*callers, *f"{type(self).__name__}: {self}".split("\n")]
         return lines if len(lines) <= SHORT else [*lines[: SHORT - 4], "…", *lines[-3:]]
 
@@ -79,9 +79,9 @@ class CkptoolError(Exception):
         """The same error, saying where it happened when its first part does not yet."""
         if printable(place) in self.what:
             return self
-        found = copy(self)
-        CkptoolError.__init__(found, Text(f"{place}: ", self.what), self.why, self.fix)
-        return found
+        error = copy(self)
+        CkptoolError.__init__(error, Text(f"{place}: ", self.what), self.why, self.fix)
+        return error
 
 
 class UsageError(CkptoolError, ValueError, code="usage"):
@@ -91,17 +91,17 @@ class UsageError(CkptoolError, ValueError, code="usage"):
 class MissingKey(UsageError, KeyError):
     """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
 
-    _looked: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
+    _lookup: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
 
     @classmethod
     def among(
-        cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
+        cls, name: str, names: Callable[[], Sequence[str]], where: str, deeper: Callable[[], str] = str
     ) -> MissingKey:
-        """The error for a name that is not among those that are there. where: `at the top`, `in state_dict`.
-        below: gives the place further down where there is one of that name."""
+        """The error for a name that is not among those that exist. where: `at the top`, `in state_dict`.
+        deeper: finds the place further down that has one of that name."""
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names, below
+        error._lookup = name, names, deeper
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -109,16 +109,16 @@ class MissingKey(UsageError, KeyError):
             raise AttributeError(attribute)
         from difflib import get_close_matches
 
-        (name, names, below), dotted = self._looked, ""
-        if there := names():
-            dotted = next((f"{each}/{name[len(each) + 1 :]}" for each in there if name.startswith(f"{each}.")), "")
-        begun = [each for each in there if each.startswith((f"{name}.", f"{name}/"))]
-        meant = dotted or next(iter(begun), "") or below() or next(iter(get_close_matches(name, there[:2000], 1)), "")
-        self.why = printable(f"Available: {listed(there, 12)}.") if there else "There is nothing below it."
+        (name, names, deeper), dotted = self._lookup, ""
+        if keys := names():
+            dotted = next((f"{key}/{name[len(key) + 1 :]}" for key in keys if name.startswith(f"{key}.")), "")
+        longer = [key for key in keys if key.startswith((f"{name}.", f"{name}/"))]
+        meant = dotted or next(iter(longer), "") or deeper() or next(iter(get_close_matches(name, keys[:2000], 1)), "")
+        self.why = printable(f"Available: {listed(keys, 12)}.") if keys else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
-        if len(begun) > 1 and not dotted:
+        if len(longer) > 1 and not dotted:
             only = Command(("--only", f"{name}.*"), f"only={f'{name}.*'!r}")
-            self.fix = escaped(f"{self.fix} All {len(begun):,} that begin so, where a command takes it: {only}")
+            self.fix = escaped(f"{self.fix} For all {len(longer):,} that begin so, if the command has it: {only}")
         return self.why if attribute == "why" else self.fix
 
 
@@ -155,7 +155,7 @@ class NotAFolder(FileProblem, NotADirectoryError):
 
 
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
-    """The name is a link, and what it leads to is not there."""
+    """The name is a link whose target does not exist."""
 
 
 class FileChanged(FileProblem, code="file-changed"):
@@ -192,8 +192,8 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
-    """Two readers of this file would see two different things."""
+class Ambiguous(CkptoolError, code="ambiguous", why="Different readers would see different things in it."):
+    """Different programs would read different things from this file."""
 
 
 _TOO_MUCH = "No real checkpoint has so much of it; the file is probably malicious."
@@ -251,11 +251,11 @@ class RunFailed(CkptoolError, code="run-failed"):
     """A process that ckptool started ended in an error of its own, or was killed."""
 
 
-def listed(things: Sequence[object], limit: int = 5) -> str:
-    """At most `limit` things in one line, then how many were left out."""
-    shown = ", ".join(str(thing) for thing in things[:limit])
-    left = len(things) - limit
-    return f"{shown} and {left:,} more" if left > 0 else shown
+def listed(items: Sequence[object], limit: int = 5) -> str:
+    """At most `limit` items in one line, then how many were left out."""
+    shown = ", ".join(str(item) for item in items[:limit])
+    omitted = len(items) - limit
+    return f"{shown} and {omitted:,} more" if omitted > 0 else shown
 
 
 def counted(count: int, word: str, plural: str = "", shown: Callable[[int], str] = "{:,}".format) -> str:
@@ -269,7 +269,7 @@ def form(count: int, one: str, many: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """True unless there are halves of surrogate pairs in it, which UTF-8 cannot spell."""
+    """True unless it has halves of surrogate pairs, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -283,14 +283,14 @@ def quoted(path: str) -> str:
     path = without_secrets(path) if "://" in path else path
     if path.isprintable():
         return shlex.quote(path)
-    escapes = {c: f"\\{c}" for c in "\\'"}
-    for odd in (c for c in set(path) if not c.isprintable()):
+    escapes = {char: f"\\{char}" for char in "\\'"}
+    for char in (char for char in set(path) if not char.isprintable()):
         try:
-            data = os.fsencode(odd)
+            data = os.fsencode(char)
         except UnicodeEncodeError:  # of a key: half of a surrogate pair, which no file has
-            data = odd.encode("utf-8", "surrogatepass")
-        escapes[odd] = "".join(f"\\x{byte:02x}" for byte in data)
-    return "$'" + "".join(escapes.get(c, c) for c in path) + "'"
+            data = char.encode("utf-8", "surrogatepass")
+        escapes[char] = "".join(f"\\x{byte:02x}" for byte in data)
+    return "$'" + "".join(escapes.get(char, char) for char in path) + "'"
 
 
 GIVEN: dict[str, str] = {}  # URLs as they were given, by the names that stand for those with secrets in them
@@ -305,14 +305,14 @@ def without_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
-    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is."""
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. Escaped text stays as it is."""
     text = without_secrets(text) if GIVEN and "://" in text else text
     if text.isprintable():
         return text
     if _MARKED.search(text):
         return str(Text(text))
     # As Python's `unicode_escape`, which is a module that there may be no more room to import.
-    return text.translate({ord(c): repr(c)[1:-1] for c in set(text) if not c.isprintable()})
+    return text.translate({ord(char): repr(char)[1:-1] for char in set(text) if not char.isprintable()})
 
 
 # A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
@@ -376,10 +376,10 @@ class Text(str):
     python: str
 
     def __new__(cls, *parts: str | Command, python: str | None = None) -> Text:
-        shown = [each for part in parts for each in _parts(part)]
-        text = super().__new__(cls, "".join(map(str, shown)))
-        text.parts = tuple(shown) if python is None else ()
-        text.python = "".join(map(in_python, shown)) if python is None else python
+        pieces = [piece for part in parts for piece in _parts(part)]
+        text = super().__new__(cls, "".join(map(str, pieces)))
+        text.parts = tuple(pieces) if python is None else ()
+        text.python = "".join(map(in_python, pieces)) if python is None else python
         return text
 
     @property
@@ -393,9 +393,9 @@ class TextLines(Text):
     __slots__ = ()
 
     def __new__(cls, *lines: str) -> TextLines:
-        shown = list(map(escaped, lines))
-        text = str.__new__(cls, "\n".join(shown))
-        text.parts, text.python = (), "\n".join(map(in_python, shown))
+        escapes = list(map(escaped, lines))
+        text = str.__new__(cls, "\n".join(escapes))
+        text.parts, text.python = (), "\n".join(map(in_python, escapes))
         return text
 
     def __getnewargs__(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -403,12 +403,12 @@ class TextLines(Text):
 
 
 def in_python(text: str | Command) -> str:
-    """The text with the words that Python has for what a shell types."""
+    """The text with commands and options spelled as in Python."""
     return getattr(text, "python", str(text))
 
 
 def escaped(text: str | Command) -> str:
-    """A text as `printable`, in which both spellings of commands are known; what is escaped already as it is."""
+    """A text as `printable`, but with both spellings of its commands; escaped text is returned as it is."""
     if isinstance(text, Text):
         return text
     return Text(text) if isinstance(text, Command) or _MARK in text else printable(text)

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
 else:
 
-    def dataclass(*, eq=True, repr=True, frozen=False, **more):  # noqa: A002 (as it is called there)
-        """`dataclasses.dataclass` in a third of its time, most of which goes into compiling methods, for each class
-        anew in every process: here only `__init__` is compiled. That nobody assigns to a field of a `frozen` class is
-        left to type checkers."""
+    def dataclass(*, eq=True, repr=True, frozen=False, **options):  # noqa: A002 (as it is called there)
+        """`dataclasses.dataclass` in a third of its time, most of which goes into compiling the methods of each class
+        in every process: here only `__init__` is compiled. That nobody assigns to a field of a `frozen` class is left
+        to type checkers."""
         methods = {"__repr__": repr and _repr, "__eq__": eq and _eq, "__hash__": eq and frozen and _hash}
 
-        def made(kind):
+        def decorate(kind):
             for name in methods:
                 if methods[name] and name not in vars(kind):
                     setattr(kind, name, methods[name])
-            return dataclasses.dataclass(kind, eq=False, repr=False, **more)
+            return dataclasses.dataclass(kind, eq=False, repr=False, **options)
 
-        return made
+        return decorate
 
     def _eq(self, other):
         return _values(self) == _values(other) if type(self) is type(other) else NotImplemented
@@ -46,11 +46,11 @@ else:
 
     @recursive_repr()
     def _repr(self):
-        shown = (f"{each.name}={getattr(self, each.name)!r}" for each in dataclasses.fields(self) if each.repr)
+        shown = (f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self) if field.repr)
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def _values(self):
-        return tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.compare)
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.compare)
 
 
 # Numbers for people ---------------------------------------------------------------------------------------------------
@@ -86,18 +86,18 @@ def age(seconds: float) -> str:
     return next(units, f"{max(0, int(seconds))} s")
 
 
-def bar(part: int, whole: int, width: int = BAR) -> str:
-    """A bar as long as `part` is of `whole`, in eighths of a character."""
-    eighths = round(part * width * 8 / whole) if whole else 0
+def bar(part: int, total: int, width: int = BAR) -> str:
+    """A bar as long as `part` is of `total`, in eighths of a character."""
+    eighths = round(part * width * 8 / total) if total else 0
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
-def bars(parts: Sequence[int], height: int, wide: int = 1) -> list[str]:
-    """A bar for each part, side by side, in so many lines; the largest is as high as they are."""
+def bars(parts: Sequence[int], height: int, width: int = 1) -> list[str]:
+    """A bar for each part, side by side, `height` lines high; the largest fills them."""
     eighths = [-(-part * height * 8 // max(*parts, 1)) for part in parts]
     steps = " ▁▂▃▄▅▆▇█"
     return [
-        "".join(steps[min(max(each - 8 * row, 0), 8)] * wide for each in eighths) for row in reversed(range(height))
+        "".join(steps[min(max(level - 8 * row, 0), 8)] * width for level in eighths) for row in reversed(range(height))
     ]
 
 
@@ -210,20 +210,20 @@ def facts_of(kind: Any) -> Mapping[str, Fact]:
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
     facts = {name: hints[name] for name in names}
     for name, value in vars(kind).items():
-        made = value.fget if isinstance(value, property) else getattr(value, "func", None)  # of a cached property
+        getter = value.fget if isinstance(value, property) else getattr(value, "func", None)  # of a cached property
         if isinstance(value, (property, cached_property)) and not name.startswith("_"):
-            is_live = "LIVE" in str(made.__annotations__["return"])  # may name types that are not imported
+            is_live = "LIVE" in str(getter.__annotations__["return"])  # may name types that are not imported
             if not is_live:
-                facts[name] = typing.get_type_hints(made, include_extras=True)["return"]
-    told = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
-    return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in told.items()})
+                facts[name] = typing.get_type_hints(getter, include_extras=True)["return"]
+    public = {name: hint for name, hint in facts.items() if LIVE not in typing.get_args(hint)}
+    return _FACTS.setdefault(kind, {name: Fact(hint, _unit(hint)) for name, hint in public.items()})
 
 
 def _unit(hint: Any) -> Unit:
     """The unit of a type; of `Bytes | None` that of `Bytes`."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Annotated:
-        return next((each for each in arguments[1:] if isinstance(each, Unit)), TEXT)
+        return next((argument for argument in arguments[1:] if isinstance(argument, Unit)), TEXT)
     inner = arguments if typing.get_origin(hint) in (Union, UnionType) else ()
     return next((unit for unit in map(_unit, inner) if unit is not TEXT), TEXT)
 

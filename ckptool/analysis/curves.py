@@ -82,26 +82,26 @@ class CurveBuilder:
             self.points = _thinned(self.points)
 
     def curve(self) -> Curve:
-        """The curve of the points until now, of which there must be one."""
+        """The curve of the points so far; there must be at least one."""
         points = _thinned(self.points) if self.count > MOST_POINTS else sorted(self.points, key=_step)
         steps, values = zip(*points, strict=True)
         return Curve(steps, values, self.count, self.not_finite)
 
 
 def _thinned(points: list[Point]) -> list[Point]:
-    """The points that a curve of many keeps.
-    A stretch is a power of two long and begins at a multiple of it, so that those of a longer curve are whole ones of
-    a shorter: what is thinned again and again loses nothing that thinning once would keep."""
+    """The points that a long curve keeps.
+    A stretch is a power of two long and begins at a multiple of it, so that those of a longer curve are made of whole
+    ones of a shorter: thinning again and again loses nothing that thinning once would keep."""
     points = sorted(points, key=_step)
     shift = max((points[-1][0] - points[0][0]).bit_length() - BUCKETS.bit_length() + 1, 0)
-    kept: list[Point] = []
+    thinned: list[Point] = []
     for _, group in groupby(points, lambda point: point[0] >> shift):
         stretch = list(group)
         finite = sorted((point for point in stretch if isfinite(point[1])), key=lambda point: point[1])
-        odd = [point for point in stretch if not isfinite(point[1])]
+        not_finite = [point for point in stretch if not isfinite(point[1])]
         last = [stretch[-1]] if stretch[-1] is points[-1] else []
-        kept += sorted(dict.fromkeys([*finite[:1], *finite[-1:], *odd[:1], *last]), key=_step)
-    return kept
+        thinned += sorted(dict.fromkeys([*finite[:1], *finite[-1:], *not_finite[:1], *last]), key=_step)
+    return thinned
 
 
 def summary(curve: Curve) -> str:
@@ -109,8 +109,8 @@ def summary(curve: Curve) -> str:
     facts = [f"last {number(curve.values[-1])}"]
     low, high = curve.ends or (0.0, 0.0)
     if low < high:
-        where = {value: step for step, value in reversed(curve.finite)}
-        facts += [f"{name} {number(end)} at {where[end]:,}" for name, end in (("min", low), ("max", high))]
+        steps = {value: step for step, value in reversed(curve.finite)}
+        facts += [f"{name} {number(end)} at {steps[end]:,}" for name, end in (("min", low), ("max", high))]
     facts += [counted(curve.points, "point")]
     if curve.not_finite:
         facts += [f"{curve.not_finite:,} of them NaN or infinite, the first at {curve.odd_steps[0]:,}"]

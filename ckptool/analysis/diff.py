@@ -101,8 +101,8 @@ class Diff(Report):
             rows += [(_ASPECTS.get(name, name), count) for name, count in aspects.items()]
             rows += [("ties", len(self.ties)), ("order", len(self.order_differs))]
             yield Table([(name, f"{count:,}") for name, count in rows if count and not self.same], right=(1,))
-            floats = [each for each in self.changed if each.values is not None and not is_integer(each)]
-            sizes = {each.address: each.values.max_abs or 0 for each in floats if each.values is not None}
+            floats = [change for change in self.changed if change.values is not None and not is_integer(change)]
+            sizes = {change.address: change.values.max_abs or 0 for change in floats if change.values is not None}
             if sizes:
                 worst = max(sizes, key=lambda name: sizes[name])
                 yield f"  largest difference: {number(sizes[worst])} in {worst or WHOLE}"
@@ -114,7 +114,7 @@ class Diff(Report):
         yield f"ignored: {', '.join(self.ignored)}" if self.ignored else None
         if self.only:
             patterns = listed(self.only, 20)
-            yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"
+            yield f"compared only what matches {patterns}; nothing else was read, and ties were not compared"
 
     def summary(self, left: str, right: str) -> str:
         """What the verdict rests on, in a line.  left, right: what the two are called."""
@@ -146,14 +146,14 @@ class Diff(Report):
 
         def block(title: str, rows: Sequence[tuple[str, str]], *, by_end: bool = False) -> Table:
             # Names with the same text in groups, with their number.  by_end: those that end in different words apart.
-            alike: dict[tuple[str, str], list[tuple[str, None]]] = {}
+            by_text: dict[tuple[str, str], list[tuple[str, None]]] = {}
             for name, text in () if all else rows:
                 end = re.split("[./]", name)[-1].strip("0123456789") if by_end else ""
-                alike.setdefault((text, end), []).append((name, None))
+                by_text.setdefault((text, end), []).append((name, None))
             cells = [(name or WHOLE, text) for name, text in rows] if all else []
-            for (text, _), names in alike.items():
-                for group, of in folded(names):
-                    cells.append((f"{group or WHOLE}  ({len(of):,})" if len(of) > 1 else group or WHOLE, text))
+            for (text, _), names in by_text.items():
+                for group, keys in folded(names):
+                    cells.append((f"{group or WHOLE}  ({len(keys):,})" if len(keys) > 1 else group or WHOLE, text))
             return Table(cells, title=f"{title} ({len(rows):,})", hang=NAMES, **limits)
 
         yield from (block("entries", entry_rows(self), by_end=True), "")
@@ -162,8 +162,8 @@ class Diff(Report):
             if not is_integer(change):
                 values.append((name, change))
                 continue
-            (old, new), far = change.aspects["values"], change.values  # of one element, else how many elements
-            share = f"{far.changed:,} of {counted(far.total, 'element')}" if far is not None else ""
+            (old, new), delta = change.aspects["values"], change.values  # of one element, else how many elements
+            share = f"{delta.changed:,} of {counted(delta.total, 'element')}" if delta is not None else ""
             integers.append((name, share if old is None else f"{old} → {new}"))
         yield from (block("counters and other integers", integers, by_end=True), "")
         rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change]
@@ -174,7 +174,7 @@ class Diff(Report):
         yield from (block("other than by value", aspect_rows(self)), "")
         if any(change.values is not None for _, change in values):
             yield from (*self._values(values, room, all), "")
-        else:  # how far they are apart nobody asked
+        else:  # nobody asked by how much
             yield from (block("values", [(name, "") for name, _ in values]), "")
         tied = [(f"tied only in {sides[side == 'right']}: {listed(names, 20)}",) for side, names in self.ties]
         yield from (Table(tied, title="ties", **limits), "")
@@ -187,24 +187,24 @@ class Diff(Report):
             heads: Sequence[str] = ("", "elements changed", "max |a-b|", "max rel", "mean rel", "cosine", "first at")
             cells = list[tuple[str, ...]]()
             for name, change in rows:
-                if (far := change.values) is None:
+                if (delta := change.values) is None:
                     cells.append((name or WHOLE, "differ", "", "", "", "", ""))
                     continue
-                at = "" if far.first is None else str(list(far.first))
-                cosine = "–" if far.cosine is None else f"{far.cosine:.6f}"
-                numbers = map(number, (far.max_abs, far.max_rel, far.mean_rel))
-                cells.append((name or WHOLE, f"{far.changed:,} of {far.total:,}", *numbers, cosine, at))
+                at = "" if delta.first is None else str(list(delta.first))
+                cosine = "–" if delta.cosine is None else f"{delta.cosine:.6f}"
+                numbers = map(number, (delta.max_abs, delta.max_rel, delta.mean_rel))
+                cells.append((name or WHOLE, f"{delta.changed:,} of {delta.total:,}", *numbers, cosine, at))
             yield Table(cells, title=f"values ({len(rows):,})", heads=heads, right=range(1, 6))
             one_sided = any(change.values is not None and change.values.max_abs == inf for _, change in rows)
             yield "  max |a-b| inf: NaN or infinite on one side only, which the others leave out" if one_sided else None
         else:
-            groups, left = group_rows(rows, room)
+            groups, omitted = group_rows(rows, room)
             heads = ("", "change", "max |a-b|", "elements")
             if room:  # names of any length have room at the end of a line
                 groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
             right = range(not room, 4 - bool(room))
             yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES)
-            yield f"  … {counted(left, 'group')} that changed less ({arg(all=True)})" if left else None
+            yield f"  … {counted(omitted, 'group')} that changed less ({arg(all=True)})" if omitted else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
             share = percent(self.changed_elements / max(self.elements, 1))
@@ -227,7 +227,7 @@ def aspect_rows(diff: Diff) -> list[tuple[str, str]]:
 
 
 def entry_rows(diff: Diff) -> list[tuple[str, str]]:
-    """What is no tensor on both sides, old and new.
+    """The entries that are not tensors on both sides, old and new.
     First what stands at the top (epoch, loss) and the learning rate; the items of lists come last."""
     rows = []
     for change in diff.changed:
@@ -238,14 +238,14 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
             rows.append((change.address, " → ".join(sides)))
 
     def rank(row: tuple[str, str]) -> tuple[bool, int]:
-        above, _, last = row[0].rpartition("/")
-        return last.isdigit(), 2 * bool(above) - (last == "lr")
+        parent, _, last = row[0].rpartition("/")
+        return last.isdigit(), 2 * bool(parent) - (last == "lr")
 
     return sorted(rows, key=rank)
 
 
 def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[Item]]]]:
-    """What has a name each, in groups of names: the text of each group, and all that it stands for."""
+    """Named items in groups of similar names: the text of each group, and its items by name."""
     by_name: dict[str, list[Item]] = {}
     for name, item in rows:
         by_name.setdefault(name, []).append(item)
@@ -254,34 +254,34 @@ def folded(rows: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, list[I
 
 def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
     """The tensors whose values differ, by their addresses."""
-    return [(each.address, each) for each in diff.changed if "values" in each.aspects and is_tensor(each.left)]
+    return [(entry.address, entry) for entry in diff.changed if "values" in entry.aspects and is_tensor(entry.left)]
 
 
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:
-    """Groups of tensors, those of a part together and the largest change first, and how many there is no room for."""
-    parts, cells, left = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
+    """Groups of tensors, those of a part together, the largest change first; and how many did not fit."""
+    parts, cells, omitted = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
     for name, change in rows:
         parts.setdefault(differences.place(change.path)[0], []).append((name, change))
-    most = max(2 * room // len(parts) ** 2, 3) if room else None
-    for inside in parts.values():
+    limit = max(2 * room // len(parts) ** 2, 3) if room else None
+    for changes in parts.values():
         groups = list[tuple[str, Values]]()
-        for name, alike in folded(inside):
-            groups.append((name, [one.values for same in alike.values() for one in same if one.values is not None]))
+        for name, keyed in folded(changes):
+            groups.append((name, [item.values for same in keyed.values() for item in same if item.values is not None]))
         groups.sort(key=lambda group: -max(map(change_of, group[1]), default=0.0))
-        left += len(groups[most:]) if most else 0
-        for name, values in groups[:most]:
+        omitted += len(groups[limit:]) if limit else 0
+        for name, values in groups[:limit]:
             changed, total, top = totals(values)
             first = max(values, key=change_of, default=None)  # which changed most; in words where there is no number
-            far, mean = (None, 0.0) if first is None else (first.max_abs, first.mean_rel or 0.0)
-            how = "differ" if far is None else "NaN, inf" if far == inf else percent(mean) if far else "bits only"
+            peak, mean = (None, 0.0) if first is None else (first.max_abs, first.mean_rel or 0.0)
+            how = "differ" if peak is None else "NaN, inf" if peak == inf else percent(mean) if peak else "bits only"
             cells.append((name or WHOLE, how, number(top), percent(changed / max(total, 1))))
-    return cells, left
+    return cells, omitted
 
 
 def totals(values: Values) -> tuple[int, int, float | None]:
-    """The elements that changed, all elements, and the largest |a-b|, None where nothing has one."""
-    top = max((each.max_abs for each in values if each.max_abs is not None), default=None)
-    return sum(each.changed for each in values), sum(each.total for each in values), top
+    """The number of changed elements, of all elements, and the largest |a-b|; None for it where nothing has one."""
+    largest = max((delta.max_abs for delta in values if delta.max_abs is not None), default=None)
+    return sum(delta.changed for delta in values), sum(delta.total for delta in values), largest
 
 
 def percent(share: float) -> str:
@@ -291,13 +291,13 @@ def percent(share: float) -> str:
 def _part_cells(part: PartChange) -> tuple[str, str, str]:
     """How many tensors changed, the largest change, and a character for each layer, or for several in a row."""
     order = {re.sub("[0-9]+", lambda digits: digits[0].zfill(9), name): name for name in part.layers if name}
-    layers = [[one for one in part.layers[order[key]] if one is not None] for key in sorted(order)]
-    top = max((one for layer in layers for one in layer if one < inf), default=0.0)
-    each, strip = -(-len(layers) // LAYERS), ""
-    for start in range(0, len(layers), each) if len(layers) > 2 else ():
-        most = max((one for layer in layers[start : start + each] for one in layer), default=None)
-        strip += "·" if most is None else "!" if most == inf else STRIP[min(int(8 * most / top), 7) if top else 0]
-    strip += f" ({each} each)" if each > 1 and strip else ""
+    layers = [[size for size in part.layers[order[key]] if size is not None] for key in sorted(order)]
+    top = max((size for layer in layers for size in layer if size < inf), default=0.0)
+    step, strip = -(-len(layers) // LAYERS), ""
+    for start in range(0, len(layers), step) if len(layers) > 2 else ():
+        peak = max((size for layer in layers[start : start + step] for size in layer), default=None)
+        strip += "·" if peak is None else "!" if peak == inf else STRIP[min(int(8 * peak / top), 7) if top else 0]
+    strip += f" ({step} each)" if step > 1 and strip else ""
     change = "NaN, inf" if part.largest_change == inf else percent(part.largest_change)
     return f"{part.changed:,} of {part.tensors:,} changed", change, strip
 
@@ -348,7 +348,7 @@ def diff(
     tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if compares_ties else ()
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
-    changed = (each.values.changed for each in comparer.changed if each.values is not None)
+    changed = (change.values.changed for change in comparer.changed if change.values is not None)
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
@@ -389,40 +389,40 @@ def diff_of_parts(
 ) -> tuple[Diff, tuple[Checkpoint, Checkpoint]]:
     """The differences, and the parts of the two that were compared, which keep their files open."""
     a, b = open_file(left), open_file(right)
-    one, another = a.checkpoint.source, b.checkpoint.source
-    same_folder = isinstance(one, Folder) and isinstance(another, Folder) and one.is_at(another.path)
-    if same_folder or (isinstance(one, Source) and isinstance(another, Source) and one.is_same(another)):
-        b = replace(b, checkpoint=a.checkpoint)  # then what is the same in it is known to be, unread
+    source_a, source_b = a.checkpoint.source, b.checkpoint.source
+    same_folder = isinstance(source_a, Folder) and isinstance(source_b, Folder) and source_a.is_at(source_b.path)
+    if same_folder or (isinstance(source_a, Source) and isinstance(source_b, Source) and source_a.is_same(source_b)):
+        b = replace(b, checkpoint=a.checkpoint)  # then equal parts are known to be equal without being read
     remarks, parts = list[str](), [a.taken, b.taken]
     modules = [module_attributes(part.tree) is not None for part in parts]
     if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
-        parts = [_weights_of(part, remarks) if whole else part for part, whole in zip(parts, modules, strict=True)]
+        parts = [_weights_of(part, remarks) if module else part for part, module in zip(parts, modules, strict=True)]
     # Of two whole files, what they have in common: all, or the weights in each. One is bare and the other holds weights
     # among other things, or each has its only model under a name of its own, as two engines do (`module`, `model`).
     roots = [find_state_dicts(part) for part in parts]
-    flat = [len(each) == 1 and each[0].path == () for each in roots]  # a bare set of weights
-    paths = [[root.path for root in each if root.is_model] for each in roots]
-    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
+    flat = [len(sets) == 1 and sets[0].path == () for sets in roots]  # a bare set of weights
+    paths = [[root.path for root in sets if root.is_model] for sets in roots]
+    by_weights = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
     for side, (mine, other) in enumerate(((a, b), (b, a))):
-        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+        if mine.at is None and (by_weights if other.at is None else flat[not side] and not flat[side]):
             parts[side] = _weights_of(parts[side], remarks)
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()
-        remarks += [_beside(opened.name, others)] if others else []
+        remarks += [_weights_remark(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
     for part, entries in zip(parts, (report.only_left, report.only_right), strict=True):
-        if second := second_names(part.tree, {each.path for each in entries}):
-            remarks.append(f"{listed(second, 3)}: a second name for the same values")
+        if aliases := second_names(part.tree, {entry.path for entry in entries}):
+            remarks.append(f"{listed(aliases, 3)}: a second name for the same values")
     if report.left == report.right and a.at != b.at:  # two parts of one file
-        names = ["#".join(filter(None, (report.left, each.at))) for each in (a, b)]
+        names = ["#".join(filter(None, (report.left, opened.at))) for opened in (a, b)]
         report = replace(report, left=names[0], right=names[1])
     return replace(report, remarks=tuple(remarks)), (parts[0], parts[1])
 
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
-    """The one set of weights in a file; says in `remarks` which, where there was more."""
+    """The one set of weights in a file; `remarks` are told which, where there was more."""
     name = str(checkpoint.source or "what is in memory")
     root, remark = one_state_dict(checkpoint)
     remarks += [remark] if remark else []
@@ -430,10 +430,10 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [f"compared the state dict of the {root.detail} in {name}"] if root.module else []
     tree = root.node if root.arrays is None else root.arrays
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
-        remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
+        remarks.append(_weights_remark(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
         tree = {key: value for key, value in tree.items() if is_tensor(value)}
     return replace(checkpoint, tree=tree, base=(*checkpoint.base, *root.path))
 
 
-def _beside(name: str, others: Sequence[str]) -> str:
+def _weights_remark(name: str, others: Sequence[str]) -> str:
     return f"compared the weights of {name}, not {listed(others, 6)} beside them"

@@ -1,4 +1,4 @@
-"""Two trees compared, pair by pair: what differs in what both have, what only one has, and which tensors are tied.
+"""Two trees compared, pair by pair: what differs where both have it, what only one has, which tensors are tied.
 
 *Same* means: keys, types, shapes, row-major bytes and plain entries. Order, devices, strides, ties and `requires_grad`
 count where both containers can express them.
@@ -42,7 +42,7 @@ _HAVE_IDENTITY = (dict, list, Set, Object, TensorEntry, Composite, bytearray)
 
 
 def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) -> list[Chosen]:
-    """The nodes of each tree that a pattern matches by their address or its end, without those inside of others.
+    """The nodes of each tree whose address, or the end of it, matches a pattern, without those inside of others.
     The keys are what trees with the same address have in common.  as_bare: addresses are those without the prefixes of
     wrappers. Raises `NoMatch` for a pattern that matches nothing in any tree."""
     walked: list[list[tuple[Path, Any, list[str]]]] = []
@@ -54,15 +54,15 @@ def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) 
                 tails = ("/".join(texts[-count:]) for count in range(1, min(len(texts), 8)))
                 walked[-1].append((name, node, ["/".join(texts), *tails]))
     names = selected({name for nodes in walked for _, _, names in nodes for name in names}, list(only))
-    found: list[Chosen] = []
+    selections: list[Chosen] = []
     for nodes in walked:
-        chosen, above = dict[Any, tuple[Path, Any]](), None
-        for path, node, ends in nodes:
-            if (above is None or path[: len(above)] != above) and not names.isdisjoint(ends):
-                above = path
+        chosen, parent = dict[Any, tuple[Path, Any]](), None
+        for path, node, suffixes in nodes:
+            if (parent is None or path[: len(parent)] != parent) and not names.isdisjoint(suffixes):
+                parent = path
                 chosen[(address(path), *map(type, path))] = path, node
-        found.append(chosen)
-    return found
+        selections.append(chosen)
+    return selections
 
 
 def _aspects_json(aspects: Aspects) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _aspects_json(aspects: Aspects) -> dict[str, Any]:
             return list(value)
         return value if value is None or isinstance(value, (bool, str)) else str(value)
 
-    return {name: None if name == "values" else [side(name, one) for one in sides] for name, sides in aspects.items()}
+    return {name: None if name == "values" else [side(name, item) for item in sides] for name, sides in aspects.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +152,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_integer(change: Difference) -> bool:
-    """True for tensors of integers, and for those of one element that is a whole number, as a step is."""
+    """True for tensors of integers, and for those of one element that is a whole number, such as a step."""
     kind = getattr(change.left.dtype, "kind", "")
     return change.aspects.get("values", (None,))[0] is not None or kind in ("int", "uint", "bool")
 
@@ -171,7 +171,7 @@ class Comparer:
     skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors.  identity: what is
     shared in only one of them counts, too.  notes_metadata: it is looked at and does not count.
     mixed: an array stood for a tensor, where a container cannot tell them apart.  close: bytes that differ were called
-    the same.  layers: of each part, see there.  compared: what was found out about pairs of tensors, by their ids."""
+    the same.  layers: see `PartChange`, by part.  compared: the outcomes for pairs of tensors, by their ids."""
 
     skipped: Collection[str]
     pickled: bool
@@ -196,23 +196,23 @@ class Comparer:
         self._bare = dict[int, Any]()  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
 
     def chosen(self, left: Chosen, right: Chosen) -> list[_Pair]:
-        """The nodes that were chosen in both; notes those of one only."""
-        self.only_left += [Unpaired(*one) for key, one in left.items() if key not in right]
-        self.only_right += [Unpaired(*one) for key, one in right.items() if key not in left]
+        """The pairs of nodes chosen on both sides; records those of one side only."""
+        self.only_left += [Unpaired(*item) for key, item in left.items() if key not in right]
+        self.only_right += [Unpaired(*item) for key, item in right.items() if key not in left]
         return [(path, node, right[key][1]) for key, (path, node) in left.items() if key in right]
 
     def compare(self, pairs: Sequence[_Pair]) -> bool:
         """True where nothing differs; the order of keys and ties do not count here."""
-        stack = [iter(pairs)]  # a million plain values are not made a million pairs
+        stack = [iter(pairs)]  # iterators, so that a million plain values do not become a million pairs
         while stack:
             if (pair := next(stack[-1], None)) is None:
                 stack.pop()
             else:
-                stack.append(self._pair(*pair))
+                stack.append(self._compare_pair(*pair))
         return not (self.changed or self.only_left or self.only_right)
 
-    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
-        """Compares two nodes; gives the pairs of parts that are still to be compared."""
+    def _compare_pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
+        """Compares two nodes; yields the pairs of their parts that are still to be compared."""
         aspects: Aspects = {}
         has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
         if has_identity and (self._rights.setdefault(id(a), b) is not b or self._lefts.setdefault(id(b), a) is not a):
@@ -221,10 +221,10 @@ class Comparer:
         sides = (a, b) if isinstance(a, Object) or isinstance(b, Object) else ()
         arrays = [node if isinstance(node, TensorEntry) else array_entry(node) for node in sides]
         if arrays and arrays[0] is not None and arrays[1] is not None:
-            one, other = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
-            self.mixed |= one != other
-            kinds: Aspects = {"kind": (one, other)} if one != other and self.pickled else {}
-            self._tensors(path, arrays[0], arrays[1], "tensor" in (one, other), kinds)
+            kind_a, kind_b = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
+            self.mixed |= kind_a != kind_b
+            kinds: Aspects = {"kind": (kind_a, kind_b)} if kind_a != kind_b and self.pickled else {}
+            self._tensors(path, arrays[0], arrays[1], "tensor" in (kind_a, kind_b), kinds)
         elif is_tensor(a) and is_tensor(b):
             self._tensors(path, a, b)
         elif isinstance(a, StorageRef) and isinstance(b, StorageRef):
@@ -237,9 +237,9 @@ class Comparer:
             if (id(a), id(b)) in self._seen:
                 return
             self._seen.add((id(a), id(b)))
-            (left, ours), (right, theirs) = self._by_key(a), self._by_key(b)
-            both = (left, ours, right, self.only_left), (right, theirs, left, self.only_right)
-            for parts, segments, others, only in both:
+            (left, left_segments), (right, right_segments) = self._by_key(a), self._by_key(b)
+            directions = (left, left_segments, right, self.only_left), (right, right_segments, left, self.only_right)
+            for parts, segments, others, only in directions:
                 only += [Unpaired((*path, segments.get(key, key)), parts[key]) for key in parts if key not in others]
             common = [key for key in left if key in right]
             if isinstance(a, dict) and common != [key for key in right if key in left]:
@@ -247,12 +247,12 @@ class Comparer:
             if self.notes_metadata and not alike(self._metadata(a), self._metadata(b)):
                 self.metadata.append(address(path))
             for key in common:
-                here, there, segment = left[key], right[key], ours.get(key, key)
+                value_a, value_b, segment = left[key], right[key], left_segments.get(key, key)
                 if type(key) is tuple and key[0] is _NODE:
-                    yield (*path, segment), segment, theirs[key]
-                is_plain = type(here) in SCALARS and type(here) is type(there)
-                if not is_plain or here != there or here == 0:
-                    yield (*path, segment), here, there  # few plain values differ; 0.0 may be -0.0
+                    yield (*path, segment), segment, right_segments[key]
+                is_plain = type(value_a) in SCALARS and type(value_a) is type(value_b)
+                if not is_plain or value_a != value_b or value_a == 0:
+                    yield (*path, segment), value_a, value_b  # few plain values differ; 0.0 may be -0.0
         elif not _same_plain(a, b):
             # An optimizer has names of one parameter, which may differ by a prefix.
             named = self.strip and len(path) > 1 and path[-2] in ("param_names", "params") and type(a) is type(b) is str
@@ -268,7 +268,7 @@ class Comparer:
         return _bare_modules(metadata) if self.strip and isinstance(metadata, dict) else metadata
 
     def _by_key(self, node: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """The parts of a node by what their keys are called in both files; and the keys that are no texts.
+        """The parts of a node by keys that compare equal in both files; and the original keys that are no texts.
         Raises `Conflict` for two that are called the same without their prefixes."""
         parts, segments, counts = dict[Any, Any](), dict[Any, Any](), Counter[str]()
         strip = self.strip and isinstance(node, dict) and id(node) not in self._bare
@@ -281,14 +281,14 @@ class Comparer:
                 part = _bare_modules(part)
                 self._bare[id(part)] = part
             name = without_wrappers(segment) if strip and type(segment) is str else segment
-            key = _comparable(name, counts)
+            key = _comparison_key(name, counts)
             if key in parts and not strip:
                 key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
-                names = [each for each, _ in children(node) if type(each) is str and without_wrappers(each) == key]
+                names = [text for text, _ in children(node) if type(text) is str and without_wrappers(text) == key]
                 what = f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}"
                 fix = f"Compare them under their own names: without {arg('ignore')} prefix"
-                raise Conflict(what, "Which of the two to compare is not known.", fix)
+                raise Conflict(what, "It is unclear which of the two to compare.", fix)
             parts[key] = part
             if key is not name:
                 segments[key] = segment
@@ -297,12 +297,12 @@ class Comparer:
     # Tensors ----------------------------------------------------------------------------------------------------------
 
     def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: Aspects | None = None) -> None:
-        """Compares two tensors; what stands under several names only once. kinds: where they differ before that."""
+        """Compares two tensors; a pair that has several names only once. kinds: how they differ beforehand."""
         self.tensors += counted
         self.elements += a.numel
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
-        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._aspects_of(a, b), a, b))
         size = None
         if aspects or kinds:
             change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)
@@ -317,12 +317,12 @@ class Comparer:
     def parts(self) -> Iterator[PartChange]:
         """The parts in which tensors were compared."""
         for name, layers in self.layers.items():
-            sizes = [size for each in layers.values() for size in each]
+            sizes = [size for layer in layers.values() for size in layer]
             changed = [size for size in sizes if size is not None]
             yield PartChange(name, len(sizes), len(changed), max(changed, default=0.0), layers)
 
-    def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
-        """In what two tensors differ, and by how much their values do."""
+    def _aspects_of(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
+        """The aspects in which two tensors differ, and by how much their values do."""
         is_same, values = True, None
         aspects = {
             **self._unless_skipped("shape", a.shape, b.shape),
@@ -336,13 +336,13 @@ class Comparer:
                 aspects |= self._unless_skipped(name, getattr(a.flags, name), getattr(b.flags, name))
             is_one = a.same_view(b) and a.storage.data is b.storage.data  # there is nothing to read
             if "shape" not in aspects and not is_one:
-                once, other = without_repeats(a)[0], without_repeats(b)[0]
-                if once.shape != other.shape:  # else each value once: a kilobyte may show a terabyte
-                    once, other = a, b
+                view_a, view_b = without_repeats(a)[0], without_repeats(b)[0]
+                if view_a.shape != view_b.shape:  # else each value once: a kilobyte may show a terabyte
+                    view_a, view_b = a, b
                 exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
                 if exact and not self.statistics:
-                    is_same = same_bytes(once.row_major(), other.row_major())
-                elif (values := compare_values(once, other, self.atol, self.rtol)) is not None:
+                    is_same = same_bytes(view_a.row_major(), view_b.row_major())
+                elif (values := compare_values(view_a, view_b, self.atol, self.rtol)) is not None:
                     self.close |= values.within_tolerance
                     is_same = values.within_tolerance and not exact
         elif isinstance(a, Composite) and isinstance(b, Composite):
@@ -350,16 +350,16 @@ class Comparer:
             is_same = inner.compare([((), a.made, b.made)])
             self.close |= inner.close
         else:
-            old, new = (each.kind if isinstance(each, Composite) else "plain" for each in (a, b))
+            old, new = (tensor.kind if isinstance(tensor, Composite) else "plain" for tensor in (a, b))
             aspects["kind"] = (old, new)
         if not is_same:
-            sides = [whole_number(each) if isinstance(each, TensorEntry) else None for each in (a, b)]
+            sides = [whole_number(tensor) if isinstance(tensor, TensorEntry) else None for tensor in (a, b)]
             aspects["values"] = (None, None) if None in sides or sides[0] == sides[1] else (sides[0], sides[1])
         return aspects, values
 
 
 def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
+    """A state dict's `_metadata` by the modules' own paths; the wrapped module's entry replaces the wrapper's."""
     return {
         without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
         for path, value in metadata.items()
@@ -385,9 +385,9 @@ def _scalar(node: Any) -> Any:
     return None if isinstance(value, (Object, Set, Array, LongValue, dict, list, tuple)) else value
 
 
-def _comparable(key: Any, counts: Counter[str]) -> Any:
-    """What a key is called in both files: a text or integer itself, others by type, an inert object as its text and its
-    place among those alike."""
+def _comparison_key(key: Any, counts: Counter[str]) -> Any:
+    """A key in a form that compares equal in both files: a text or integer itself, others by type, an inert object as
+    its text and its place among those with the same."""
     if type(key) is str or type(key) is int:
         return key
 
@@ -417,7 +417,7 @@ def _same_plain(a: Any, b: Any) -> bool:
 
 
 def _in_python_3(value: Any) -> Any:
-    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
+    """A name as Python 3 spells it, whichever pickle protocol wrote it; anything else as it is."""
     return Global(*in_python_3(value)) if type(value) is Global else value
 
 

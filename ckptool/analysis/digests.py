@@ -75,7 +75,7 @@ def _json(value: Any) -> str:
 
 
 def table(tensors: Iterable[TensorDigest], at: str = "", remark: str = "") -> Digests:
-    """The digests of a root, in this order, with that of them all."""
+    """The digests of a root, in this order, with the digest of them all."""
     rows = tuple(tensors)
     root = hashlib.sha256("".join(f"{row.line()}\n" for row in rows).encode()).hexdigest()
     return Digests(at, remark, root, rows)
@@ -91,37 +91,37 @@ def root_digests(root: Any, at: str = "", remark: str = "") -> Digests:
 
 
 def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[TensorDigest]:
-    """The digests of these tensors of a tree, in their order. What lies in a file as it is is read by two threads.
+    """The digests of these tensors of a tree, in their order. Contiguous data in a file is read by two threads.
     Raises `LimitExceeded` where views show far more than is stored."""
-    left = readable_bytes(root)
+    allowance = readable_bytes(root)
     views: dict[Any, Tensor] = {}  # what shows the same bytes in the same way is read once
     for path, tensor in pairs:
-        left -= tensor.nbytes
-        if left < 0:
-            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored"
+        allowance -= tensor.nbytes
+        if allowance < 0:
+            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than are stored"
             why = "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly."
             raise LimitExceeded(what, why, f"Name another part: {arg(at=ADDRESS)}")
         views[_view(tensor)] = tensor
     entries = [(key, tensor) for key, tensor in views.items() if isinstance(tensor, TensorEntry)]
-    plain = [key for key, each in entries if each.is_contiguous and isinstance(each.storage.data, FileRange)]
+    plain = [key for key, tensor in entries if tensor.is_contiguous and isinstance(tensor.storage.data, FileRange)]
     batches = [[views[key] for key in plain[at : at + _BATCH]] for at in range(0, len(plain), _BATCH)]
     nbytes = sum(tensor.nbytes for tensor in views.values())
     with reading(nbytes), ThreadPoolExecutor(_THREADS, thread_name_prefix="digest") as pool:
-        read = pool.map(lambda batch: [*map(tensor_digest, batch)], batches)
-        alone = set(plain)
-        digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in alone}
-        digests |= zip(plain, (digest for batch in read for digest in batch), strict=True)
+        digest_batches = pool.map(lambda batch: [*map(tensor_digest, batch)], batches)
+        batched = set(plain)
+        digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in batched}
+        digests |= zip(plain, (digest for batch in digest_batches for digest in batch), strict=True)
     rows = []
     for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
         dtype = tensor.dtype.name if tensor.dtype else "?"
         dtype = dtype if isinstance(tensor, TensorEntry) else f"{tensor.kind} {dtype}"
-        keys = [_key(segment) for segment in path]
+        keys = [_key_json(segment) for segment in path]
         rows.append(TensorDigest(keys[0] if len(keys) == 1 else keys, dtype, tensor.shape, digests[_view(tensor)]))
     return rows
 
 
 def readable_bytes(tree: Any) -> int:
-    """The most bytes of tensors' values that are read of a tree: some more than is stored."""
+    """The most bytes of tensors' values that are read from a tree: somewhat more than is stored."""
     return _FREE_BYTES + _TIMES_STORED * sum(storage.nbytes for storage in storages(tree))
 
 
@@ -132,43 +132,43 @@ def _view(tensor: Tensor) -> Any:
 def tensor_digest(tensor: Tensor) -> str:
     """The sha256, in hexadecimal, of a tensor's values. Reads them once, in bounded memory.
     Raises `Unsupported` for a negated view of a type that has no negative."""
-    total = hashlib.sha256()
-    if isinstance(tensor, Composite):  # of a text of all that it is made of: every value once, then by its number
+    sha256 = hashlib.sha256()
+    if isinstance(tensor, Composite):  # the digest of a text that lists its parts: each once, then by its number
         numbers: dict[int, int] = {}
         stack: list[Any] = [tensor.made]
         while stack:
             node = stack.pop()
             is_data = isinstance(node, (TensorEntry, StorageRef, Composite))
-            below = () if is_data else tuple(structural_parts(node))
-            if (below or is_data) and id(node) in numbers:
-                total.update(f"again {numbers[id(node)]}\n".encode())
+            parts = () if is_data else tuple(structural_parts(node))
+            if (parts or is_data) and id(node) in numbers:
+                sha256.update(f"again {numbers[id(node)]}\n".encode())
                 continue
-            if below or is_data:
+            if parts or is_data:
                 numbers[id(node)] = len(numbers)
             if isinstance(node, TensorEntry):
-                made: Any = ["tensor", node.dtype.name, node.shape, tensor_digest(node)]
+                facts: Any = ["tensor", node.dtype.name, node.shape, tensor_digest(node)]
             elif isinstance(node, StorageRef):
-                made = ["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()]
+                facts = ["storage", node.dtype.name if node.dtype else None, sha256_of(node.storage.data).hexdigest()]
             elif isinstance(node, LongValue):
-                made = ["bytes", sha256_of(node.data).hexdigest()]
+                facts = ["bytes", sha256_of(node.data).hexdigest()]
             else:
-                made = [type(node).__name__, len(below)] if below else _key(node)
-            total.update(b"missing\n" if node is MISSING else f"{_json(made)}\n".encode())
-            stack += [node.made] if isinstance(node, Composite) else reversed(below)
-        return total.hexdigest()
+                facts = [type(node).__name__, len(parts)] if parts else _key_json(node)
+            sha256.update(b"missing\n" if node is MISSING else f"{_json(facts)}\n".encode())
+            stack += [node.made] if isinstance(node, Composite) else reversed(parts)
+        return sha256.hexdigest()
     if not any(tensor.flags.lazy):
         return sha256_of(tensor.row_major()).hexdigest()
     if tensor.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {tensor.dtype} has no values", "torch does not create such views.")
-    fold(lambda _, raw: total.update(raw.data), tensor)
-    return total.hexdigest()
+    fold(lambda _, raw: sha256.update(raw.data), tensor)
+    return sha256.hexdigest()
 
 
-def _key(key: Any) -> Any:
+def _key_json(key: Any) -> Any:
     if key is None or type(key) in (str, int, bool):
         return key
     if type(key) is tuple:
-        return {"tuple": [_key(part) for part in key]}
+        return {"tuple": [_key_json(part) for part in key]}
     if type(key) is float:
         return {"float": key.hex()}
     if isinstance(key, (bytes, bytearray)):
@@ -187,20 +187,20 @@ def digests_file(digests: Digests) -> bytes:
 
 
 def read_digests(file: PathLike) -> Digests:
-    """The digests in a file of `digests_file`.
+    """The digests in a file that `digests_file` made.
     Raises `Unsupported` for a file of another version or kind, `Corrupt` where it was damaged: its own root digest
     covers all of it."""
     source = Source(file)
     if source.size > MAX_FILE:
-        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")
+        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"ckptool reads at most {MAX_FILE:,}.")
     record: Any = None
     schema: str | None = None
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(source.read(0, source.size))
         schema = str(record["schema"])[:60]
     if schema != SCHEMA:
-        what = f"{source} is not a file of digests, or is one of another version"
-        why = f"Its schema is {schema}, and not {SCHEMA}." if schema else "It is not a JSON object with a schema."
+        what = f"{source} is not a file of digests, or has an unsupported version"
+        why = f"Its schema is {schema}, not {SCHEMA}." if schema else "It is not a JSON object with a `schema`."
         raise Unsupported(what, why, f"Create one: {command('verify', FILE, write_digest=Slot('DIGESTS'))}")
     with suppress(ValueError, KeyError, TypeError):
         rows = map(TensorDigest._make, record["tensors"])
@@ -231,9 +231,9 @@ class Compared:
         return not (self.differing or self.missing or self.new)
 
 
-def compared(file: str, kept: Digests, digests: Digests) -> Compared:
-    """The differences from digests that were kept."""
-    old, new = ({_json(tensor.key): tensor for tensor in each.tensors} for each in (kept, digests))
+def compared(file: str, expected: Digests, digests: Digests) -> Compared:
+    """The differences from the expected digests, which a file kept."""
+    old, new = ({_json(tensor.key): tensor for tensor in side.tensors} for side in (expected, digests))
     differing = []
     for key, after in new.items():
         if (before := old.get(key, after)) != after:

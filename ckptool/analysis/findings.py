@@ -53,12 +53,12 @@ class Chain:
         self._suffix: str | None = None  # of what was written last, where that is another than the input's
 
     def fill(self, command: Command) -> Command:
-        """The command for the file as the commands before left it; that for what is in memory stays as it is."""
+        """The command for the file as the commands before left it; for a checkpoint in memory, the command itself."""
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                own = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
-                word = output = self._free(word[3:] or own or None)
+                suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
+                word = output = self._free_name(word[3:] or suffix or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current
@@ -71,12 +71,12 @@ class Chain:
         return line
 
     def aside(self, command: Command) -> Command:
-        """The command filled in for who chooses it; those that follow go on without it."""
-        other = copy(self)
-        other.steps = []
-        return other.fill(command)
+        """The command filled in for a reader who chooses it; those that follow do not build on it."""
+        branch = copy(self)
+        branch.steps = []
+        return branch.fill(command)
 
-    def _free(self, suffix: str | None) -> str:
+    def _free_name(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
         name = os.path.basename(path)
@@ -86,34 +86,34 @@ class Chain:
             path = os.path.normpath(path)
             is_above = os.path.basename(path) in (".", "..")
             path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
-        stem, own = parted(path)[0], self._suffix_of(path)
-        own = "" if own.endswith(".index.json") else own  # what is written for an index is a folder
-        own = own if self._suffix is None else self._suffix
-        stem += ".fixed" if own else "-fixed"  # which is no suffix
-        names = (f"{stem}{number if number > 1 else ''}{own}" for number in count(1))
-        name = next(each for each in names if each not in self._taken and not os.path.lexists(each))
+        stem, ending = parted(path)[0], self._suffix_of(path)
+        ending = "" if ending.endswith(".index.json") else ending  # what is written for an index is a folder
+        ending = ending if self._suffix is None else self._suffix
+        stem += ".fixed" if ending else "-fixed"  # which is no suffix
+        names = (f"{stem}{number if number > 1 else ''}{ending}" for number in count(1))
+        name = next(name for name in names if name not in self._taken and not os.path.lexists(name))
         self._taken.add(name)
         return name
 
     def _suffix_of(self, path: str) -> str:
-        """The suffix of what stays in its container: its own, where that is written under it."""
-        own = parted(path)[1]
-        promised = SUFFIXES.get(own)
+        """The suffix for an output in the same container: the file's own, where that container is written under it."""
+        suffix = parted(path)[1]
+        promised = SUFFIXES.get(suffix)
         is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
-        return ".pt" if own in NOT_WRITTEN or is_misnamed else own
+        return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix
 
 
 def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:
-    """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
-    A command that is there twice is left out the second time, as is a fix that is no command."""
+    """The notes with commands that can be run one after the other: on this file, to free names beside it.
+    A repeated command is left out the second time, as is a fix that is no command."""
     notes = list(notes)
     chain, seen, filled = Chain(path, container=container), set[tuple[str, ...]](), list[Note]()
     # Verbs that write refuse such a file; doctor says what to do first.
     refused = any(note.code == "unsafe-global" for note in notes)
     for note in notes:
         fix = note.fix
-        wanted = isinstance(fix, Command) and not (refused and fix.writes) and fix not in seen
-        filled.append(replace(note, fix=chain.fill(fix) if isinstance(fix, Command) and wanted else ()))
+        is_runnable = isinstance(fix, Command) and not (refused and fix.writes) and fix not in seen
+        filled.append(replace(note, fix=chain.fill(fix) if isinstance(fix, Command) and is_runnable else ()))
         seen.add(fix)
     return tuple(filled)
 
@@ -197,22 +197,22 @@ class Diagnosis(Report):
     def told(self) -> Told:
         yield (bold(self.file or "in memory"), f": {self.is_a}") if self.is_a else None
         if not self.findings:
-            yield green("found nothing that would keep it from loading")
+            yield green("nothing found that would keep it from loading")
             yield "To check these names and shapes against a model: --against MODEL" if not self.against else None
         number = count(1)
-        for each in self.findings:
+        for finding in self.findings:
             yield ""
-            mark = yellow("likely") if not each.certain else red("problem") if each.blocks else yellow("note")
-            yield mark, f" [{each.code}] {each.what}"
-            yield ("  seen as: ", dim(each.says)) if each.says else None
-            for fix in each.fixes:
+            mark = yellow("likely") if not finding.certain else red("problem") if finding.blocks else yellow("note")
+            yield mark, f" [{finding.code}] {finding.what}"
+            yield ("  seen as: ", dim(finding.says)) if finding.says else None
+            for fix in finding.fixes:
                 program = fix.partition(" ")[0]
-                other = f"   (another program: {program})" if program != "ckptool" else ""
-                yield f"  {next(number)}. ", cyan(fix), other
-            yield f"  {each.advice}" if each.advice else None
+                remark = f"   (another program: {program})" if program != "ckptool" else ""
+                yield f"  {next(number)}. ", cyan(fix), remark
+            yield f"  {finding.advice}" if finding.advice else None
         if self.at_once:
             yield ""
-            yield "All of it in one pass: ", cyan(self.at_once)
+            yield "All in one pass: ", cyan(self.at_once)
         if self.unread:
             yield ""
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)
@@ -223,7 +223,7 @@ _SLOTS = {word: Slot(word) for word in "FILE FOLDER MODEL OUT OUT.pt OUT.safeten
 
 @cache
 def table(name: str) -> Any:
-    """A table that lies here, `NAME.yaml`."""
+    """The table in `NAME.yaml`, which lies beside this module."""
     import yaml
 
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
@@ -232,10 +232,10 @@ def table(name: str) -> Any:
 
 def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
     """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
-    return tuple(Command(_word(word, facts) for word in shlex.split(line)) for line in lines)
+    return tuple(Command(_filled_word(word, facts) for word in shlex.split(line)) for line in lines)
 
 
-def _word(word: str, facts: Mapping[str, str]) -> str:
+def _filled_word(word: str, facts: Mapping[str, str]) -> str:
     """A word of a command, its facts filled in; in a pattern they stand for themselves."""
     if word in _SLOTS:
         return _SLOTS[word]
@@ -254,28 +254,28 @@ def finding(name: str, **facts: str) -> Finding:
 
 
 def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
-    """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
+    """The findings in the order of their fixes, no command twice, their commands filled in by the chain.
     compact: the command that only writes the file anew; it is left out where another writes a new file anyway."""
     codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
-    for each in sorted(findings, key=lambda each: each.stage):
-        again, commands = each.commands in seen, each.commands
-        if commands and again and each.code in codes:
+    for finding in sorted(findings, key=lambda finding: finding.stage):
+        is_repeated, commands = finding.commands in seen, finding.commands
+        if commands and is_repeated and finding.code in codes:
             continue
-        if commands and again:
-            each = replace(each, advice="The same command fixes it.", commands=())
+        if commands and is_repeated:
+            finding = replace(finding, advice="The same command fixes it.", commands=())
         elif commands == (compact,) and any(before[-1].writes for before in seen if before):
-            each = replace(each, advice=FIXED_ABOVE, commands=())
+            finding = replace(finding, advice=FIXED_ABOVE, commands=())
         seen.add(commands)
-        codes.add(each.code)
-        yield each.filled(chain)
+        codes.add(finding.code)
+        yield finding.filled(chain)
 
 
 # Messages of errors --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
-LOOK = "Look at the file instead: "
+LOOK = "Examine the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
@@ -298,7 +298,7 @@ class KnownError(NamedTuple):
 
 @cache
 def known_errors() -> tuple[KnownError, ...]:
-    """The table; the first that matches is meant."""
+    """The rows of the table; the first that matches a message counts."""
     errors = []
     for row in table("error_texts"):
         pattern = row["seen"] if isinstance(row["seen"], str) else "|".join(row["seen"])
@@ -306,38 +306,38 @@ def known_errors() -> tuple[KnownError, ...]:
             pattern = pattern.replace(name, expression)
         fixes, advised = (commands_of(row.get(key, ()), {}) for key in ("fixes", "advised"))
         advice, is_certain = row.get("advice", ""), not row.get("likely")
-        meant = Finding(row["code"], row["means"], "", True, fixes, advice, advised, certain=is_certain)
-        errors.append(KnownError(re.compile(pattern, re.IGNORECASE), meant))
+        finding = Finding(row["code"], row["means"], "", True, fixes, advice, advised, certain=is_certain)
+        errors.append(KnownError(re.compile(pattern, re.IGNORECASE), finding))
     return tuple(errors)
 
 
 def recognised(text: str) -> KnownError | None:
     """The first entry of the table that matches the beginning of a message."""
-    return next((known for known in known_errors() if known.pattern.search(text[:MAX_TEXT])), None)
+    return next((error for error in known_errors() if error.pattern.search(text[:MAX_TEXT])), None)
 
 
-def first_line(text: str, known: KnownError | None = None) -> str:
+def first_line(text: str, error: KnownError | None = None) -> str:
     """The line of a traceback that says what happened: a known one, else one that begins as errors do."""
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
-    named = [line for line in lines if known is not None and known.pattern.search(line)]
+    matches = [line for line in lines if error is not None and error.pattern.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((named or errors or lines or [""])[0])[:200]
+    return printable((matches or errors or lines or [""])[0])[:200]
 
 
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
     devices: those that the file's tensors were saved on, where they are known."""
-    known = recognised(text)
-    if known is None:
+    error = recognised(text)
+    if error is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
-    finding = replace(known.finding, says=first_line(text, known), commands=known.commands(text))
+    finding = replace(error.finding, says=first_line(text, error), commands=error.commands(text))
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU'}"
         finding = replace(finding, what=f"{finding.what} {what}.")
-        meant = (re.findall(r"(?i)\b(?:cuda|mps|xpu|hpu|npu)\b", text) or [""])[0].lower()
-        if finding.code != "gpu-memory" and not any(device.startswith(meant) for device in devices):
-            what += ": the message is of another file, or the code asks for the device. Name the file that it loads."
+        device_kind = (re.findall(r"(?i)\b(?:cuda|mps|xpu|hpu|npu)\b", text) or [""])[0].lower()
+        if finding.code != "gpu-memory" and not any(device.startswith(device_kind) for device in devices):
+            what += ": the message is about another file, or the code asks for that device. Name the file it loads."
             finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice="")
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

@@ -80,12 +80,12 @@ class Target:
 
     @property
     def as_it_loads(self) -> Target:
-        """The same under the names that `load_state_dict` of the wrapped model wants."""
-        front, tensors = self.wrapper, {}
+        """The same target under the names that `load_state_dict` of the wrapped model expects."""
+        prefix, tensors = self.wrapper, {}
         for name, expected in self.tensors.items():
-            tied_to = None if expected.tied_to is None else front + expected.tied_to
-            tensors[front + name] = replace(expected, name=front + name, tied_to=tied_to)
-        values = None if self.values is None else {front + name: value for name, value in self.values.items()}
+            tied_to = None if expected.tied_to is None else prefix + expected.tied_to
+            tensors[prefix + name] = replace(expected, name=prefix + name, tied_to=tied_to)
+        values = None if self.values is None else {prefix + name: value for name, value in self.values.items()}
         return replace(self, tensors=tensors, values=values, wrapper="")
 
     @property
@@ -114,9 +114,9 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
 
 
 def kind_by_name(name: str, dtype: DType | None) -> str:
-    """`buffer` for what torch's own modules call so, and for what cannot have a gradient; else `parameter`."""
-    whole = dtype is not None and dtype.kind in ("int", "uint", "bool")
-    return BUFFER if whole or name.rpartition(".")[2] in _BUFFERS else PARAMETER
+    """`buffer` for the names of buffers in torch's own modules, and for what has no gradient; else `parameter`."""
+    is_integer = dtype is not None and dtype.kind in ("int", "uint", "bool")
+    return BUFFER if is_integer or name.rpartition(".")[2] in _BUFFERS else PARAMETER
 
 
 def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
@@ -128,52 +128,52 @@ def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
 
 
 def is_spec(raw: bytes) -> bool:
-    """True if bytes that begin a file begin a spec, of whatever version."""
+    """True if these first bytes of a file begin a spec, of any version."""
     return raw.lstrip()[:1] == b"{" and b'"' + SPEC_SCHEMA.encode() in raw[:4096]
 
 
 def of_spec(raw: bytes, name: str) -> Target:
     """The target that a spec describes. name: the file, for messages.
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself."""
-    odd = "It is not what ckptool spec writes."
-    again = command("spec", Slot("TARGET"), out=FILE)
+    meaning = "It was not written by ckptool spec."
+    remake = command("spec", Slot("TARGET"), out=FILE)
     try:
         facts = parse_object(raw, name)
     except Corrupt as error:
-        raise Corrupt(error.what, error.why, f"Make it again: {again}") from None
+        raise Corrupt(error.what, error.why, f"Make it again: {remake}") from None
     if (schema := facts.get("schema")) != SPEC_SCHEMA + SPEC_VERSION:
-        what = f"{name} is a spec of another version: {str(schema)[:60]}"
+        what = f"{name} is a spec of an unsupported version: {str(schema)[:60]}"
         why = f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}."
-        raise Unsupported(what, why, f"Make it again with this version: {again}")
-    for key in ("tensors", "ties"):
-        if not isinstance(facts.get(key), list):
-            raise Corrupt(f"{name} has no list of {key}", odd)
+        raise Unsupported(what, why, f"Make it again with this version: {remake}")
+    for section in ("tensors", "ties"):
+        if not isinstance(facts.get(section), list):
+            raise Corrupt(f"{name} has no list of {section}", meaning)
     tensors: dict[str, Expected] = {}
     for number, fact in enumerate(facts["tensors"]):
         if not isinstance(fact, dict) or type(fact.get("name")) is not str:
-            raise Corrupt(f"{name}: tensor {number} has no name", odd)
-        called, where = fact["name"], f"{name}: tensor {number} ({fact['name'][:80]})"
+            raise Corrupt(f"{name}: tensor {number} has no name", meaning)
+        entry_name, where = fact["name"], f"{name}: tensor {number} ({fact['name'][:80]})"
         dtype, shape, kind = map(fact.get, ("dtype", "shape", "kind"))
         if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
             raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
         if kind not in (PARAMETER, BUFFER):
             raise Corrupt(f"{where} is neither a parameter nor a buffer")
-        if called in tensors:
-            raise Corrupt(f"{name} has {called!r} twice", "A state dict has each name once.")
+        if entry_name in tensors:
+            raise Corrupt(f"{name} has {entry_name!r} twice", "Names in a state dict are unique.")
         try:
-            tensors[called] = Expected(called, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
+            tensors[entry_name] = Expected(entry_name, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
         except KeyError:
             raise Corrupt(f"{where} has the unknown dtype {str(dtype)[:40]!r}") from None
     for names in facts["ties"]:
-        known = isinstance(names, list) and all(type(each) is str and each in tensors for each in names)
-        if not known or len(names) < 2:
-            raise Corrupt(f"{name} ties names that it does not have", odd)
+        are_known = isinstance(names, list) and all(type(text) is str and text in tensors for text in names)
+        if not are_known or len(names) < 2:
+            raise Corrupt(f"{name} ties names that it does not list", meaning)
         first = tensors[names[0]]
         for tied in names[1:]:
             other = tensors[tied]
-            alike = (other.dtype, other.shape) == (first.dtype, first.shape)
-            if not alike or other.tied_to or first.tied_to or tied == first.name:
-                raise Corrupt(f"{name}: {tied} cannot be the same tensor as {first.name}")
+            agrees = (other.dtype, other.shape) == (first.dtype, first.shape)
+            if not agrees or other.tied_to or first.tied_to or tied == first.name:
+                raise Corrupt(f"{name}: {tied} cannot be tied to {first.name}")
             tensors[tied] = replace(other, tied_to=first.name)
     return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
 
@@ -200,16 +200,16 @@ def accepted(
     renamed, supplied, dropped = dict[str, str](), list[str](), list[str]()
     for name in missing:
         *outer, last = name.split(".")
-        old, around = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
-        gamma, mean = free.get(f"{around}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
+        old, module = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
+        gamma, mean = free.get(f"{module}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
         is_norm = last in _WEIGHT_NORM and outer[-2:-1] == ["parametrizations"]
         if is_norm and f"{old}_g" in free and f"{old}_v" in free:
             renamed[name] = free[old + _WEIGHT_NORM[last]]
-        elif gamma and f"{around}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
-            renamed[name] = free[around + _FUSED[last]]
+        elif gamma and f"{module}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
+            renamed[name] = free[module + _FUSED[last]]
         elif last == COUNTER and (key := renamed.get(mean) or pairs.get(mean)) and _version(metadata, key) < 2:
             # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
-            quantizer = pairs.get(f"{around}weight_fake_quant.scale", "")
+            quantizer = pairs.get(f"{module}weight_fake_quant.scale", "")
             supplied += [name] if not quantizer or _version(metadata, quantizer.removesuffix(".scale")) >= 2 else []
         elif last == "eps" and (low := pairs.get(".".join([*outer, "min_val"]))) and _version(metadata, low) < 2:
             supplied.append(name)  # of an observer
@@ -220,9 +220,9 @@ def accepted(
     return renamed, supplied, dropped
 
 
-def also_newer(extra: Collection[str], theirs: Collection[str], metadata: Any) -> list[str]:
-    """Names that only the model of today has beside a checkpoint of it: counters of older BatchNorms."""
-    counters = [name for name in extra if name.rpartition(".")[2] == COUNTER and _mean_beside(name) in theirs]
+def also_newer(extra: Collection[str], target_names: Collection[str], metadata: Any) -> list[str]:
+    """Names that a checkpoint of the model lacks because it is older: the counters of BatchNorms."""
+    counters = [name for name in extra if name.rpartition(".")[2] == COUNTER and _mean_beside(name) in target_names]
     return [name for name in counters if _version(metadata, _mean_beside(name)) < 2]
 
 
@@ -231,7 +231,7 @@ def _mean_beside(counter: str) -> str:
 
 
 def _version(metadata: Any, key: str) -> int:
-    """The version that the module of a key had when it was saved; 0 where nothing says it."""
+    """The version of a key's module when it was saved; 0 where it is not recorded."""
     facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
     version = facts.get("version") if isinstance(facts, Mapping) else None
     return version if type(version) is int else 0

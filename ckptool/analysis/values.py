@@ -60,18 +60,18 @@ class TensorPicture:
 
 def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
-    once, times = without_repeats(entry)
-    return _read(in_storage_order(once) or once, times)
+    view, times = without_repeats(entry)
+    return _statistics_of(in_storage_order(view) or view, times)
 
 
 def detail(tensors: int) -> tuple[int, int]:
     """Cells along a side of each thumbnail, and values in each histogram, for so many tensors."""
-    return next(((side, values) for most, side, values in _DETAIL if tensors <= most), (_DETAIL[-1][1], _LEAST))
+    return next(((side, values) for limit, side, values in _DETAIL if tensors <= limit), (_DETAIL[-1][1], _LEAST))
 
 
 class Values(NamedTuple):
-    """What one reading of a tensor gives.  zero_rows: those that are all zero, of a tensor of two dimensions or more;
-    None where they were not looked at."""
+    """What one pass over a tensor gives.  zero_rows: those that are all zero, of a tensor of two dimensions or more;
+    None where they were not counted."""
 
     numbers: Statistics
     picture: TensorPicture
@@ -81,14 +81,14 @@ class Values(NamedTuple):
 def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
     """Reads a tensor once. Repetitions of an expanded one count in the statistics alone.
     side: of the thumbnail, 0 for none.  sample: values in the histogram."""
-    once, times = without_repeats(entry)
-    sketch = _Sketch(once, side, sample)
-    found = _read(once, times, sketch)
-    return Values(found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None)
+    view, times = without_repeats(entry)
+    sketch = _Sketch(view, side, sample)
+    stats = _statistics_of(view, times, sketch)
+    return Values(stats, sketch.picture(stats), sketch.zero_rows if view is entry and len(entry.shape) > 1 else None)
 
 
-def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
-    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes.
+def _statistics_of(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
+    """The statistics of a tensor that repeats each of its values `times` times; a sketch is given each chunk.
     Chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979)."""
     import numpy
 
@@ -103,11 +103,11 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
         zeros_here = int(numpy.count_nonzero(zero))
         zeros += zeros_here
         if values.dtype.kind == "c":
-            odd = numpy.isnan(values)  # of a magnitude, either part
+            is_nan = numpy.isnan(values)  # of a magnitude, either part
             values = numpy.abs(values.astype(numpy.complex128))
-            values[odd] = numpy.nan
-        finite, least, most = values, values.min(), values.max()
-        if not (numpy.isfinite(least) and numpy.isfinite(most)):
+            values[is_nan] = numpy.nan
+        finite, lowest, highest = values, values.min(), values.max()
+        if not (numpy.isfinite(lowest) and numpy.isfinite(highest)):
             finite = values[numpy.isfinite(values)]
             nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
             nans += nans_here
@@ -115,16 +115,16 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
         if len(finite):
             shifted = scratch("f64", "f8", len(finite))
             if finite is not values:
-                least, most = finite.min(), finite.max()
-            ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
+                lowest, highest = finite.min(), finite.max()
+            ends = [min([*ends[:1], lowest.item()]), max([*ends[1:], highest.item()])]
             numpy.copyto(shifted, finite, casting="unsafe")
             if sketch is not None and finite is values:
                 sketch.add(values, zero, zeros_here, shifted)
-            here = float(shifted.mean())
-            numpy.subtract(shifted, here, out=shifted)
-            apart, share = here - mean, len(finite) / (count + len(finite))
-            squares += dot(shifted, shifted) + count * share * apart * apart
-            mean += apart * share
+            chunk_mean = float(shifted.mean())
+            numpy.subtract(shifted, chunk_mean, out=shifted)
+            delta, share = chunk_mean - mean, len(finite) / (count + len(finite))
+            squares += dot(shifted, shifted) + count * share * delta * delta
+            mean += delta * share
             count += len(finite)
         if sketch is not None and finite is not values:
             sketch.add(values, zero, zeros_here, None)
@@ -150,20 +150,20 @@ class _Sketch:
         step = max(1, -(-count // values))
         while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
-        self.step, self.place, self.sample = step, 0, list[Array]()
+        self.step, self.position, self.sample = step, 0, list[Array]()
         self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
         # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
-        self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
+        self.tops, self.lefts = _part_starts(self.rows, side), _part_starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
-    def add(self, values: Array, zero: Array, zeros: int, wide: Array | None) -> None:
+    def add(self, values: Array, zero: Array, zeros: int, doubles: Array | None) -> None:
         """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
-        wide: the same in f64; None where one of them is not finite."""
+        doubles: the same in f64; None where one of them is not finite."""
         import numpy
 
-        count, (top, left) = len(values), divmod(self.place, self.row)
-        self.sample.append(values[-self.place % self.step :: self.step].copy())
-        self.place += count
+        count, (top, left) = len(values), divmod(self.position, self.row)
+        self.sample.append(values[-self.position % self.step :: self.step].copy())
+        self.position += count
         lines = max(1, count // self.row)
         if count < self.row:
             self.is_zero = zeros == count and (left == 0 or self.is_zero)
@@ -172,67 +172,67 @@ class _Sketch:
             self.zero_rows += int(zero.reshape(lines, -1).all(axis=1).sum())
         if not self.tops:
             return
-        (y, ups), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
-        blocks = slice(y, y + len(ups) - 1), slice(x, x + len(lefts) - 1)
-        if wide is None:
-            odd = ~numpy.isfinite(values)
-            self.missing[blocks] += _sums(odd.astype(numpy.float64), ups, lefts)
-            wide = numpy.where(odd, 0, values).astype(numpy.float64)
-        self.sums[blocks] += _sums(wide, ups, lefts)
+        (y, tops), (x, lefts) = _parts_from(self.tops, top, lines), _parts_from(self.lefts, left, count // lines)
+        blocks = slice(y, y + len(tops) - 1), slice(x, x + len(lefts) - 1)
+        if doubles is None:
+            not_finite = ~numpy.isfinite(values)
+            self.missing[blocks] += _block_sums(not_finite.astype(numpy.float64), tops, lefts)
+            doubles = numpy.where(not_finite, 0, values).astype(numpy.float64)
+        self.sums[blocks] += _block_sums(doubles, tops, lefts)
 
-    def picture(self, found: Statistics) -> TensorPicture:
+    def picture(self, statistics: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
         import numpy
 
         values = numpy.concatenate(self.sample)
         values.sort()  # NaN last
-        if found.nans or found.infs:
+        if statistics.nans or statistics.infs:
             values = values[numpy.isfinite(values)]
         count = len(values)
-        if not count or found.min is None or found.max is None:
+        if not count or statistics.min is None or statistics.max is None:
             return TensorPicture((0,) * BINS, 0, (), ())
         shares = numpy.arange(1, BINS) / BINS
         below = [count] * (BINS - 1)
-        if found.min < found.max:
-            below = values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
+        if statistics.min < statistics.max:
+            below = values.searchsorted(statistics.min * (1 - shares) + statistics.max * shares).tolist()
         counts = tuple(stop - start for start, stop in pairwise([0, *below, count]))
         places = numpy.multiply(QUANTILES, count - 1)
-        low, part = places.astype(int), places % 1
-        quantiles = values[low] * (1 - part) + values[numpy.minimum(low + 1, count - 1)] * part
+        low, fraction = places.astype(int), places % 1
+        quantiles = values[low] * (1 - fraction) + values[numpy.minimum(low + 1, count - 1)] * fraction
         if not self.tops:
             return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
-            means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
+            means = self.sums / (_block_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
         rows = tuple(tuple(mean if isfinite(mean) else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles.tolist()), rows)
 
 
-def _starts(count: int, side: int) -> list[int]:
-    """The first of each of at most `side` equal parts of so many."""
+def _part_starts(count: int, side: int) -> list[int]:
+    """The first index of each of at most `side` equal parts of `count`."""
     parts = min(count, side)
     return [number * count // parts for number in range(parts)]
 
 
-def _within(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
-    """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
+def _parts_from(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
+    """The part that `first` is in; and the boundaries of the parts within the `count` from there, relative to it."""
     number = bisect_right(starts, first) - 1
     return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
 
 
-def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
+def _block_sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
     """The sums of the blocks between these rows and these columns."""
     import numpy
 
-    lines = values.reshape(ups[-1], -1)
-    if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
-        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
+    lines = values.reshape(tops[-1], -1)
+    if len(tops) <= len(lines):  # by far the most additions: along the rows, which is quick
+        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(tops)])
     return numpy.add.reduceat(lines, lefts[:-1], axis=1)
 
 
-def _areas(ups: list[int], lefts: list[int]) -> Array:
+def _block_areas(tops: list[int], lefts: list[int]) -> Array:
     import numpy
 
-    return numpy.outer(numpy.diff(ups), numpy.diff(lefts))
+    return numpy.outer(numpy.diff(tops), numpy.diff(lefts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class _Comparison:
         if self.packed and not self.same_type:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
-    def add(self, place: int, x: Array, y: Array) -> None:
+    def add(self, offset: int, x: Array, y: Array) -> None:
         import numpy
 
         if self.same_type:
@@ -316,14 +316,14 @@ class _Comparison:
             else:
                 differs = scratch("mask", "?", len(x) // size)
                 numpy.not_equal(x.view(f"u{size}"), y.view(f"u{size}"), out=differs)
-            self._count(place, differs)
+            self._count_changed(offset, differs)
         if self.packed:
             return
         x, y = numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b")
         if x.dtype.kind in "biu" and y.dtype.kind in "biu":
             distance, x, y = _integer_distance(x, y)
             if not self.same_type:
-                self._count(place, distance != 0)
+                self._count_changed(offset, distance != 0)
             self.max_abs = max(self.max_abs, int(distance.max()))
             x, y, distance = (values.astype(numpy.float64) for values in (x, y, distance))
             self._add_finite(x, y, distance, distance)
@@ -331,20 +331,20 @@ class _Comparison:
         if not self.same_type:
             common = numpy.result_type(x, y)
             x, y = x.astype(common, copy=False), y.astype(common, copy=False)
-            self._count(place, ~_same_values(x, y))
+            self._count_changed(offset, ~_same_values(x, y))
         if x.dtype != numpy.float32 or not self._add_single(x, y):
             self._add_double(x, y)
 
-    def _count(self, place: int, differs: Array) -> None:
+    def _count_changed(self, offset: int, differs: Array) -> None:
         import numpy
 
         changed = int(numpy.count_nonzero(differs))
         if changed and self.first is None:
-            self.first = place + int(differs.argmax())
+            self.first = offset + int(differs.argmax())
         self.changed += changed
 
     def _add_single(self, x: Array, y: Array) -> bool:
-        """Adds f32 values, in f32 as far as no digit of the result is lost; False if not all are finite."""
+        """Adds f32 values, in f32 where that loses no digit of the result; False if not all are finite."""
         import numpy
 
         distance = numpy.subtract(x, y, out=scratch("distance", "f4", len(x)))
@@ -355,8 +355,8 @@ class _Comparison:
         if top >= self.max_rounded and top > 0:
             # Rounding to f32 keeps the order, so the largest difference is one of those that share the top.
             self.max_rounded = top
-            chosen = (distance == top).nonzero()[0]
-            self.max_abs = max(self.max_abs, float(abs(x[chosen].astype("f8") - y[chosen].astype("f8")).max()))
+            at_top = (distance == top).nonzero()[0]
+            self.max_abs = max(self.max_abs, float(abs(x[at_top].astype("f8") - y[at_top].astype("f8")).max()))
         exact = abs(x.astype("f8") - y.astype("f8")) if self.within and top > 0 else None
         self._add_finite(x, y, distance, exact)
         return True
@@ -365,8 +365,8 @@ class _Comparison:
         """Adds f64 or complex values, and f32 ones that are not all finite."""
         import numpy
 
-        wide = numpy.complex128 if numpy.iscomplexobj(x) else numpy.float64
-        x, y = x.astype(wide, copy=False), y.astype(wide, copy=False)
+        dtype = numpy.complex128 if numpy.iscomplexobj(x) else numpy.float64
+        x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
         distance = abs(x - y)
         if not isfinite(distance.max()):
             finite = numpy.isfinite(x) & numpy.isfinite(y)
@@ -379,13 +379,13 @@ class _Comparison:
             self._add_finite(x, y, distance, distance)
 
     def _add_finite(self, x: Array, y: Array, distance: Array, exact: Array | None) -> None:
-        """Adds to the cosine and to the relative differences, and asks whether the exact distances are within the
-        tolerance. Overwrites `x` and, if they are real, `y`."""
+        """Adds to the cosine and to the relative differences, and checks the exact distances against the tolerance.
+        Overwrites `x` and, if they are real, `y`."""
         import numpy
 
         if exact is not None and self.within:
-            wide = y.astype("f8") if y.dtype == numpy.float32 else y
-            self.within = bool((exact <= self.atol + self.rtol * abs(wide)).all())
+            doubles = y.astype("f8") if y.dtype == numpy.float32 else y
+            self.within = bool((exact <= self.atol + self.rtol * abs(doubles)).all())
         self.finite += len(x)
         ab, aa, bb = _products(x, y)
         self.ab += ab
@@ -403,13 +403,13 @@ class _Comparison:
         self.sum_rel += total(relative)
 
     def result(self, order: Sequence[int]) -> ValueDifference:
-        """The result. `order`: the dimensions of the tensor those of the compared view are."""
+        """The result. `order`: for each dimension of the compared view, the dimension of the tensor."""
         import numpy
 
         first = None
         if self.first is not None:
-            place = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
-            first = tuple(place[axis] for axis in range(len(place)))
+            index = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
+            first = tuple(index[axis] for axis in range(len(index)))
         lengths = sqrt(self.aa) * sqrt(self.bb)
         return ValueDifference(
             changed=self.changed,
@@ -432,7 +432,7 @@ def _same_values(x: Array, y: Array) -> Array:
 
 
 def _integer_distance(x: Array, y: Array) -> tuple[Array, Array, Array]:
-    """|x - y| of integers, exact and never wrapped, and both in the type that it was computed in."""
+    """|x - y| of integers, exact, without wrapping around; and both in the type that it was computed in."""
     import numpy
 
     common = numpy.result_type(x, y, numpy.int8)
@@ -456,6 +456,6 @@ def _products(x: Array, y: Array) -> tuple[float, float, float]:
         ab, aa, bb = dot(x, y), dot(x, x), dot(y, y)
         if 1e-25 < aa < inf and 1e-25 < bb < inf:
             return ab, aa, bb
-    wide = numpy.complex128 if x.dtype.kind == "c" else numpy.float64
-    x, y = x.astype(wide, copy=False).view(numpy.float64), y.astype(wide, copy=False).view(numpy.float64)
+    dtype = numpy.complex128 if x.dtype.kind == "c" else numpy.float64
+    x, y = x.astype(dtype, copy=False).view(numpy.float64), y.astype(dtype, copy=False).view(numpy.float64)
     return dot(x, y), dot(x, x), dot(y, y)

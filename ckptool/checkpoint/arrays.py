@@ -22,7 +22,7 @@ from typing import Any
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import fill
 from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, numbers, resolve, rounded, scratch
-from ckptool.checkpoint.strided import MadeBlocks
+from ckptool.checkpoint.strided import LazyBlocks
 from ckptool.errors import Unsupported
 
 ROWS = 1 << 17  # elements of rows that are computed at once
@@ -70,7 +70,7 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
     one."""
     if dtype is None:
         what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
+        raise Unsupported(what, "The size of its elements is not recorded, so its bytes cannot be swapped.")
     if dtype.itemsize == 1:
         return storage.data
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
@@ -169,7 +169,7 @@ def computed_rows(
     them as they are. inputs: the tensors they are computed from, whose checksums are verified on the way.
     """
     width, length = max(1, prod(shape[1:]) * dtype.itemsize), prod(shape) * dtype.itemsize
-    blocks = MadeBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
+    blocks = LazyBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
     return _array(dtype, shape, inputs, location, blocks.read, blocks.view)
 
 

@@ -1,4 +1,4 @@
-"""Who may do work that takes long, and the signals that end it."""
+"""Who may do work that takes long (`Jobs`), and the signals that end it."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ ENDS = {signal.SIGTERM, signal.SIGHUP}
 
 
 def checked_jobs(jobs: Jobs) -> Jobs:
-    """What works on many files; raises `UsageError` for what cannot be meant."""
+    """The workers for many files, checked; raises `UsageError` for anything that is not `Jobs`."""
     jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() else jobs
     is_number = isinstance(jobs, int) and 1 <= jobs <= MAX_JOBS
     if is_number or hasattr(jobs, "submit") or (isinstance(jobs, str) and jobs.startswith(DASK)):
         return jobs
-    some = min(MAX_JOBS, max(2, os.cpu_count() or 2))
+    example = min(MAX_JOBS, max(2, os.cpu_count() or 2))
     what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {DASK}HOST:PORT, not {jobs}"
     why = "A number is how many processes work at a time; an address is that of a dask scheduler."
-    raise UsageError(what, why, f"For example: {arg(jobs=some)}")
+    raise UsageError(what, why, f"For example: {arg(jobs=example)}")
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Leaves by an exception, so that temporary files are removed on the way."""
+    """Exits by an exception, so that temporary files are removed on the way."""
     raise SystemExit(128 + number)
 
 
 def deliver_signal_again(lost: Any) -> None:
-    """As `sys.unraisablehook`: Python drops what is raised while an object is thrown away. A signal's exception is
-    raised again a moment later; an error is not reported."""
+    """As `sys.unraisablehook`: Python drops what is raised while an object is deleted. A signal's exception is raised
+    again a moment later; an error is not reported."""
     if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
 
         def again(number: int, frame: object) -> NoReturn:
@@ -61,18 +61,18 @@ def deliver_signal_again(lost: Any) -> None:
 
 @contextmanager
 def signals_held() -> Iterator[list[int]]:
-    """Holds back the signals that end the program, blocked and caught, until its own handlers stand again. The list is
-    of those that came meanwhile, which are raised then."""
-    held, handlers = list[int](), dict[int, Any]()
+    """Holds back the signals that end the program, blocked and caught, until its own handlers are back. The list is of
+    those that came meanwhile, which are raised then."""
+    received, handlers = list[int](), dict[int, Any]()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDS})
     if threading.current_thread() is threading.main_thread():  # where a signal that another thread gets is raised
-        for each in (signal.SIGINT, *ENDS):
-            handlers[each] = signal.signal(each, lambda number, _: held.append(number))
+        for signum in (signal.SIGINT, *ENDS):
+            handlers[signum] = signal.signal(signum, lambda number, _: received.append(number))
     try:
-        yield held
+        yield received
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in dict.fromkeys(held):
+        for number in dict.fromkeys(received):
             signal.raise_signal(number)

@@ -1,7 +1,7 @@
 """Numpy arrays as tensors: what `.npz` files hold, and what people pickle instead of tensors.
 
-An array of numbers or booleans is a strided tensor over the bytes that it was stored as; nothing is read for it. Arrays
-of texts, dates and records, and in pickles of Python objects, are no tensors and stay what they are.
+An array of numbers or booleans is a strided tensor over the bytes that it was stored as, which are not read for that.
+Arrays of texts, dates, records and (in pickles) Python objects are no tensors and stay what they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 from ckptool.facts import dataclass
 
-# The tensors' types by the names of numpy's, without a byte order.
+# Tensors' types by numpy's codes for them, without a byte order.
 _CODES: dict[str, DType] = {
     f"{'b' if kind.kind == 'bool' else kind.kind[0]}{kind.itemsize}": kind
     for kind in DTYPES
@@ -31,14 +31,14 @@ _CODES: dict[str, DType] = {
 
 
 def code_of(dtype: DType) -> str | None:
-    """The name of a tensor's type in numpy's files, without its byte order: `f4`; None where numpy has none."""
+    """numpy's code for a tensor's type, without its byte order: `f4`; None where numpy has none."""
     return next((code for code, kind in _CODES.items() if kind is dtype), None)
 
 
 def over_bytes(
     kind: ArrayType, shape: tuple[int, ...], fortran: bool, data: Data, crc: int | None = None
 ) -> TensorEntry | None:
-    """The tensor over the bytes of an array; None where its elements are no tensor's.
+    """The tensor over the bytes of an array; None where no tensor has such elements.
 
     fortran: the first axis runs fastest.  crc: the CRC-32 of `data`, where it is known.
     """
@@ -59,26 +59,26 @@ def array_entry(node: Any) -> TensorEntry | None:
     if not isinstance(node, Object) or node.name.endswith(".scalar"):
         return None
     try:
-        found = array(node)
+        numpy_array = array(node)
     except (CkptoolError, TypeError, ValueError, LookupError):
-        return None  # not what numpy would have written: it stays an object, shown by name
-    return array_tensor(found) if isinstance(found, Array) else None
+        return None  # numpy would not have written it: it stays an object, shown by name
+    return array_tensor(numpy_array) if isinstance(numpy_array, Array) else None
 
 
-def array_tensor(found: Array) -> TensorEntry | None:
-    """The same array as a tensor over its own bytes; None where its elements are no tensor's."""
-    data = found.data.data if isinstance(found.data, LongValue) else InlineBytes(found.data)
-    return over_bytes(found.type, found.shape, found.fortran, data)
+def array_tensor(numpy_array: Array) -> TensorEntry | None:
+    """The same array as a tensor over its own bytes; None where no tensor has such elements."""
+    data = numpy_array.data.data if isinstance(numpy_array.data, LongValue) else InlineBytes(numpy_array.data)
+    return over_bytes(numpy_array.type, numpy_array.shape, numpy_array.fortran, data)
 
 
 def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A dictionary in which tensors stand for the numpy arrays; one array under two names is one tensor."""
-    made: dict[int, Any] = {}
+    """The dictionary with tensors in place of numpy arrays; one array under two names is one tensor."""
+    replaced: dict[int, Any] = {}
     for value in values.values():
-        if id(value) not in made:
+        if id(value) not in replaced:
             entry = array_entry(value)
-            made[id(value)] = value if entry is None else entry
-    return {key: made[id(value)] for key, value in values.items()}
+            replaced[id(value)] = value if entry is None else entry
+    return {key: replaced[id(value)] for key, value in values.items()}
 
 
 MAX_LONG_BYTES = 32 << 20
@@ -86,11 +86,11 @@ MAX_LONG_BYTES = 32 << 20
 
 @dataclass(slots=True, eq=False, repr=False)
 class LongValue:
-    """A long value of a pickle that was left in its file: in a tree the data of a numpy array; builders meet others.
+    """A long value of a pickle, left in its file: in a tree always the data of a numpy array; builders meet others.
 
     kind: what the pickle makes of its bytes: `bytes`, `bytearray`, `string` (of Python 2) or `text` (in UTF-8).
-    of: the value that it was made from, if another.  crc: of the bytes, where the container has it; checked when all of
-    it is read.
+    of: the value that it was made from, if any.  crc: of the bytes, where the container has it; checked when all of it
+    is read.
     """
 
     data: Data
@@ -110,7 +110,7 @@ class LongValue:
         return data
 
     def whole(self) -> bytes:
-        """All of it, for a pickle or a header; raises `Unsupported` where that is too much for one."""
+        """All of it, for a pickle or a header; raises `Unsupported` where it is too long for one."""
         if len(self) > MAX_LONG_BYTES:
             what = f"a numpy array of {len(self):,} bytes cannot be pickled again"
             why = f"At most {MAX_LONG_BYTES:,} are: a pickle is read into memory as a whole."
@@ -130,7 +130,7 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """A numpy element type without numpy. code: kind and size, `f8` or `U3`.  order: `<`, `>` or `|` (no matter).
+    """A numpy element type without numpy. code: kind and size, `f8` or `U3`.  order: `<`, `>` or `|` (irrelevant).
 
     fields: of a record, its (name, type, offset). unit: of a date or duration, (unit, count).
     """
@@ -153,7 +153,7 @@ class ArrayType:
 class Array:
     """A numpy array of a pickle: its element type, shape, and bytes in row-major order (column-major where `fortran`).
 
-    data: the bytes, or where they are, of a large array that a format left in its file.
+    data: the bytes; for a large array that a format left in its file, where they are.
     """
 
     type: ArrayType
@@ -187,18 +187,18 @@ class Array:
         return f"<numpy array {self.type}{list(self.shape)}>"
 
 
-# How many bytes (characters of U) a type may name behind its kind, as numpy writes it in a pickle.
+# The sizes in bytes (for U: characters) that may follow a type's kind, as numpy writes it in a pickle.
 _SIZES = dict.fromkeys("iufcSUV", "[0-9]{1,9}") | {"?": "", "b": "1", "m": "8", "M": "8", "O": "[48]?"}
 _CODE = re.compile("|".join(f"{re.escape(kind)}{sizes}" for kind, sizes in _SIZES.items()))
-# The flags of a type, numpy/ndarraytypes.h: its items are counted, listed in pickles, pointers, made empty at first,
-# used by Python alone. Those of types with Python objects in them (NPY_FROM_FIELDS), and those that no others have.
+# The flags of a type, numpy/ndarraytypes.h: its items are reference-counted, listed in pickles, pointers, empty at
+# first, used by Python alone. Those of types with Python objects (NPY_FROM_FIELDS), and those no other type has.
 _COUNTED, _LISTED, _POINTER, _EMPTY, _PYTHON = 1, 2, 4, 8, 16
 _OF_OBJECTS, _OF_NO_OTHERS = _COUNTED | _LISTED | _EMPTY | _PYTHON, _COUNTED | _LISTED | _POINTER
 _ALIGNMENTS = (1, 2, 4, 8, 16, 32)
 
 
 def _element(node: Any) -> tuple[str, int, bool]:
-    """What a pickled `numpy.dtype` says of its elements: their kind, their bytes, whether they hold Python objects."""
+    """What a pickled `numpy.dtype` says of its elements: their kind, their size, whether they hold Python objects."""
     if not isinstance(node, Object) or canonical(node.fn) != "numpy.dtype" or not _CODE.fullmatch(node.args[0]):
         raise TypeError("no numpy type")
     kind, digits = node.args[0][0], node.args[0][1:]
@@ -208,7 +208,7 @@ def _element(node: Any) -> tuple[str, int, bool]:
 
 
 def _guarded(read: Callable[[Object], Any]) -> Callable[[Object], Any]:
-    """A function of objects that gives None for whatever numpy would not write."""
+    """The same function of objects, giving None for whatever numpy would not write."""
 
     @wraps(read)
     def guarded(node: Object) -> Any:
@@ -222,9 +222,9 @@ def _guarded(read: Callable[[Object], Any]) -> Callable[[Object], Any]:
 
 @_guarded
 def is_type(node: Object) -> bool:
-    """Whether a pickled `numpy.dtype` agrees with itself; of the types in it, each is judged by itself.
+    """Whether a pickled `numpy.dtype` is consistent; the types inside it are judged separately.
 
-    numpy takes most of a state at its word (PyArray_DescrType's `__setstate__`), and then reads and writes there.
+    numpy trusts most of a state (PyArray_DescrType's `__setstate__`), and then reads and writes where it says.
     """
     kind, size, _ = _element(node)
     align, copy = node.args[1:] or (False, True)
@@ -233,7 +233,7 @@ def is_type(node: Object) -> bool:
     if node.state is MISSING:
         return True
     version, order, inside, names, fields, itemsize, alignment, flags, *metadata = node.state
-    parts: list[tuple[int, int, bool]] = []  # where each begins and ends, and whether it has objects
+    parts: list[tuple[int, int, bool]] = []  # where each part begins and ends, and whether it has objects
     if inside is not None:
         part, shape = inside
         _, width, objects = _element(part)
@@ -258,7 +258,7 @@ def is_type(node: Object) -> bool:
     of_objects = any(objects for *_, objects in parts)
     if type(node.state) is not tuple or type(version) is not int or version != 3 + len(metadata):
         return False
-    if order not in ("<", ">", "|", "=") or any(type(each) is not int for each in (itemsize, alignment, flags)):
+    if order not in ("<", ">", "|", "=") or any(type(number) is not int for number in (itemsize, alignment, flags)):
         return False
     if parts and (kind != "V" or (inside is not None and names is not None)):  # of one array, or of fields
         return False
@@ -266,7 +266,7 @@ def is_type(node: Object) -> bool:
         return False
     if of_objects and any(end > begin for (_, end, _), (begin, _, _) in pairwise(parts)):
         return False
-    is_of_the_table = kind not in "SUV" and itemsize == alignment == -1  # numpy's own, whose size it knows
+    is_of_the_table = kind not in "SUV" and itemsize == alignment == -1  # built in: numpy knows its size
     if not is_of_the_table and (itemsize != size or alignment not in _ALIGNMENTS):
         return False
     if flags & _OF_OBJECTS != _OF_OBJECTS if of_objects or kind == "O" else flags & _OF_NO_OTHERS:
@@ -282,7 +282,7 @@ def _is_shape(shape: Any) -> bool:
 
 @_guarded
 def _parts(node: Object) -> Any:
-    """The type, shape, whether in Fortran's order, and data of a pickled array or number; `()` for one never filled."""
+    """The type, shape, whether in Fortran order, and data of a pickled array or number; `()` for one never filled."""
     if canonical(node.fn).endswith(".scalar"):
         return (node.args[0], (), False, *node.args[1:])
     if canonical(node.fn).endswith("._frombuffer"):
@@ -293,15 +293,15 @@ def _parts(node: Object) -> Any:
     if node.state is MISSING:
         return ()
     *version, shape, kind, fortran, data = node.state
-    known = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
-    return (kind, shape, bool(fortran), data) if known else None
+    is_valid = type(node.state) is tuple and version in ([], [0], [1]) and type(fortran) in (bool, int)
+    return (kind, shape, bool(fortran), data) if is_valid else None
 
 
 @_guarded
 def is_array(node: Object) -> bool:
-    """Whether a pickled array or number has what its type and shape take: so many bytes, or a list of so many objects.
+    """Whether a pickled array or number has the bytes, or the list of objects, that its type and shape take.
 
-    An array may be without a state, as numpy makes it.
+    An array may have no state: numpy makes it like that.
     """
     parts = _parts(node)
     if not parts:
@@ -316,14 +316,14 @@ def is_array(node: Object) -> bool:
 
 
 def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = None) -> ArrayType:
-    """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and other odd ones."""
-    seen = {} if seen is None else seen  # by the `id` of their nodes: a record may have a type many times
+    """The element type that a pickled `numpy.dtype` names. Raises `Unsupported` for objects and unusual types."""
+    seen = {} if seen is None else seen  # by the `id` of their nodes: a record may use a type many times
     if id(node) in seen:
         return seen[id(node)]
     text: Any = node.args[0] if isinstance(node, Object) and type(node.args) is tuple and node.args else None
-    known = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
-    if not known or text[:1] == "O" or not _CODE.fullmatch(text):
-        kind = "Python objects" if known and text[:1] == "O" else f"the unknown type {brief(text)}"
+    is_dtype = depth <= 8 and isinstance(text, str) and canonical(node.fn) == "numpy.dtype"
+    if not is_dtype or text[:1] == "O" or not _CODE.fullmatch(text):
+        kind = "Python objects" if is_dtype and text[:1] == "O" else f"the unknown type {brief(text)}"
         why = "Only numbers, strings, dates, bytes and records of them are read."
         raise Unsupported(f"a numpy array of {kind}", why)
     if not is_type(node):
@@ -335,11 +335,11 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
     if state is MISSING:
         return ArrayType(code, "|" if size == 1 or kind in "SV" else "<", size)
     if state[2] is not None:
-        raise Unsupported("a numpy type of nested arrays")
+        raise Unsupported("a numpy type of nested arrays", "Only numbers, strings, dates, bytes and records are read.")
     names, fields = state[3] or (), state[4]
-    found = tuple((name, array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
-    made = ArrayType(code, "<" if state[1] == "=" else state[1], size, found, _unit(state) if kind in "mM" else None)
-    return seen.setdefault(id(node), made)
+    parts = tuple((name, array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
+    element = ArrayType(code, "<" if state[1] == "=" else state[1], size, parts, _unit(state) if kind in "mM" else None)
+    return seen.setdefault(id(node), element)
 
 
 def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
@@ -351,9 +351,9 @@ def _unit(state: tuple[Any, ...]) -> tuple[str, int]:
 
 
 def array(node: Object) -> Any:
-    """The `Array` that an object stands for, of a number one without dimensions; else `NotImplemented`.
+    """The `Array` that an object stands for (for a number, one without dimensions); else `NotImplemented`.
 
-    Raises `Unsupported` where it is not as numpy writes it, and for Python objects.
+    Raises `Unsupported` where numpy would not have written it like that, and for Python objects.
     """
     called = canonical(node.fn)
     is_plain = called == "numpy.core.multiarray._reconstruct" and canonical((*node.args, None)[0]) == "numpy.ndarray"
@@ -370,5 +370,5 @@ def array(node: Object) -> Any:
 
 
 def _python2_bytes(data: Any) -> Any:
-    """The bytes of a Python 2 text, which was read as UTF-8 where it happened to be that."""
+    """The bytes of a Python 2 string, which was read as text where it happened to be UTF-8."""
     return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data

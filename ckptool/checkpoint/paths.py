@@ -1,5 +1,5 @@
-"""Paths, URLs and patterns as people give them: what is wrong with a path, in words, its parts, and the secrets in it;
-the keys that a pattern means."""
+"""Paths, URLs and patterns as people give them: what is wrong with a path, in words, its parts, and secrets in URLs;
+the keys that a pattern matches."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from ckptool.errors import (
 )
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
-# By the number that the system gives: the class of the error, and what it means.
+# By the system's error number: the class of our error, and what it means.
 KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.ENOENT: (FileMissing, ""),
     errno.EISDIR: (IsAFolder, ""),
     errno.EACCES: (NoPermission, _NO_PERMISSION),
     errno.EPERM: (NoPermission, _NO_PERMISSION),
-    errno.ENOTDIR: (NotAFolder, "A part of the path is a file, not a folder."),
+    errno.ENOTDIR: (NotAFolder, "Part of the path is a file, not a folder."),
     errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
     errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
     errno.EROFS: (FileProblem, "The file system is mounted read-only."),
     errno.EIO: (FileProblem, "The disk reported an error; what is on it may be damaged."),
 }
-MANY_NAMES = 2_000  # of a folder, that are compared with one that is missing
+MANY_NAMES = 2_000  # of a folder, that are compared with a missing one
 
 
 def is_url(path: object) -> bool:
-    """True for the path of what is elsewhere: `hf://org/repo/file`, `https://…`."""
+    """True for the path of something remote: `hf://org/repo/file`, `https://…`."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     return isinstance(name, str) and "://" in name and re.match("[A-Za-z][A-Za-z0-9+.-]+:///*[^/]", name) is not None
 
 
 def may_exist(path: str | os.PathLike[str]) -> bool:
-    """True where something is at a path; for a URL too, which says so when it is opened."""
+    """True if something is at a path; always for a URL, which is only looked up when it is opened."""
     return is_url(path) or os.path.lexists(path)
 
 
@@ -64,26 +64,26 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
     if not name:
-        return FileMissing("the name of a file is empty", "In a shell, perhaps a variable is not set.")
+        return FileMissing("the file name is empty", "Perhaps a shell variable is not set.")
     if name == "-":
         what = f"- stands for standard {'output' if writing else 'input'}, which is not a file"
-        why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."
+        why = "Checkpoints need random access and a name for the finished file; a stream has neither."
         fix = f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE"
         return FileProblem(what, why, fix)
-    found = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
-    if found is None:
+    scheme = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
+    if scheme is None:
         return None
     if is_url(name):
-        what, why = (f"{name} is not on this machine", "It is written to bit by bit, which takes a local folder.")
+        what, why = (f"{name} is not on this machine", "A run is written step by step, which takes a local folder.")
         return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
-    if not name[found.end() :].strip("/"):
-        return FileProblem(f"{name} names no file", "It stands after the slashes: hf://org/repo/model.safetensors")
+    if not name[scheme.end() :].strip("/"):
+        return FileProblem(f"{name} names no file", "Put it after the slashes: hf://org/repo/model.safetensors")
     what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."
-    return FileMissing(what, why, f"Name it as {found[1]}://{name[found.end() :]}").about(errno.ENOENT, name)
+    return FileMissing(what, why, f"Name it as {scheme[1]}://{name[scheme.end() :]}").about(errno.ENOENT, name)
 
 
 def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doing: str) -> CkptoolError:
-    """The system's refusal as one of our errors, or such an error itself: `doing` is the verb that failed (`read`)."""
+    """The system's error as one of ours (one of ours is returned as it is). doing: the verb that failed (`read`)."""
     if isinstance(error, CkptoolError):
         return error
     if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
@@ -94,25 +94,25 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         missing = FileMissing(f"cannot {doing} {name}: {os.strerror(number)}", "Nothing is at this URL.")
         return missing.about(number, path)
     if number == errno.ENOENT and os.path.islink(path):
-        what = f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there"
-        why = "Hubs keep files as links into a cache: what it led to was deleted, not copied along, or is elsewhere."
-        fix = f"See where it leads: {other_program('ls -l', name)}; then download the file again, or copy with cp -L."
+        what = f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which does not exist"
+        why = "Hubs keep files as links into a cache: its target was deleted, not copied along, or is elsewhere."
+        fix = f"See its target: {other_program('ls -l', name)}; then download the file again, or copy with cp -L."
         return BrokenLink(what, why, fix).about(number, path)
     reason = os.strerror(number) if number else str(error)
     kind, why = KINDS.get(number, (FileProblem, ""))
     fix = ""
     if "null byte" in reason:
-        why = "No file can have such a name."
+        why = "File names cannot contain that."
     elif number == errno.ENOENT:
         folder = os.path.dirname(absolute(path))
         why, fix = "No such file.", f"There is no folder {folder} either."
         if os.path.isdir(folder):
             import difflib
 
-            why, there = "Its folder has nothing by that name.", list[str]()
+            why, names = "There is no such name in its folder.", list[str]()
             with suppress(OSError), os.scandir(folder) as entries:
-                there = [entry.name for entry in islice(entries, MANY_NAMES)]
-            if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), there, 1, 0.75):
+                names = [entry.name for entry in islice(entries, MANY_NAMES)]
+            if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), names, 1, 0.75):
                 why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
@@ -125,20 +125,20 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if is_url(path):
         return os.fspath(path)
     if "\0" in os.fspath(path):
-        raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "No file can have such a name.")
+        raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "File names cannot contain that.")
     try:
         return os.path.abspath(path)
     except OSError as error:
         what = f"cannot find {os.fspath(path)}: the working directory is gone"
-        why = "The folder that this was started in has been removed, or replaced by another of the same name."
-        raise FileProblem(what, why, 'Enter it again: cd "$PWD"; or use absolute paths.') from error
+        why = "The current folder was removed, or replaced by a new one of the same name."
+        raise FileProblem(what, why, 'Change to it again: cd "$PWD"; or use absolute paths.') from error
 
 
 _INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
 
 
 def parted(path: str) -> tuple[str, str]:
-    """The path without its suffix, and that: `.pth.tar` is one, and so is `.safetensors.index.json`."""
+    """The path without its suffix, and the suffix: `.pth.tar` is one, and so is `.safetensors.index.json`."""
     stem, suffix = os.path.splitext(path)
     while os.path.splitext(stem)[1] in _INNER_SUFFIXES and suffix in (".tar", ".json", ".index.json"):
         stem, before = os.path.splitext(stem)
@@ -154,16 +154,16 @@ _SECRETS = rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?"
 
 
 def named_urls(text: str) -> str:
-    """A text with a name for each URL that may have a secret in it; `given_url` knows what it stands for."""
+    """A text with a name in place of each URL that may have a secret in it; `given_url` resolves the name."""
 
-    def name_of(found: re.Match[str]) -> str:
-        scheme, user, place, query = found.groups()
-        if found[0] in GIVEN or not (user or query):
-            return found[0]
+    def name_of(match: re.Match[str]) -> str:
+        scheme, user, place, query = match.groups()
+        if match[0] in GIVEN or not (user or query):
+            return match[0]
         if user:
             GIVEN.setdefault(scheme + place.partition("/")[0], scheme + user + place.partition("/")[0])
         names = (f"{scheme}{place}{f'?{n}' if n else ''}" for n in count())
-        return next(name for name in names if GIVEN.setdefault(name, found[0]) == found[0])
+        return next(name for name in names if GIVEN.setdefault(name, match[0]) == match[0])
 
     return re.sub(_SECRETS, name_of, text) if "://" in text else text
 
@@ -174,14 +174,14 @@ def given_url(name: str) -> str:
     return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
 
 
-def given_urls(known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """All of them, for another process; `known`: those of the process that started this one."""
-    GIVEN.update(known)
+def given_urls(urls: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """All URLs with secrets, by name, for another process; `urls`: those of the process that started this one."""
+    GIVEN.update(urls)
     return GIVEN
 
 
 def foreign(text: str) -> str:
-    """What another program says, without the secrets of any URL in it: a redirect brings its own."""
+    """What another program says, without the secrets in its URLs: a redirect brings URLs of its own."""
     return re.sub(_SECRETS, r"\1\3", without_secrets(text))
 
 
@@ -193,13 +193,13 @@ Matcher = Callable[[str], bool]
 
 
 def matcher(pattern: str) -> Matcher:
-    """A test of whole keys for `pattern`. Raises `UsageError` for a regular expression that is none."""
+    """A test of whole keys for `pattern`. Raises `UsageError` for an invalid regular expression."""
     if pattern.startswith("re:"):
         try:
             expression = re.compile(pattern[3:])
         except re.error as error:
             what = f"{pattern!r} is not a regular expression: {error}"
-            raise UsageError(what, "It is what stands after re:.") from None
+            raise UsageError(what, "The expression is what follows re:.") from None
         return lambda key: expression.search(key) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
@@ -211,21 +211,20 @@ def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[st
     Raises `NoMatch` naming a pattern that matches nothing.
     """
     keys = list(keys)
-    found = {pattern: list(filter(matcher(pattern), keys)) for pattern in (*only, *exclude)}
-    if nothing := [pattern for pattern in found if not found[pattern]]:
-        why = "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS."
+    matches = {pattern: list(filter(matcher(pattern), keys)) for pattern in (*only, *exclude)}
+    if unmatched := [pattern for pattern in matches if not matches[pattern]]:
+        why = "Patterns match whole keys (`*` matches dots, too); for a part of a file, use FILE#ADDRESS."
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
-        raise NoMatch(f"the pattern {nothing[0]!r} matches no key", why, fix)
-    chosen = {key for pattern in only for key in found[pattern]} if only else set(keys)
-    return chosen.difference(*(found[pattern] for pattern in exclude))
+        raise NoMatch(f"the pattern {unmatched[0]!r} matches no key", why, fix)
+    chosen = {key for pattern in only for key in matches[pattern]} if only else set(keys)
+    return chosen.difference(*(matches[pattern] for pattern in exclude))
 
 
 def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:
-    """Whether an expression that a file gives is that of a whole key; raises `Unsupported` after 3 s of processor time.
+    """Whether an expression from a file matches a whole key; raises `Unsupported` after 3 s of processor time.
 
     Some expressions try exponentially many ways to match a name of 40 letters. The limit is a timer, which Python has
-    in the main thread only; in other threads, and where the timer is someone else's, the match goes on until it is
-    done.
+    in the main thread only; in other threads, and where the timer is already in use, the match runs until it is done.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getitimer(signal.ITIMER_VIRTUAL) != (0, 0):
@@ -233,7 +232,7 @@ def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:
 
     def expired(number: int, frame: object) -> NoReturn:
         what = f"the pattern {pattern.pattern!r} was still being tried on {key[:60]!r} after {LIMIT:g} seconds"
-        raise Unsupported(what, "Nested repeats can match in exponentially many ways. Nothing was written.")
+        raise Unsupported(what, "Nested quantifiers can match in exponentially many ways. Nothing was written.")
 
     before = signal.signal(signal.SIGVTALRM, expired)
     try:

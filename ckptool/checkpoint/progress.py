@@ -1,7 +1,7 @@
-"""How far long work is. Who reads many values says how many bytes they have; where bytes are read they are counted.
+"""How far long work is. Code that reads many values says how many bytes they have; bytes are counted as they are read.
 
-Passes are nested: of many files each is a step of the pass over all of them. Only the program looks at them
-(`cli.output`); in a library, and in workers, nothing is noted.
+Passes are nested: each of many files is a step of the pass over all of them. Only the program watches them
+(`cli.output`); in a library, and in workers, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Item = TypeVar("Item")
 
 
 class Pass:
-    """A pass over `total` bytes. done: of them.  counted: bytes that were read since then, of the `step` that is being
-    worked on.  files: how many of how many are done, where it is one over files.  is_output: it writes them."""
+    """A pass over `total` bytes. done: of them.  counted: bytes read since then, of the `step` that is being worked on.
+    files: how many are done, of how many, where it is one over files.  is_output: it writes them."""
 
-    __slots__ = ("began", "counted", "done", "files", "is_output", "most", "step", "total")
+    __slots__ = ("began", "counted", "done", "files", "highest", "is_output", "step", "total")
 
     def __init__(self, total: int, files: int = 0, is_output: bool = False) -> None:
         self.total, self.files, self.is_output = total, [0, files], is_output
         self.done = self.counted = self.step = 0
-        self.most, self.began = 0.0, monotonic()
+        self.highest, self.began = 0.0, monotonic()
 
     def share(self, below: float) -> float:
-        """How much is done, from 0 to 1.  below: of the pass inside it, which is one step."""
+        """How much is done, from 0 to 1.  below: the same of the pass inside it, which is one step."""
         step = self.step or self.total - self.done
         now = self.done + max(below * step, min(self.counted, step))
-        self.most = max(self.most, min(1.0, now / self.total)) if self.total else 0.0
-        return self.most
+        self.highest = max(self.highest, min(1.0, now / self.total)) if self.total else 0.0
+        return self.highest
 
 
 passes: list[Pass] = []  # those under way, the outermost first; where bytes are read, the last one counts them
@@ -39,33 +39,33 @@ is_watched = False
 
 @contextmanager
 def reading(total: int | Callable[[], int], files: int = 0) -> Iterator[Pass]:
-    """A pass over so many bytes, in so many files where that is worth saying."""
+    """A pass over so many bytes, in so many files if their number is shown."""
     if not is_watched:
         yield Pass(0)
         return
-    passes.append(here := Pass(total if isinstance(total, int) else total(), files))
+    passes.append(current := Pass(total if isinstance(total, int) else total(), files))
     try:
-        yield here
+        yield current
     finally:
-        if here in passes:
-            del passes[passes.index(here) :]
+        if current in passes:
+            del passes[passes.index(current) :]
 
 
 def over(items: Iterable[Item], size: Callable[[Item], int], are_files: bool = False) -> Iterator[Item]:
-    """The items, as a pass over the bytes that each of them has."""
+    """The items, iterated as a pass over the bytes that each of them has."""
     if not is_watched:
         yield from items
         return
-    every = [(item, size(item)) for item in items]
-    with reading(sum(nbytes for _, nbytes in every), len(every) * are_files) as here:
-        for item, here.step in every:
+    sized = [(item, size(item)) for item in items]
+    with reading(sum(nbytes for _, nbytes in sized), len(sized) * are_files) as current:
+        for item, current.step in sized:
             yield item
-            here.done, here.counted = here.done + here.step, max(0, here.counted - here.step)
-            here.files[0] += 1
+            current.done, current.counted = current.done + current.step, max(0, current.counted - current.step)
+            current.files[0] += 1
 
 
 def written(done: int, total: int) -> None:
-    """For who writes to tell how much of all is written: a pass, which ends with the last byte."""
+    """Called by writers with how much is written, of how much: a pass, which ends with the last byte."""
     if not (passes and passes[-1].is_output and passes[-1].total == total):
         passes.append(Pass(total, is_output=True))
     passes[-1].done, passes[-1].counted = done, 0

@@ -1,6 +1,6 @@
-"""The protocols of numpy and torch that a tensor speaks.
+"""The protocols of numpy and torch that a tensor implements.
 
-What a higher layer makes of it (`.torch()`, `.to()`) is imported by its name, when asked for.
+What a higher layer makes of it (`.torch()`, `.to()`) is imported by name when it is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptool.errors import UsageError, counted
 
 
 class ArrayLike:
-    """A tensor whose values are in a file: `np.asarray(entry)` reads them all, `entry[3:7]` those rows alone."""
+    """A tensor whose values are in a file: `np.asarray(entry)` reads them all, `entry[3:7]` only those rows."""
 
     __slots__ = ()
 
@@ -58,7 +58,7 @@ class ArrayLike:
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
-            raise ValueError("an array of values that are in a file is a copy of them: copy=False cannot be")
+            raise ValueError("an array of values that are in a file is a copy of them: copy=False is impossible")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -92,7 +92,7 @@ class ArrayLike:
         return self._plain().item()
 
     def _plain(self: Any) -> Any:
-        """An array of a type that numpy has itself: those of ml_dtypes as f32."""
+        """An array of a type that numpy itself has: ml_dtypes' types become f32."""
         array = self.numpy()
         return array.astype("f4") if array.dtype.isbuiltin == 2 else array
 
@@ -102,7 +102,7 @@ class ArrayLike:
     def __int__(self) -> int:
         return int(self.item())
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # else type checkers would accept any attribute name
 
         def __getattr__(self, name: str) -> Any:
             what = f"{type(self).__name__!r} object has no attribute {name!r}"

@@ -1,8 +1,8 @@
-"""Files and folders that are elsewhere, behind URLs: read by ranges, through fsspec.
+"""Remote files and folders, behind URLs: read by ranges, through fsspec.
 
-Of an object is asked for what its tables need: its first 128 KB, with which its size and tag come, its last, and what
-a reader says that it will want (`expect`). Values that are read front to back are asked for ahead, several ranges at
-once. Every answer has to be of the object that the first one was of. Only so much is kept, of all objects together.
+Of an object only what its tables need is requested: its first 128 KB, with which its size and tag come, its last, and
+what a reader announces (`expect`). Values that are read front to back are requested ahead, several ranges at once.
+Every answer has to be of the same object as the first. Only so much is kept, of all objects together.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doub
 
 
 class Served(NamedTuple):
-    """The bytes of a range, the size of the object that they are of, what tells it from another of the same name (its
-    ETag, or when it was changed), and when it was changed."""
+    """The bytes of a range, the size of their object, a tag that tells it from another of the same name (its ETag, or
+    when it was changed), and when it was changed."""
 
     data: bytes
     size: int
@@ -55,14 +55,14 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """Something that may go better a moment later."""
+    """A failure that may be gone a moment later: it is tried again."""
 
 
 class _IsFolder(Exception):
-    """It is no object, but a folder of them."""
+    """There is no object at the URL, but a folder."""
 
 
-# How each kind of file system is asked -------------------------------------------------------------------------------
+# Requests, for each kind of file system ------------------------------------------------------------------------------
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -70,25 +70,25 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        fs, path = url_to_fs(given_url(url), **(_of_web() if is_web(url) else {}))
+        fs, path = url_to_fs(given_url(url), **(_web_settings() if is_web(url) else {}))
     except ImportError as error:
-        found = re.search(r"""(?:[Ii]nstall (?:the )?|requires ['"])([\w-]+)""", str(error))  # as fsspec says it
+        match = re.search(r"""(?:[Ii]nstall (?:the )?|requires ['"])([\w-]+)""", str(error))  # as fsspec says it
         what = f"{url.partition(':')[0]}:// needs a package that is not installed"
-        package = found[1] if found else "'ckptool[remote]'"
+        package = match[1] if match else "'ckptool[remote]'"
         raise MissingExtra(what, str(error), f"pip install {package}") from error
-    except Exception as error:  # whatever a file system does not like in a URL, or in its settings
+    except Exception as error:  # whatever a file system rejects in a URL, or in its settings
         raise UsageError(f"cannot use {url}", foreign(str(error))) from error
     return fs, path
 
 
-def _of_web() -> dict[str, Any]:
+def _web_settings() -> dict[str, Any]:
     """The settings of fsspec for web servers, through the proxies and with the passwords that the environment names."""
     from fsspec.config import conf
 
-    known = {**conf.get("http", {}), **conf.get("https", {})}.get("client_kwargs", {})
+    settings = {**conf.get("http", {}), **conf.get("https", {})}.get("client_kwargs", {})
     netrc = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     is_set = bool(getproxies()) or os.path.exists(netrc)  # aiohttp looks anew for each range, in threads of its own
-    return {"client_kwargs": {"trust_env": is_set, **known}}
+    return {"client_kwargs": {"trust_env": is_set, **settings}}
 
 
 def is_kind(fs: Any, *kinds: str) -> bool:
@@ -97,31 +97,31 @@ def is_kind(fs: Any, *kinds: str) -> bool:
 
 
 def asking(url: str) -> tuple[Ask, bool]:
-    """The way to ask for ranges of an object, and whether each answer says of which object it is."""
+    """A function that requests ranges of an object, and whether each answer says which object it is of."""
     fs, path = file_system(url)
     if is_kind(fs, "http", "https"):
         return partial(_get, fs, path, url, {}), True
     if is_kind(fs, "s3"):
-        return lambda start, stop: _asked(url, _get_object(fs, path, start, stop)), True
-    known: dict[str, Any] = {}  # what was said of it before the first range
+        return lambda start, stop: _answer_of(url, _get_object(fs, path, start, stop)), True
+    info: dict[str, Any] = {}  # as the file system gave it before the first range
 
     async def ask(start: int, stop: int) -> Served:
-        if not known or stop <= start:
+        if not info or stop <= start:
             fs.invalidate_cache()
-            known.update(await _asked(url, asyncio.to_thread(fs.info, path)))
-        if known["type"] == "directory":
+            info.update(await _answer_of(url, asyncio.to_thread(fs.info, path)))
+        if info["type"] == "directory":
             raise _IsFolder
         if is_kind(fs, "hf"):
             from fsspec import filesystem
             from huggingface_hub.utils import build_hf_headers
 
-            web, headers = filesystem("https", **_of_web()), build_hf_headers(token=fs.token)
-            known.setdefault("url", fs.url(path))
-            return await _get(web, known["url"], url, headers, start, stop)
-        size: int = known["size"]
+            web, headers = filesystem("https", **_web_settings()), build_hf_headers(token=fs.token)
+            info.setdefault("url", fs.url(path))
+            return await _get(web, info["url"], url, headers, start, stop)
+        size: int = info["size"]
         stop = min(stop, size)
-        data = await _asked(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
-        facts = [known[name] for name in _FACTS if known.get(name)] or [""]
+        data = await _answer_of(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
+        facts = [info[name] for name in _FACTS if info.get(name)] or [""]
         return Served(data, size, str(facts[0]), facts[-1])
 
     return ask, is_kind(fs, "hf")
@@ -130,8 +130,8 @@ def asking(url: str) -> tuple[Ask, bool]:
 _FACTS = "ETag etag generation md5Hash created mtime LastModified last_modified updated modified".split()
 
 
-async def _asked(url: str, answer: Awaitable[Result]) -> Result:
-    """What a file system answers. Raises `FileProblem` where nothing is there or it may not be read, else `_Again`."""
+async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
+    """A file system's answer. Raises `FileProblem` where nothing is there or it may not be read, else `_Again`."""
     try:
         return await answer
     except FileNotFoundError as error:
@@ -139,56 +139,56 @@ async def _asked(url: str, answer: Awaitable[Result]) -> Result:
     except IsADirectoryError:
         raise _IsFolder from None
     except Exception as error:
-        said = foreign(f"{type(error).__name__}: {error}")
+        message = foreign(f"{type(error).__name__}: {error}")
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        if isinstance(error, PermissionError) or "Credentials" in said[:40] or status in (401, 403):
-            raise _denied(url, said) from error
-        raise _Again(said) from error
+        if isinstance(error, PermissionError) or "Credentials" in message[:40] or status in (401, 403):
+            raise _denied(url, message) from error
+        raise _Again(message) from error
 
 
 async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
-    """A range of an object in S3, with the size and the tag that the same answer has."""
+    """A range of an object in S3, with the size and tag from the same answer."""
     bucket, key, version = fs.split_path(path)
     if not key:
         raise IsADirectoryError(path)
-    asked = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {}), **fs.req_kw}
+    request = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {}), **fs.req_kw}
     try:
-        found = await fs._call_s3("get_object", Range=f"bytes={start}-{stop - 1}", **asked)
+        response = await fs._call_s3("get_object", Range=f"bytes={start}-{stop - 1}", **request)
     except OSError as error:
         if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
             raise
-        head = await fs._call_s3("head_object", **asked)  # there are no bytes there: it is empty, or was cut
+        head = await fs._call_s3("head_object", **request)  # no bytes in that range: the object is empty, or was cut
         return Served(b"", head["ContentLength"], head["ETag"], 0)
-    async with found["Body"] as body:
-        size = int(found["ContentRange"].rpartition("/")[2])
-        return Served(await body.read(), size, found["ETag"], found["LastModified"])
+    async with response["Body"] as body:
+        size = int(response["ContentRange"].rpartition("/")[2])
+        return Served(await body.read(), size, response["ETag"], response["LastModified"])
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
-    """A range of what a web server has. Raises `FileProblem`, `Unsupported` where it gives no ranges, `_Again`."""
+    """A range of a web server's file. Raises `FileProblem`, `Unsupported` where it serves no ranges, `_Again`."""
     from aiohttp import ClientError, ClientPayloadError, ClientTimeout, TooManyRedirects
 
     session, options = await fs.set_session(), {**fs.kwargs}
-    asked = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
+    request = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
     options.setdefault("timeout", ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE))
-    asked["Range"] = f"bytes={start}-{stop - 1}"
+    request["Range"] = f"bytes={start}-{stop - 1}"
     options["auto_decompress"] = False  # a few bytes may become any number
     try:
-        async with session.get(fs.encode_url(path), headers=asked, **options) as answer:
-            status, given = answer.status, answer.headers
-            place = given.get("Content-Range", "")
-            size = found[1] if (found := re.search(r"/([0-9]{1,18})$", place)) else ""
-            when = given.get("Last-Modified", "")
-            tag = given.get("ETag", "").removeprefix("W/") or when
+        async with session.get(fs.encode_url(path), headers=request, **options) as answer:
+            status, fields = answer.status, answer.headers
+            place = fields.get("Content-Range", "")
+            size = total[1] if (total := re.search(r"/([0-9]{1,18})$", place)) else ""
+            when = fields.get("Last-Modified", "")
+            tag = fields.get("ETag", "").removeprefix("W/") or when
             if status == 416 and size:
                 return Served(b"", int(size), tag, when)
             if status in (200, 206):
-                whole = answer.content_length if status == 200 else None
+                full_size = answer.content_length if status == 200 else None
                 if answer.url.path.endswith("/"):
                     raise _IsFolder
-                if (encoded := given.get("Content-Encoding", "identity")) != "identity":
+                if (encoded := fields.get("Content-Encoding", "identity")) != "identity":
                     raise _no_ranges(url, f"It was asked for plain bytes, and sent them as {encoded[:80]!r}.")
-                if status == 200 and (start or whole is None or whole > stop):
+                if status == 200 and (start or full_size is None or full_size > stop):
                     raise _no_ranges(url, "ckptool reads parts of a file; this server can only send all of it.")
                 if status == 206 and not (place.startswith(f"bytes {start}-") and size):
                     raise _no_ranges(url, f"It was asked for bytes from {start:,}, and answered with {place[:80]!r}.")
@@ -196,29 +196,29 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 async for block in answer.content.iter_any():
                     blocks.append(block)
                     if (length := length + len(block)) > stop - start:
-                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
-                return Served(b"".join(blocks), int(size) if whole is None else whole, tag, when)
+                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, but sent more.")
+                return Served(b"".join(blocks), int(size) if full_size is None else full_size, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
-            said = given.get("X-Error-Message") or f"{status} {answer.reason}"
+            message = fields.get("X-Error-Message") or f"{status} {answer.reason}"
             if status in (401, 403, 407):
-                raise _denied(url, said)
+                raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
-                raise _Again(f"the server says {said}")
-            raise FileProblem(f"cannot read {url}: the server says {said}")
+                raise _Again(f"the server says {message}")
+            raise FileProblem(f"cannot read {url}: the server says {message}")
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
     except TooManyRedirects as error:
-        raise FileProblem(f"cannot read {url}: its server sends one from redirect to redirect") from error
+        raise FileProblem(f"cannot read {url}: too many redirects") from error
     except ClientPayloadError as error:
-        raise _Again("its answer was cut short") from error
+        raise _Again("the response was cut short") from error
     except (ClientError, asyncio.TimeoutError) as error:
-        raise _Again(foreign(str(error)) or f"no answer for {PATIENCE} seconds") from error
+        raise _Again(foreign(str(error)) or f"no response for {PATIENCE} seconds") from error
 
 
-def _denied(url: str, said: str) -> CkptoolError:
-    why = "It takes a token or key with read access, or a signed URL that has not expired."
-    return KINDS[EACCES][0](f"cannot read {url}: not allowed ({said})", why).about(EACCES, url)
+def _denied(url: str, message: str) -> CkptoolError:
+    why = "It needs a token or key with read access, or a signed URL that has not expired."
+    return KINDS[EACCES][0](f"cannot read {url}: not allowed ({message})", why).about(EACCES, url)
 
 
 def _no_ranges(url: str, why: str) -> CkptoolError:
@@ -230,7 +230,7 @@ _at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a 
 
 
 async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
-    """What a call gives, in at most three tries. Raises `FileProblem`."""
+    """The result of a call, tried at most three times. Raises `FileProblem`."""
     async with _at_once(os.getpid()):
         for number in range(TRIES):
             try:
@@ -239,11 +239,11 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
                 why = str(error)
             if number < TRIES - 1:
                 await asyncio.sleep(WAIT * 2**number)
-    raise FileProblem(f"cannot read {url}: {why}", f"It was tried {TRIES} times.", "Try again later.")
+    raise FileProblem(f"cannot read {url}: {why}", f"Tried {TRIES} times.", "Try again later.")
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
-    """Work that goes on in fsspec's thread."""
+    """The work, started in fsspec's thread."""
     from fsspec.asyn import get_loop
 
     return asyncio.run_coroutine_threadsafe(work, get_loop())
@@ -253,7 +253,7 @@ def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 
 
 class _Piece(NamedTuple):
-    """The bytes of an object from `start` to `stop`, there or on their way. once: they are dropped when their end was
+    """The bytes of an object from `start` to `stop`, here or on their way. once: dropped when their end has been
     read."""
 
     start: int
@@ -263,26 +263,26 @@ class _Piece(NamedTuple):
 
 
 _lock = threading.RLock()
-_parents: list[Ask] = []  # of before a fork: closed here, their connections would leave the epoll set that is shared
-_kept: dict[int, tuple[ref[RemoteObject], _Piece]] = {}  # of all objects, the least recently used first
+_parents: list[Ask] = []  # from before a fork: closing their connections here would change the epoll set that is shared
+_cache: dict[int, tuple[ref[RemoteObject], _Piece]] = {}  # of all objects, the least recently used first
 
 
 class RemoteObject:
-    """What is behind a URL: its size and tag, and the pieces of it that are kept. Shared by all who have it open."""
+    """What is behind a URL: its size and tag, and the pieces of it that are kept. Shared by all that have it open."""
 
     def __init__(self, url: str) -> None:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
-        self.process, (self.ask, self.is_told) = os.getpid(), asking(url)
+        self.process, (self.ask, self.is_tagged) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # by their places
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
-        first: Future[bytes] = Future()
-        first.set_result(_begun(self.fetch(0, END)).result())
+        head: Future[bytes] = Future()
+        head.set_result(_begun(self.fetch(0, END)).result())
         if self.size:
-            self._keep(_Piece(0, min(END, self.size), first, False))
+            self._keep(_Piece(0, min(END, self.size), head, False))
 
-    def __del__(self, kept: dict[int, Any] = _kept) -> None:
+    def __del__(self, cache: dict[int, Any] = _cache) -> None:
         for piece in getattr(self, "pieces", ()):
-            kept.pop(id(piece), None)
+            cache.pop(id(piece), None)
 
     async def fetch(self, start: int, stop: int) -> bytes:
         """The bytes of a range, in at most three tries. Raises `FileChanged`, `FileProblem`."""
@@ -296,20 +296,20 @@ class RemoteObject:
                     self.modified = float(when) if isinstance(when, (int, float)) else when.timestamp()
             if (answer.size, answer.tag) != (self.size, self.tag):
                 raise file_changed(self.url)
-            wanted = max(0, min(stop, self.size) - start)
-            if len(answer.data) != wanted:
-                raise _Again(f"only {len(answer.data):,} of {wanted:,} bytes arrived")
+            expected = max(0, min(stop, self.size) - start)
+            if len(answer.data) != expected:
+                raise _Again(f"only {len(answer.data):,} of {expected:,} bytes arrived")
             return answer.data
 
         return await _tried(self.url, once)
 
     def check_unchanged(self) -> None:
-        """Raises `FileChanged` if it is another object now, where its answers do not say of which they are."""
-        if not self.is_told:
+        """Raises `FileChanged` if it is another object now; asks only where not every answer is checked for that."""
+        if not self.is_tagged:
             _begun(self.fetch(0, 0)).result()
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Asks for tables that will be read soon, near ones as one range, and does not wait for them."""
+        """Requests tables that will be read soon, near ones as one range, and does not wait for them."""
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(ranges):
             begin, end = joined[-1] if joined else (start, start)
@@ -323,11 +323,11 @@ class RemoteObject:
                     self._ask_for(start, min(stop, self.size), TABLE)
 
     def read_into(self, offset: int, buffer: memoryview, *, table: bool = False) -> None:
-        """Fills `buffer` with the bytes from `offset`. table: they are asked for as one range."""
+        """Fills `buffer` with the bytes from `offset`. table: they are requested as one range."""
         at, end, ahead = offset, offset + len(buffer), 0
         if self.process != os.getpid():  # forked: the connections are the parent's
             _parents.append(self.ask)
-            self.process, (self.ask, self.is_told) = os.getpid(), asking(self.url)
+            self.process, (self.ask, self.is_tagged) = os.getpid(), asking(self.url)
             self.pieces = [piece for piece in self.pieces if piece.data.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
@@ -347,68 +347,68 @@ class RemoteObject:
             except BaseException:
                 self._drop(piece)
                 raise
-            last = min(end, piece.stop)
-            buffer[at - offset : last - offset] = data[at - piece.start : last - piece.start]
-            at = last
+            stop = min(end, piece.stop)
+            buffer[at - offset : stop - offset] = data[at - piece.start : stop - piece.start]
+            at = stop
             if piece.once and at == piece.stop:
                 self._drop(piece)
 
     # Under the lock --------------------------------------------------------------------------------------------
 
     def _ask_ahead(self, at: int, end: int, ahead: int, table: bool) -> None:
-        """Asks for what is missing from `at`, and for what will probably be read next."""
+        """Requests what is missing from `at`, and what will probably be read next."""
         piece, after = self._at(at)
-        most = TABLE if table and ahead <= PART else PART
-        start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if most == PART else TABLE))
+        limit = TABLE if table and ahead <= PART else PART
+        start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if limit == PART else TABLE))
         if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
         if not ahead and end - at < PART:  # somewhere else: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
             if stop > self.size - END:
                 start, stop = max(0, min(start, self.size - END)), self.size
-        if most == TABLE:  # what follows may be there
+        if limit == TABLE:  # what follows may be there
             stop = min(stop, after if piece is None else max(end, after))
-        if most == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
-            first = start  # that was not asked for
-            while (piece := self._at(first)[0]) is not None and first < self.size:
-                first = piece.stop
-            stop = max(end, stop - (stop - first) % PART)
-        self._ask_for(start, stop, most)
+        if limit == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
+            missing = start  # that was not asked for
+            while (piece := self._at(missing)[0]) is not None and missing < self.size:
+                missing = piece.stop
+            stop = max(end, stop - (stop - missing) % PART)
+        self._ask_for(start, stop, limit)
 
     def _at(self, at: int) -> tuple[_Piece | None, int]:
-        """The piece with the byte `at`, or None, and then where the next one begins."""
+        """The piece with the byte `at` and where it ends; or None, and where the next one begins."""
         number = bisect_right(self.pieces, at, key=lambda each: each.start)
         if number and self.pieces[number - 1].stop > at:
             piece = self.pieces[number - 1]
-            _kept[id(piece)] = _kept.pop(id(piece), (ref(self), piece))  # the last used
+            _cache[id(piece)] = _cache.pop(id(piece), (ref(self), piece))  # the last used
             return piece, piece.stop
         return None, self.pieces[number].start if number < len(self.pieces) else self.size
 
-    def _ask_for(self, start: int, stop: int, most: int) -> None:
-        """Asks for what is missing of a range, at most so many bytes at once."""
+    def _ask_for(self, start: int, stop: int, limit: int) -> None:
+        """Requests what is missing of a range, at most `limit` bytes at once."""
         while start < stop:
             piece, after = self._at(start)
             if piece is None:
-                after = min(stop, after, start + most)
-                self._keep(_Piece(start, after, _begun(self.fetch(start, after)), most == PART))
+                after = min(stop, after, start + limit)
+                self._keep(_Piece(start, after, _begun(self.fetch(start, after)), limit == PART))
             start = after
 
     def _keep(self, piece: _Piece) -> None:
         insort(self.pieces, piece, key=lambda each: each.start)
         with _lock:
-            _kept[id(piece)] = ref(self), piece
-            kept = [*_kept.values()]  # whoever ends meanwhile drops its own
-            total = sum(each.stop - each.start for _, each in kept)
-            while len(kept) > 1 and (total > KEPT or len(kept) > MOST_KEPT):
-                owner, oldest = kept.pop(0)
+            _cache[id(piece)] = ref(self), piece
+            cached = [*_cache.values()]  # whoever ends meanwhile drops its own
+            total = sum(each.stop - each.start for _, each in cached)
+            while len(cached) > 1 and (total > KEPT or len(cached) > MOST_KEPT):
+                owner, oldest = cached.pop(0)
                 total -= oldest.stop - oldest.start
-                if (other := owner()) is not None:
-                    other._drop(oldest)
-                _kept.pop(id(oldest), None)
+                if (holder := owner()) is not None:
+                    holder._drop(oldest)
+                _cache.pop(id(oldest), None)
 
     def _drop(self, piece: _Piece) -> None:
         with _lock:
-            if _kept.pop(id(piece), None) is not None and piece in self.pieces:  # a forked process has fewer
+            if _cache.pop(id(piece), None) is not None and piece in self.pieces:  # a forked process has fewer
                 self.pieces.remove(piece)
 
 
@@ -416,22 +416,22 @@ class RemoteObject:
 
 
 class _Listing(dict[str, bool]):
-    """The names in a folder; True for those of folders. is_known: it could be listed."""
+    """The names in a folder; True for those of folders. is_known: the folder could be listed."""
 
     is_known = True
 
 
-def _known(url: str, ask: Callable[[str], Result]) -> Result:
-    """What is known of a URL, or what is answered now."""
-    held = {} if (there := files.opened.get()) is None else there
-    if url not in held:
-        held[url] = ask(url)
-    found: Result = held[url]
-    return found
+def _cached(url: str, ask: Callable[[str], Result]) -> Result:
+    """What `ask` gave for a URL inside this `while_open`, or gives now."""
+    cache = {} if (opened := files.opened.get()) is None else opened
+    if url not in cache:
+        cache[url] = ask(url)
+    answer: Result = cache[url]
+    return answer
 
 
 def _object(url: str) -> RemoteObject:
-    return _known(url, RemoteObject)
+    return _cached(url, RemoteObject)
 
 
 def _listing(folder: str) -> _Listing:
@@ -441,51 +441,51 @@ def _listing(folder: str) -> _Listing:
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
-    found, usual = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
-    listed = _tried(url, lambda: _asked(url, asyncio.to_thread(fs.ls, path, detail=True)))
+    listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
+    listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
-        if re.fullmatch(usual, name) and row["name"].strip("/") != path.strip("/"):
+        if re.fullmatch(pattern, name) and row["name"].strip("/") != path.strip("/"):
             plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
-            found[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
-    if len(found) > MAX_FILES:
+            listing[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
+    if len(listing) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
-    return found
+    return listing
 
 
 def forget(url: str) -> None:
-    """Drops what is known of a URL, and of the folder that it is in: something was written there."""
+    """Drops what is cached for a URL and for the folder that it is in: something was written there."""
     name = named_urls(url).rstrip("/")
     for place in (name, f"{name.rpartition('/')[0]}/"):
         (files.opened.get() or {}).pop(place, None)
 
 
 def folder_at(url: str) -> bool:
-    """True for a URL that ends in a slash, and for one at which no object is, but others below it."""
+    """True for a URL that ends in a slash, and for one with no object at it but others below it."""
     name = named_urls(url)
-    above, _, last = name.rpartition("/")
-    if not last:
+    above, _, leaf = name.rpartition("/")
+    if not leaf:
         return True
-    known: _Listing | None = (files.opened.get() or {}).get(f"{above}/")
-    if known is not None and known.is_known:
-        return known.get(last, False)
+    listing: _Listing | None = (files.opened.get() or {}).get(f"{above}/")
+    if listing is not None and listing.is_known:
+        return listing.get(leaf, False)
     try:
         _object(name)
     except _IsFolder:
         return True
     except FileMissing:
         with suppress(CkptoolError):
-            return not is_web(name) and bool(_known(f"{name}/", _listing))
+            return not is_web(name) and bool(_cached(f"{name}/", _listing))
     return False
 
 
 def is_web(url: str) -> bool:
-    """True for web servers, which take nothing and have no folders but those whose URLs end in a slash."""
+    """True for web servers, which accept no uploads and have no folders but those whose URLs end in a slash."""
     return url.partition(":")[0].lower() in ("http", "https")
 
 
 class RemoteSource(Source):
-    """A file that is read by ranges. It has no descriptor."""
+    """A remote file, read by ranges. It has no descriptor."""
 
     __slots__ = ("_object",)
     far = True
@@ -526,7 +526,7 @@ class RemoteSource(Source):
 
 
 class RemoteFolder(Folder):
-    """A folder of files that are read by ranges. One that cannot be listed has those that its index names."""
+    """A remote folder of files, read by ranges. One that cannot be listed has those that its index names."""
 
     __slots__ = ("_listing",)
     far = True
@@ -536,7 +536,7 @@ class RemoteFolder(Folder):
         self.shown = named_urls(os.fspath(shown)) or self.path
         self._files = {}
         try:
-            self._listing = _known(f"{self.path}/", _listing)
+            self._listing = _cached(f"{self.path}/", _listing)
         except FileProblem:
             if not shown:
                 raise
@@ -551,8 +551,8 @@ class RemoteFolder(Folder):
     def each(self, names: Sequence[str]) -> Iterator[Source]:
         def begin(context: Context, url: str) -> None:
             with suppress(CkptoolError, _IsFolder):  # who opens it is told
-                found = context.run(_object, url)
-                found.expect([(max(0, found.size - END), found.size)])  # where every reader looks for a zip's end
+                source = context.run(_object, url)
+                source.expect([(max(0, source.size - END), source.size)])  # where every reader looks for a zip's end
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for at in range(0, len(names), AT_ONCE):

@@ -51,25 +51,25 @@ def subrange(data: Data, offset: int, length: int) -> Data:
 def row_major(entry: TensorEntry) -> Data:
     """The stored values in row-major order, not read yet (conjugate and negative bits not applied).
 
-    Raises `BadTensor` if the view reaches outside of its storage.
+    Raises `BadTensor` if the view reaches outside its storage.
     """
     if entry.numel == 0:
         return InlineBytes(b"")
     start, stop = entry.span()
-    whole = subrange(entry.storage.data, start, stop - start)
+    data = subrange(entry.storage.data, start, stop - start)
     if entry.is_contiguous:
-        return whole
+        return data
     size = entry.dtype.itemsize
     sizes, strides = merged(entry.shape, entry.stride)
     axis = next(axis for axis in range(len(sizes)) if prod(sizes[axis + 1 :]) <= _BLOCK // size)
     row = prod(sizes[axis + 1 :]) * size
-    make = partial(_rows, whole, sizes, strides, axis, size)
-    made = MadeBlocks(entry.nbytes, _BLOCK // row * row, make, sizes[axis] * row)
-    return Computed(entry.nbytes, made.read, (entry.storage,), made.view)
+    make = partial(_rows, data, sizes, strides, axis, size)
+    blocks = LazyBlocks(entry.nbytes, _BLOCK // row * row, make, sizes[axis] * row)
+    return Computed(entry.nbytes, blocks.read, (entry.storage,), blocks.view)
 
 
 def apart(entry: TensorEntry) -> TensorEntry:
-    """The tensor in row-major order on a storage of its own; reading it checks the checksum of the old one.
+    """The tensor in row-major order on a storage of its own; reading it verifies the checksum of the old one.
 
     A range of a file without a checksum stays a range, which the kernel copies.
     """
@@ -82,7 +82,7 @@ def apart(entry: TensorEntry) -> TensorEntry:
 def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
     """The view with every expanded dimension (stride 0) at size 1, and how many times it shows each value.
 
-    A file of a kilobyte may show a tensor of a terabyte so; what holds for the values holds for their repetitions.
+    A file of a kilobyte may show a terabyte like that; what holds for the values holds for their repetitions.
     """
     if entry.nbytes <= entry.storage.nbytes:
         return entry, 1
@@ -105,7 +105,7 @@ def storage_axes(entry: TensorEntry) -> list[int]:
 def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:
     """A new array of the values, conjugate and negative bits applied.
 
-    bf16 and float8 are ml_dtypes types, quantized types their integers. check: look at the checksum. Raises
+    bf16 and float8 are ml_dtypes types, quantized types their integers. check: verify the checksum. Raises
     `Unsupported` for what numpy cannot hold (complex32, packed types), `LimitExceeded` where memory does not suffice.
     """
     import numpy
@@ -119,7 +119,7 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
     except (MemoryError, ValueError) as error:
         nbytes = numpy_bytes(entry.shape, entry.dtype.itemsize)
         what = f"{entry!r} needs {nbytes:,} bytes of memory"
-        raise LimitExceeded(what, "More than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
+        raise LimitExceeded(what, "That is more than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
     raw = array.reshape(-1).view(numpy.uint8)
     fill(row_major(entry), 0, raw.data)
     check_files(entry)
@@ -133,7 +133,7 @@ def numpy_bytes(shape: tuple[int, ...], itemsize: int) -> int:
 
 
 def corners(entry: TensorEntry, *, check: bool = True) -> Any:
-    """The first and last three along every axis, and between them one that printing leaves out."""
+    """The first and last three elements along every axis, and between them one that printing leaves out."""
     import numpy
 
     def block(view: TensorEntry, axis: int) -> Any:
@@ -149,7 +149,7 @@ def corners(entry: TensorEntry, *, check: bool = True) -> Any:
 def _rows(
     data: Data, sizes: tuple[int, ...], strides: tuple[int, ...], axis: int, itemsize: int, start: int, stop: int
 ) -> memoryview:
-    """The bytes from `start` to `stop` of a view: rows of a dimension, with all below, at one place of those above."""
+    """The bytes from `start` to `stop` of a view: rows along `axis`, whole below it, at one index of the axes above."""
     import numpy
 
     row = prod(sizes[axis + 1 :]) * itemsize
@@ -180,7 +180,7 @@ def merged(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def reshaped(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """The same elements in another shape of as many, over the same storage where strides can say it."""
+    """The same elements in another shape of equal size, over the same storage where strides can express it."""
     if shape == entry.shape:
         return entry
     strides: list[int] = []
@@ -204,7 +204,7 @@ def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> Non
 
     far = isinstance(data, Computed) or (isinstance(data, FileRange) and data.file.far)
     size, gap = out.itemsize, (_GAP_COMPUTED if far else _GAP_FILE) // out.itemsize
-    # The dimensions of which every index is worth a read of its own, widest first; the elements that one read spans.
+    # The dimensions whose every index is worth a read of its own, widest first; the elements that one read spans.
     outer, span = sorted(range(out.ndim), key=strides.__getitem__), 1
     while outer and strides[outer[0]] - span <= gap:
         axis = outer.pop(0)
@@ -218,7 +218,7 @@ def _collect(data: Data, base: int, strides: tuple[int, ...], out: Array) -> Non
         _collect(data, base, strides, out[(*before, slice(half))])
         _collect(data, base + half * strides[widest], strides, out[(*before, slice(half, None))])
         return
-    # What is computed may need the same memory for what it is computed from.
+    # Computed bytes may need the same scratch memory for their own inputs.
     runs = aligned(step) if isinstance(data, Computed) else scratch("runs", "u1", step)
     starts, steps = numpy.array([base]), [stride * size for stride in strides]
     for axis in outer:
@@ -269,31 +269,31 @@ def _read_runs(data: Data, starts: list[int], length: int, buffer: memoryview) -
 
 
 def indexed(entry: TensorEntry, key: Any) -> Any:
-    """The values of `numpy()[key]`; where the key is of numbers, slices, `...` and None, no others are read."""
+    """The values of `numpy()[key]`; for a key of integers, slices, `...` and None, no others are read."""
     import numpy
 
     keys = key if type(key) is tuple else (key,)
     kinds = (int, numpy.integer, slice, type(...), type(None))
     if any(type(part) is bool or not isinstance(part, kinds) for part in keys):
         return entry.numpy()[key]
-    # numpy says which elements these are: of an array of which nothing is read, with elements of a byte.
-    whole = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), entry.shape, entry.stride)
-    chosen = whole[keys if ... in keys else (*keys, ...)]
+    # numpy says which elements these are, by indexing an array of one-byte elements of which nothing is read.
+    addresses = numpy.lib.stride_tricks.as_strided(numpy.empty(1, numpy.uint8), entry.shape, entry.stride)
+    chosen = addresses[keys if ... in keys else (*keys, ...)]
     forward: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in chosen.strides)
     straight = chosen[(*forward, ...)]
-    offset = entry.offset + straight.ctypes.data - whole.ctypes.data if straight.size else 0
+    offset = entry.offset + straight.ctypes.data - addresses.ctypes.data if straight.size else 0
     view = replace(entry, shape=straight.shape, stride=straight.strides, offset=offset)
     return to_numpy(view, check=False)[forward]
 
 
-# Bytes that are made --------------------------------------------------------------------------------------------------
+# Computed bytes -------------------------------------------------------------------------------------------------------
 
 
-class MadeBlocks:
-    """Bytes that are made a block at a time: `make(start, stop)` gives those of one, which has at most `step` bytes.
+class LazyBlocks:
+    """Bytes that are computed a block at a time: `make(start, stop)` gives one block, of at most `step` bytes.
 
-    None goes over a multiple of `period` (0: there is no such border). What was made is kept for the next read, until
-    its end was read: here, for all readers together, as a tree may hold thousands of these.
+    No block crosses a multiple of `period` (0: no such limit). A block is kept for the next read, until its end has
+    been read: in one list for all readers, as a tree may hold thousands of these.
     """
 
     __slots__ = ("length", "make", "period", "step")
@@ -310,20 +310,20 @@ class MadeBlocks:
         return b"".join(parts)
 
     def view(self, offset: int, length: int) -> memoryview:
-        """At most so many bytes, as far as the block goes, without a copy."""
+        """At most `length` bytes, up to the end of the block, without a copy."""
         begin = offset - offset % self.period
         start = offset - (offset - begin) % self.step
         stop = min(start + self.step, begin + self.period, self.length)
-        block = next((block for owner, place, block in _made if owner is self and place == start), None)
+        block = next((block for owner, place, block in _cached if owner is self and place == start), None)
         if block is None:
             block = self.make(start, stop)
-        _made[:] = [kept for kept in _made if kept[0] is not self]
+        _cached[:] = [cached for cached in _cached if cached[0] is not self]
         if offset + length < stop:
-            _made.append((self, start, block))
-            while len(_made) > 1 and (len(_made) > _MOST_KEPT or sum(len(kept[2]) for kept in _made) > KEPT):
-                del _made[:1]
+            _cached.append((self, start, block))
+            while len(_cached) > 1 and (len(_cached) > _MOST_KEPT or sum(len(cached[2]) for cached in _cached) > KEPT):
+                del _cached[:1]
         return block[offset - start : offset - start + length]
 
 
 KEPT, _MOST_KEPT = 16 << 20, 32  # bytes of blocks, and their number
-_made: list[tuple[MadeBlocks, int, memoryview]] = []
+_cached: list[tuple[LazyBlocks, int, memoryview]] = []

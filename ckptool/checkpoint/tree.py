@@ -22,12 +22,12 @@ Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
 Key = TypeVar("Key")
 
-# A container that stands in several places is walked each time, as a state dict that is both `model` and `best`, up to
-# so many nodes in all, and so many for each node; after that only once. Objects that share parts have a name for each.
+# A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to so
+# many nodes in all, and so many for each node; after that only once. What objects share has a name in each of them.
 REPEATED_NODES = 10_000
 REPEATED_PER_NODE = 4
 
-MANY_NAMES = 20_000  # of tensors, from where on it matters how many tensors they are names of
+MANY_NAMES = 20_000  # of tensors; with more, it counts how few tensors have them
 
 _CONTAINERS = (dict, list, tuple, Set, Object)
 
@@ -66,10 +66,10 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
     # Not written with `visit`: what stands in two places comes twice, each time with its path.
     stack: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), children(tree))]
     while stack:
-        path, below = stack[-1]
-        for segment, node in below:
-            here = (*path, segment)
-            yield here, node
+        path, parts = stack[-1]
+        for segment, node in parts:
+            node_path = (*path, segment)
+            yield node_path, node
             if isinstance(node, _CONTAINERS) and (node or type(node) is OrderedDict):
                 if id(node) not in seen:
                     seen.add(id(node))
@@ -78,10 +78,10 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
                     continue
                 else:
                     # About how many characters its address has, and as much for each segment.
-                    length = sum([8 + len(each) if type(each) is str else 16 for each in here])
+                    length = sum([8 + len(key) if type(key) is str else 16 for key in node_path])
                     repeated += _width(node) * (1 + length // 64)
                 inside.append(id(node))
-                stack.append((here, children(node)))
+                stack.append((node_path, children(node)))
                 break
         else:
             stack.pop()
@@ -103,22 +103,22 @@ def tensors(tree: Any) -> Iterator[tuple[Path, Tensor]]:
 
 
 def second_names(tree: Any, names: Collection[Path]) -> list[str]:
-    """Of the tensors at these paths, those that are tied to one that is at none of them: `a is tied to b`."""
-    every = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if names else []
-    # Of several the first.
-    others = {node.view: address(path) for path, node in reversed(every) if path not in names}
-    second = [(path, others.get(node.view)) for path, node in every if path in names]
-    return [f"{address(path)} is tied to {other}" for path, other in second if other is not None]
+    """The tensors at these paths that are tied to one at none of them, each as `a is tied to b`."""
+    entries = [(path, node) for path, node in walk(tree) if isinstance(node, TensorEntry)] if names else []
+    # The first of several.
+    others = {node.view: address(path) for path, node in reversed(entries) if path not in names}
+    ties = [(path, others.get(node.view)) for path, node in entries if path in names]
+    return [f"{address(path)} is tied to {other}" for path, other in ties if other is not None]
 
 
 def memories(entries: Mapping[Key, TensorEntry]) -> dict[Key, int]:
     """A number for each tensor, the same for those that overlap in a storage; slices side by side in it do not."""
-    number, end, last = 0, 0, None
+    number, end, storage = 0, 0, None
     numbers: dict[Key, int] = {}
     for key in sorted(entries, key=lambda key: (id(entries[key].storage), *entries[key].span())):
         begin, after = entries[key].span()
-        if entries[key].storage is not last or begin >= end:
-            number, end, last = number + 1, after, entries[key].storage
+        if entries[key].storage is not storage or begin >= end:
+            number, end, storage = number + 1, after, entries[key].storage
         end = max(end, after)
         numbers[key] = number
     return {key: numbers[key] for key in entries}
@@ -165,7 +165,7 @@ def address(path: Path) -> str:
 def find(tree: Any, text: str) -> tuple[Path, Any]:
     """The path and node that an address leads to; the whole tree for an empty one.
 
-    Below a pickled module stand the names of its state dict.
+    Below a pickled module, the names of its state dict are found as well.
 
     Raises `MissingKey` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
     """
@@ -180,9 +180,9 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
             where = f"in {address(path)}" if path else "at the top level"
             raise MissingKey.among(part, partial(_names_in, node), where, partial(_first_named, node, path, part))
         if len(matches) > 1:
-            found = listed([repr(segment) for segment, _ in matches])
+            keys = listed([repr(segment) for segment, _ in matches])
             what = f"{part} names {counted(len(matches), 'entry', 'entries')} of {address(path) or 'the top'}"
-            raise Ambiguous(f"{what}: {found}", "An address has to mean one of them.")
+            raise Ambiguous(f"{what}: {keys}", "An address has to be unambiguous.")
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
 
@@ -193,13 +193,13 @@ def _names_in(node: Any) -> list[str]:
 
 
 def _first_named(node: Any, above: Path, part: str) -> str:
-    """The first address that ends in a name, of those of a node that are looked at."""
+    """The first address below a node that ends in a name, as far as it is searched."""
     paths = (path for path, _ in islice(walk(node), MANY_NAMES) if path and segment_text(path[-1]) == part)
     return next((address((*above, *path)) for path in paths), "")
 
 
 def _is_plain_name(node: Any, part: str) -> bool:
-    """True for a key that reads as no other can: the many names of a state dict need not be gone through for it."""
+    """True for a key that no other can be spelled like: the many names of a state dict need not be searched for it."""
     if not isinstance(node, dict) or part not in node or "~" in part or not part[:1].isalpha():
         return False
     return not (isinstance(node, OrderedDict) and part in (node.attributes or ())) and part not in _LITERALS
@@ -226,7 +226,7 @@ def matching(parts: Iterable[tuple[Any, Any]], text: str) -> list[tuple[Any, Any
 
 
 def replaced_at(tree: Any, path: Path, node: Any) -> Any:
-    """The tree with another node at `path`. What leads there is copied; everything else is the same objects as before.
+    """The tree with another node at `path`. The containers on the way are copied; everything else stays as it is.
 
     Raises `UsageError` where the path goes by a name that only a module's state dict has.
     """
@@ -237,40 +237,40 @@ def replaced_at(tree: Any, path: Path, node: Any) -> Any:
 
 def holders(tree: Any, path: Path) -> list[Any]:
     """The containers that lead to `path`, outermost first. Raises `UsageError` for names of a state dict."""
-    found = [tree]
+    containers = [tree]
     for depth, segment in enumerate(path):
-        below = [part for name, part in children(found[-1]) if name == segment]
-        if not below:
+        matches = [part for name, part in children(containers[-1]) if name == segment]
+        if not matches:
             what = f"{address(path)} is the name of a tensor in the module's state dict"
-            why = "In the file it is an attribute of an object inside it."
+            why = "In the file it is an attribute of an object."
             raise UsageError(what, why, f"Name what is there: {command('show', FILE / address(path[:depth]))}")
-        found.append(below[0])
-    return found[:-1]
+        containers.append(matches[0])
+    return containers[:-1]
 
 
 def _with_part(holder: Any, segment: Any, part: Any) -> Any:
-    """A copy of a container with another part under a segment that `children` gives for it."""
+    """A copy of a container with another part at a segment, one of those that `children` gives."""
     if isinstance(holder, OrderedDict) and segment not in holder:
         return OrderedDict(holder, {**(holder.attributes or {}), segment: part})
     if isinstance(holder, dict):
         return same_kind(holder, {**holder, segment: part})
     if isinstance(holder, (list, tuple)):
         return type(holder)(part if number == segment else old for number, old in enumerate(holder))
-    made = copy(holder)
+    copied = copy(holder)
     if isinstance(holder, Set):
-        made.items = _with_part(holder.items, segment, part)
+        copied.items = _with_part(holder.items, segment, part)
     elif segment in _CALL_PARTS:
-        setattr(made, _CALL_PARTS[segment], part)
+        setattr(copied, _CALL_PARTS[segment], part)
     elif segment in (holder.items or {}):
-        made.items = _with_part(holder.items, segment, part)
+        copied.items = _with_part(holder.items, segment, part)
     elif type(segment) is int and segment < len(holder.elements or ()):
-        made.elements = _with_part(holder.elements, segment, part)
+        copied.elements = _with_part(holder.elements, segment, part)
     elif isinstance(holder.state, dict):
-        made.state = _with_part(holder.state, segment, part)
+        copied.state = _with_part(holder.state, segment, part)
     else:  # (__dict__, __slots__)
         number = 1 if segment in holder.state[1] else 0
-        made.state = _with_part(holder.state, number, _with_part(holder.state[number], segment, part))
-    return made
+        copied.state = _with_part(holder.state, number, _with_part(holder.state[number], segment, part))
+    return copied
 
 
 _CALL_PARTS = {"(callable)": "fn", "(args)": "args", "(kwargs)": "kwargs", "(state)": "state"}
@@ -287,7 +287,7 @@ def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | N
 
     def of_composite(node: Composite) -> FromParts:
         args = node.made.args
-        return FromParts(args, lambda made: node if alike(tuple(made), args) else node.with_arguments(tuple(made)))
+        return FromParts(args, lambda new: node if alike(tuple(new), args) else node.with_arguments(tuple(new)))
 
     handlers = {**COPY, TensorEntry: of_tensor, StorageRef: of_tensor, Composite: of_composite}
     return GraphMapper(handlers, replaced).map(tree)
@@ -295,12 +295,12 @@ def rebuild(tree: Any, leaf: Leaf | None = None, replaced: Mapping[int, Any] | N
 
 def map_storages(tree: Any, function: Callable[[Storage], Storage]) -> Any:
     """The tree with every storage replaced by the result of `function`, called once for each, so that ties stay."""
-    made: dict[int, Storage] = {}
+    results: dict[int, Storage] = {}
 
     def leaf(node: Any) -> Any:
-        storage = made.get(id(node.storage))
+        storage = results.get(id(node.storage))
         if storage is None:
-            storage = made[id(node.storage)] = function(node.storage)
+            storage = results[id(node.storage)] = function(node.storage)
         return node if storage is node.storage else node.with_storage(storage)
 
     return rebuild(tree, leaf)
@@ -341,7 +341,7 @@ def module_state_dict(node: Any) -> OrderedDict | None:
         return None
     names = OrderedDict()
     try:
-        for prefix, attributes in walk_modules(node, module_attributes, lambda found: found["_modules"]):
+        for prefix, attributes in walk_modules(node, module_attributes, lambda fields: fields["_modules"]):
             left_out = attributes.get("_non_persistent_buffers_set")
             transient = set(left_out.items) if isinstance(left_out, Set) else set()
             for name, value in (*attributes["_parameters"].items(), *attributes["_buffers"].items()):
@@ -371,24 +371,24 @@ def walk_modules(
     spent, inside = 0, {id(top)}
     stack = [("", id(top), iter(below(attributes).items()))]
     while stack:
-        prefix, own, parts = stack[-1]
+        prefix, module_id, parts = stack[-1]
         for name, node in parts:
             attributes = None if id(node) in inside else attributes_of(node)
             if attributes is None:
                 continue
-            here = f"{prefix}{name}."
-            # At most so many names its own tensors have.
-            parts_of_it = (attributes[part] for part in _PARTS if isinstance(attributes.get(part), dict))
-            spent += 64 + len(here) * (1 + len(attributes) + sum(map(len, parts_of_it)))
+            node_prefix = f"{prefix}{name}."
+            # A bound on the characters of the names of its own tensors.
+            registered = (attributes[part] for part in _PARTS if isinstance(attributes.get(part), dict))
+            spent += 64 + len(node_prefix) * (1 + len(attributes) + sum(map(len, registered)))
             if spent > MAX_NAMES:
-                raise LimitExceeded("modules whose names together are too long")
-            yield here, attributes
+                raise LimitExceeded("modules whose names are too long together")
+            yield node_prefix, attributes
             inside.add(id(node))
-            stack.append((here, id(node), iter(below(attributes).items())))
+            stack.append((node_prefix, id(node), iter(below(attributes).items())))
             break
         else:
             stack.pop()
-            inside.discard(own)
+            inside.discard(module_id)
 
 
 _WRAPPERS = ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch.autograd.variable.Variable")
@@ -396,7 +396,7 @@ _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramet
 
 
 def detached(value: Any) -> Tensor | None:
-    """The tensor in a parameter or buffer as a state dict has it: no parameter, no gradient. None for none."""
+    """The tensor in a parameter or buffer as a state dict has it: no parameter, no gradient. None if there is none."""
     if isinstance(value, Composite) and value.made.name in _PARAMETERS:
         value = value.made.args[0]
     elif type(value) is Object and value.name in _WRAPPERS and value.args:  # before torch 0.4

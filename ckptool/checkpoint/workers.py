@@ -1,7 +1,7 @@
-"""Work on many files by several workers, with the results of doing it here, in the order of the files.
+"""Work on many files by several workers, with the same results as in one process, in the order of the files.
 
 The workers are processes of `concurrent.futures`, or those of any executor of its kind: threads, a cluster. Processes
-are started, not forked: threads and locks make a copy of a process unsafe. What crosses is work, paths and reports; no
+are spawned, not forked: threads and locks make a copy of a process unsafe. Only work, paths and reports are passed; no
 byte of an input is read as Python objects.
 """
 
@@ -28,8 +28,8 @@ from ckptool.errors import CkptoolError, MissingExtra, RunFailed
 if TYPE_CHECKING:
     from concurrent.futures import Future, ProcessPoolExecutor
 
-AHEAD = 256  # items that are worked on, or done and not asked for yet
-PATIENCE = 5.0  # seconds that a worker has to clear away what it began
+AHEAD = 256  # items that are in work, or done and not asked for yet
+PATIENCE = 5.0  # seconds that a worker has to clean up what it began
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -41,13 +41,12 @@ Task = Callable[[], Result]
 def in_turn(
     work: Work[Item, Result], items: Sequence[Item], jobs: Jobs = 1, size: Callable[[Item], int] = lambda _: 1
 ) -> Generator[Task[Result], None, None]:
-    """One task for each item, in order, to be called before the next is taken; `close` ends what was begun.
+    """One task for each item, in order, each to be called before the next is taken; `close` ends what was begun.
 
-    work: a function of a module (or a `partial` of one), given an item.  jobs: see `Jobs`; with one, work is done here,
-    when its task is called.  size: what the progress goes by.  A task raises what its work raised. Where a process is
-    killed, a new one tries its work once more, alone, and does the rest one by one; a cluster tries it elsewhere. If
-    that one is killed too, the task raises `RunFailed`. Raises `UsageError` for jobs that cannot be meant,
-    `MissingExtra`.
+    work: a function of a module (or a `partial` of one), called with an item.  jobs: see `Jobs`; with one, work is done
+    in this process, when its task is called.  size: of an item, for the progress.  A task raises what its work raised.
+    If a process is killed, a new one retries its work once, alone, and does the rest one by one; a cluster retries it
+    elsewhere. If that fails too, the task raises `RunFailed`. Raises `UsageError` for invalid jobs, `MissingExtra`.
     """
     numbers = over(range(len(items)), lambda number: size(items[number]), are_files=True)
     jobs = checked_jobs(jobs)
@@ -81,12 +80,12 @@ def _cluster(address: str) -> Iterator[Executor]:
 
 
 class _Crew:
-    """The workers, and what they were given. A pool that lost a process is useless: another takes over."""
+    """The workers and the work given to them. A pool that lost a process is broken: another takes over."""
 
     def __init__(self, work: Work[Any, Any], items: Sequence[Any], jobs: int | Executor) -> None:
         self.work, self.items, self.jobs = work, items, jobs
         self.outcomes: dict[int, Future[Any]] = {}
-        self.own: ProcessPoolExecutor | None = None
+        self.pool: ProcessPoolExecutor | None = None
         if isinstance(jobs, int):
             self._begin(min(jobs, len(items)))
 
@@ -95,19 +94,19 @@ class _Crew:
         from multiprocessing import get_context
 
         facts = os.getpid(), given_urls()
-        self.own = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=facts)
+        self.pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=facts)
 
     def _submit(self, first: int) -> None:
-        """Gives work out, so far ahead that nobody waits, and no further."""
-        pool: Any = self.own or self.jobs
-        run = partial(_outcome, self.work) if self.own else partial(_outcome_in, os.getcwd(), given_urls(), self.work)
-        with _starting() if self.own else ExitStack():
+        """Submits work, far enough ahead that no worker waits, and no further."""
+        pool: Any = self.pool or self.jobs
+        run = partial(_outcome, self.work) if self.pool else partial(_outcome_in, os.getcwd(), given_urls(), self.work)
+        with _starting() if self.pool else ExitStack():
             for number in range(first, min(first + AHEAD, len(self.items))):
                 if number not in self.outcomes:
                     self.outcomes[number] = pool.submit(run, self.items[number])
 
     def result(self, number: int) -> Any:
-        """The result of the work. If its process was lost, perhaps through other work, a single one goes on."""
+        """The result of the work. If its process was lost, perhaps to other work, a single new one goes on."""
         from concurrent.futures import BrokenExecutor
 
         item = self.items[number]
@@ -117,35 +116,35 @@ class _Crew:
                 self._submit(number)
                 is_done, result = self.outcomes.pop(number).result()
             except BrokenExecutor:
-                kept = {at: each for at, each in self.outcomes.items() if each.done() and not each.exception()}
+                finished = {at: job for at, job in self.outcomes.items() if job.done() and not job.exception()}
                 self.end()
-                self.outcomes = kept
+                self.outcomes = finished
                 self._begin(1)
             except Exception as error:
-                if self.own:
+                if self.pool:
                     raise
                 what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
-                raise RunFailed(what, "Its output is as it was before, or complete.") from error
+                raise RunFailed(what, "Its output is unchanged or complete.") from error
             else:
                 if is_done:
                     return result
                 raise result
-        what = f"{name}: the process that worked on it was killed, twice"
-        why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
-        raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}")
+        what = f"{name}: its worker process was killed twice"
+        why = "Something killed it, or memory ran out. Its output is unchanged or complete."
+        raise RunFailed(what, why, f"Try fewer at a time: {arg(jobs=1)}")
 
     def end(self) -> None:
-        """Ends all processes of its own, and takes back what others have not begun."""
-        if self.own is not None:
-            _end(self.own)
+        """Ends all processes of its own, and cancels what other workers have not begun."""
+        if self.pool is not None:
+            _end(self.pool)
         for outcome in self.outcomes.values():
             outcome.cancel()
 
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """For processes to be started in: they do not import the program that asks, which need not be written for that,
-    and hold signals back until they are ready for them."""
+    """Where processes are started: they do not import the main program, which need not be written for that, and hold
+    signals back until they are ready for them."""
     main = sys.modules["__main__"]
     with signals_held():
         sys.modules["__main__"] = ModuleType("__main__")
@@ -156,7 +155,7 @@ def _starting() -> Iterator[None]:
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
-    """Ends all processes; what they have not committed is cleared away."""
+    """Ends all processes, which clean up what they have not committed."""
     processes = list((pool._processes or {}).values())  # Python 3.14 has terminate_workers()
     for process in processes:
         process.terminate()
@@ -172,9 +171,9 @@ def _end(pool: ProcessPoolExecutor) -> None:
 
 
 def _serve(parent: int, urls: dict[str, str]) -> None:
-    """Begins the life of a worker, which ends with that of the process that started it."""
+    """Sets up a worker process, which ends when the process that started it does."""
     given_urls(urls)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this hears it, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, which sends it to the parent process, too
     sys.unraisablehook = deliver_signal_again
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *ENDS})
@@ -188,12 +187,12 @@ def _end_with(parent: int) -> None:
 
 
 def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
-    """What comes of the work in a process of ours, which a signal ends."""
+    """The outcome of the work in a process of ours, which a signal ends."""
     try:
         for number in ENDS:
             signal.signal(number, stop)
         return _tried(work, item)
-    except SystemExit:  # what was begun is cleared away, and nobody waits for more
+    except SystemExit:  # what was begun is cleaned up, and nobody waits for more
         os._exit(1)
     finally:
         for number in ENDS:
@@ -215,8 +214,8 @@ _before: list[str] = []  # the working directory before each piece of work that 
 
 
 def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
-    """What comes of the work in somebody else's worker: paths mean there what they mean here. The threads of a process
-    share their working directory, so work for another one waits."""
+    """The outcome of the work in somebody else's worker: paths mean there what they mean here. The threads of a process
+    share its working directory, so work for another directory waits."""
     given_urls(urls)
     with _turns:
         _turns.wait_for(lambda: not _before or os.getcwd() == folder)
@@ -235,7 +234,7 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
         return _tried(work, item)
     finally:
         with _turns:
-            last = _before.pop()
-            if not _before and last != os.getcwd():
-                os.chdir(last)
+            previous = _before.pop()
+            if not _before and previous != os.getcwd():
+                os.chdir(previous)
             _turns.notify_all()

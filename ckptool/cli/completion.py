@@ -37,62 +37,62 @@ class Candidate(NamedTuple):
 
 def complete(arguments: Sequence[str]) -> int:
     """Answers a shell: prints what may follow in `SHELL LINE [REPLACED [KEY]]`, and returns the exit code.
-    replaced: of the last word, the part that bash puts its choice in place of.  key: `?` only lists them."""
+    replaced: the part of the last word that bash replaces by its choice.  key: `?` only lists them."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
     answer = sys.stdout.buffer
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
-        shell, line, *more = arguments
-        (*before, typed), is_open = words_of(line)
-        found = candidates(with_verb(before[2 if before[1:2] == ["help"] else 1 :]), typed)
-        rests = {each.text[len(typed) :]: each for each in found or () if each.text.startswith(typed)}
-        plain = {rest: rests[rest] for rest in sorted(rests) if _PLAIN.fullmatch(rest)}
-        only_lists = more[1:] == ["63"] and len(plain) > 1  # TAB for the second time
+        shell, line, *replaced = arguments
+        (*words, typed), is_open = words_of(line)
+        choices = candidates(with_verb(words[2 if words[1:2] == ["help"] else 1 :]), typed)
+        by_rest = {word.text[len(typed) :]: word for word in choices or () if word.text.startswith(typed)}
+        plain = {rest: by_rest[rest] for rest in sorted(by_rest) if _PLAIN.fullmatch(rest)}
+        only_lists = replaced[1:] == ["63"] and len(plain) > 1  # TAB for the second time
         pieces = []
-        for rest, each in plain.items():
-            name = printable(re.sub(r".*[#/](?=.)", "", each.text, flags=re.DOTALL) if "#" in each.text else each.text)
-            about = printable(each.about)
-            space = " " if each.final and not is_open else ""
+        for rest, word in plain.items():
+            name = printable(re.sub(r".*[#/](?=.)", "", word.text, flags=re.DOTALL) if "#" in word.text else word.text)
+            about = printable(word.about)
+            space = " " if word.final and not is_open else ""
             if shell == "fish":
-                pieces.append(f"{each.text}\t{about}\0")
+                pieces.append(f"{word.text}\t{about}\0")
             elif shell == "zsh":
                 shown = f"{name}  -- {about}" if about else name
                 pieces.append(f"{rest}\0{space}\0{shown}\0")
             else:
-                pieces.append(f"{name}\n" if only_lists else f"{more[0]}{rest}{space}\n")
+                pieces.append(f"{name}\n" if only_lists else f"{replaced[0]}{rest}{space}\n")
         answer.write(os.fsencode("".join(pieces)))
         answer.flush()
     except Exception:  # noqa: BLE001 (the file is somebody's, and so is the line)
         return FILES
-    return FILES if found is None else 0
+    return FILES if choices is None else 0
 
 
 def words_of(line: str) -> tuple[list[str], bool]:
     """The words of a line as a program gets them, and whether a quote is open in the last, which is being typed."""
-    words = shlex.shlex(line, posix=True)
-    words.whitespace_split, words.commenters = True, ""
-    found: list[str] = []
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
     try:
-        found.extend(words)
+        words.extend(lexer)
     except ValueError:  # a quote is open, or nothing follows a backslash
-        return [*found, words.token], True
-    return [*found, ""] if line[-1:].isspace() and not line.endswith("\\ ") else found, False
+        return [*words, lexer.token], True
+    return [*words, ""] if line[-1:].isspace() and not line.endswith("\\ ") else words, False
 
 
-def _of(module: str) -> Any:
+def _module(module: str) -> Any:
     return import_module(f"ckptool.{module}")
 
 
 # The values of options and arguments that take a text, by what stands for it in the help.
 VALUES: dict[str, Callable[[], Sequence[str]]] = {
-    "DTYPE": lambda: [dtype.name for dtype in _of("checkpoint.dtypes").DTYPES if dtype.kind == "float"],
-    "CONTAINER": lambda: [each.name for each in _of("formats").FORMATS if each.writable],
+    "DTYPE": lambda: [dtype.name for dtype in _module("checkpoint.dtypes").DTYPES if dtype.kind == "float"],
+    "CONTAINER": lambda: [format.name for format in _module("formats").FORMATS if format.writable],
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
-    "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
-    "SCHEME": lambda: list(_of("transforms.lora.adapters").SCHEMES),
-    "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
-    "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
+    "KIND": lambda: list(_module("analysis.diff").IGNORABLE),
+    "SCHEME": lambda: list(_module("transforms.lora.adapters").SCHEMES),
+    "FILE.yaml|LAYOUT": lambda: list(_module("names.layout").shipped()),
+    "[CODE|-]": lambda: list(_module("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
 # What only a person knows.
@@ -100,53 +100,53 @@ NOT_OFFERED = {*"N X D R T FRACTION SECONDS STEP SIZE DECAY RxC W,W,… SLICE PA
 
 
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
-    """The continuations of a word after others, of which the first is the verb; None where a file is meant."""
+    """The continuations of the last word; `words`, before it, begin with the verb. None where a file is meant."""
     for text in (typed, typed.partition("=")[2]) if "#" in typed else ():  # FILE#ADDRESS, NAME=FILE#ADDRESS
-        path, at = _of("formats").split(text)
+        path, at = _module("formats").split(text)
         path = path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
         if at is not None and os.path.lexists(path):
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
-            return [] if refuses else [each._replace(text=before + each.text) for each in addresses(path, at)]
-    if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats").split(words[0])[0]):
+            return [] if refuses else [choice._replace(text=before + choice.text) for choice in addresses(path, at)]
+    if words and words[0] not in VERBS and _module("checkpoint.paths").may_exist(_module("formats").split(words[0])[0]):
         words = ["inspect", *words]
     if not words or words[0] not in VERBS:
         if typed.startswith("-"):
             return [] if words else [Candidate("--help"), Candidate("--version")]
         verbs = {}
         for verb, facts in VERBS.items():
-            *above, last = verb.split()[: len(words) + 1]
-            if above == [*words]:
+            *parents, last = verb.split()[: len(words) + 1]
+            if parents == [*words]:
                 verbs[last] = Candidate(last, _first_sentence(facts.about) if verb.endswith(last) else "…")
         is_file = bool(not words and typed and not any(verb.startswith(typed) for verb in verbs))
         return None if is_file else list(verbs.values())
-    parameters: list[Parameter] = _of("cli.parser").typed_parameters(function_of(words[0]))
-    flags = {name: each for each in parameters for name in each.option.flags}
-    asked: Parameter | None = None  # the option whose value comes next
+    parameters: list[Parameter] = _module("cli.parser").typed_parameters(function_of(words[0]))
+    flags = {name: param for param in parameters for name in param.option.flags}
+    pending: Parameter | None = None  # the option whose value comes next
     used: list[Parameter] = []
     options = words[1 : words.index("--")] if "--" in words else words[1:]
     for word in options:
-        flag = flags.get(word.partition("=")[0]) if asked is None else None
+        flag = flags.get(word.partition("=")[0]) if pending is None else None
         used += [flag] if flag is not None else []
-        asked = None if flag is None or flag.kind is bool or "=" in word else flag
+        pending = None if flag is None or flag.kind is bool or "=" in word else flag
     name, equals, value = typed.partition("=")
-    if asked is None and equals and name in flags:
-        found = _values(flags[name], value, words)
-        return found and [each._replace(text=f"{name}={each.text}") for each in found]
-    if asked is None and typed.startswith("-") and "--" not in words:
-        left = [(flag, each.option) for flag, each in flags.items() if each.option.several or each not in used]
-        told = [Candidate(flag, _first_sentence(option.help)) for flag, option in left if not option.hidden]
-        return [Candidate("-h", "Show the help."), Candidate("--help", "Show the help."), *told]
-    asked = asked or next((each for each in parameters if not each.option.flags), None)
-    return [] if asked is None else _values(asked, typed, words)
+    if pending is None and equals and name in flags:
+        values = _values(flags[name], value, words)
+        return values and [choice._replace(text=f"{name}={choice.text}") for choice in values]
+    if pending is None and typed.startswith("-") and "--" not in words:
+        unused = [(flag, param.option) for flag, param in flags.items() if param.option.several or param not in used]
+        offered = [Candidate(flag, _first_sentence(option.help)) for flag, option in unused if not option.hidden]
+        return [Candidate("-h", "Show the help."), Candidate("--help", "Show the help."), *offered]
+    pending = pending or next((param for param in parameters if not param.option.flags), None)
+    return [] if pending is None else _values(pending, typed, words)
 
 
 def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Candidate] | None:
     option = parameter.option
     choices = list(option.choices or (VALUES[option.metavar]() if option.metavar in VALUES else ()))
-    if choices and not ("FILE" in option.metavar and not any(each.startswith(typed) for each in choices)):
-        done = typed[: typed.rfind(",") + 1] if option.several else ""
-        return [Candidate(done + each) for each in choices]
+    if choices and not ("FILE" in option.metavar and not any(choice.startswith(typed) for choice in choices)):
+        listed = typed[: typed.rfind(",") + 1] if option.several else ""
+        return [Candidate(listed + choice) for choice in choices]
     if option.metavar == "ADDRESS":
         file = next((word for word in words[1:] if os.path.lexists(word)), None)
         return addresses(file, typed) if file else []
@@ -165,28 +165,28 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     from ckptool.checkpoint.tree import children, find, module_state_dict, segment_text
     from ckptool.formats import open_file
 
-    above, slash, begun = typed.rpartition("/")
-    node = find(open_file(path).checkpoint.tree, above)[1]
+    parents, slash, start = typed.rpartition("/")
+    node = find(open_file(path).checkpoint.tree, parents)[1]
     parts = [(segment_text(key), part) for key, part in children(node)]
-    known = Counter(name for name, _ in parts)
-    parts += [(str(key), part) for key, part in (module_state_dict(node) or {}).items() if str(key) not in known]
-    there = {name: part for name, part in parts if name and known[name] < 2}  # 0 and '0' read the same
-    names, found = [name for name in there if name.startswith(begun)], list[Candidate]()
+    counts = Counter(name for name, _ in parts)
+    parts += [(str(key), part) for key, part in (module_state_dict(node) or {}).items() if str(key) not in counts]
+    parts_by_name = {name: part for name, part in parts if name and counts[name] < 2}  # 0 and '0' read the same
+    names, candidates = [name for name in parts_by_name if name.startswith(start)], list[Candidate]()
     while True:  # up to the next dot: where there is only one way, up to where there are several
-        groups = Counter(name[: name.find(".", len(begun)) + 1] or name for name in names)
+        groups = Counter(name[: name.find(".", len(start)) + 1] or name for name in names)
         only = next(iter(groups), "")
-        if len(groups) != 1 or only in there:
+        if len(groups) != 1 or only in parts_by_name:
             break
-        begun = only
+        start = only
     for group, count in groups.items():
-        here: Any = there.get(group)
-        text = above + slash + group
-        is_tensor = isinstance(here, (TensorEntry, Composite))
-        below = 0 if is_tensor else sum(1 for _ in children(here))
-        if group not in there or count > 1:
-            found.append(Candidate(text, counted(count, "entry", "entries"), final=False))
-        elif below:
-            found.append(Candidate(f"{text}/", counted(below, "entry", "entries"), final=False))
+        entry: Any = parts_by_name.get(group)
+        text = parents + slash + group
+        is_tensor = isinstance(entry, (TensorEntry, Composite))
+        child_count = 0 if is_tensor else sum(1 for _ in children(entry))
+        if group not in parts_by_name or count > 1:
+            candidates.append(Candidate(text, counted(count, "entry", "entries"), final=False))
+        elif child_count:
+            candidates.append(Candidate(f"{text}/", counted(child_count, "entry", "entries"), final=False))
         else:
-            found.append(Candidate(text, tensor_text(here) if is_tensor else value_text(here, 40)))
-    return found
+            candidates.append(Candidate(text, tensor_text(entry) if is_tensor else value_text(entry, 40)))
+    return candidates

@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 def answer_of(report: Any, style: Style | None, view: Mapping[str, Any], exit_code: int) -> Answer:
-    """The answer that a report is. style: None for JSON.  view: the options of its printing."""
+    """The answer that prints a report. style: None for JSON.  view: the options of its printing."""
     if style is None:
         return Answer(report.to_dict(), exit_code)
     text = lines.text(report, style=style, **view)
@@ -84,7 +84,7 @@ def say(text: str) -> None:
 
 
 def lost_answer(error: OSError) -> LostAnswer:
-    """The error for what standard output did not take."""
+    """The error for an answer that could not be written to standard output."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     why = "The printed answer is incomplete; files that were written are complete."
     return LostAnswer(f"cannot write to standard output: {reason}", why)
@@ -97,7 +97,7 @@ class _Live:
 
 
 def tell(text: str, live: bool = False) -> None:
-    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them.
+    """Writes what is no part of the answer: errors, hints, progress. A failure to write them is ignored.
     live: on a terminal, where it is replaced by what is written next."""
     with _Live.lock, suppress(OSError):
         wipe = "\r\x1b[K" if live or _Live.is_drawn else ""
@@ -108,7 +108,7 @@ def tell(text: str, live: bool = False) -> None:
 
 @contextmanager
 def _live_line() -> Iterator[Callable[[str], None] | None]:
-    """Something to show a line in that the next one replaces, and the end wipes; None where there is no terminal."""
+    """A function that shows a line, which the next one replaces and the end wipes; None where there is no terminal."""
     try:
         yield partial(tell, live=True) if sys.stderr.isatty() else None
     finally:
@@ -120,8 +120,8 @@ SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[None]:
-    """Shows how far the passes over values are, on a terminal, from the first second on, unless there is no label. A
-    thread draws it, so nothing that works has to."""
+    """Shows the progress of passes over values, on a terminal, after the first second, unless there is no label. A
+    thread draws it, so that the work itself does not have to."""
     with _live_line() as show:
         if show is None or not label:
             yield
@@ -153,36 +153,36 @@ def shown_progress(label: str) -> Iterator[None]:
 def progress_line(label: str, width: int) -> str:
     """`verify model.pt  45% ████      1.93 GB of 4.29 GB, 0:00:02 left`, as far as there is room in so many columns."""
     share, outer = 0.0, progress.passes[0]
-    for each in reversed(list(progress.passes)):
-        share = each.share(share)
+    for step in reversed(list(progress.passes)):
+        share = step.share(share)
     done, files = outer.files
     nbytes = f"{size(int(share * outer.total))} of {size(outer.total)}"
-    many = f"{done:,} of {counted(files, 'file')}" if files else nbytes
+    amount = f"{done:,} of {counted(files, 'file')}" if files else nbytes
     seconds = monotonic() - outer.began
-    left = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
-    room = width - len(many + left) - 8
-    long = max(0, min(24, room - len(label)))
-    label = label if len(label) <= room - long else label[: max(0, room - long - 1)] + "…"
-    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, long):{long}} {many}{left}"[: width - 1]
+    remaining = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
+    room = width - len(amount + remaining) - 8
+    length = max(0, min(24, room - len(label)))
+    label = label if len(label) <= room - length else label[: max(0, room - length - 1)] + "…"
+    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, length):{length}} {amount}{remaining}"[: width - 1]
 
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Something to tell what is being done: on a terminal in one line, which is written over; a line each elsewhere."""
+    """A function that shows what is being done: on a terminal in one line, which is overwritten; else a line each."""
     with _live_line() as show:
         yield lambda text: show(f"{text} …") if show is not None else tell(f"{printable(text)}\n")
 
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
-    """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
-    line each elsewhere."""
+    """A function that shows each logged line of a run: on a terminal in one line with a bar and the time left, which is
+    overwritten; else a line each."""
     from ckptool.training.reports import line_of
 
     with _live_line() as show:
         width, last = style_of(sys.stderr).width, ""
 
-        def told(fact: dict[str, Any], rate: float) -> None:
+        def show_fact(fact: dict[str, Any], rate: float) -> None:
             nonlocal last
             if show is None or width is None:
                 tell(f"{line_of(fact, rate)}\n")
@@ -192,7 +192,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
             show(last)
 
         try:
-            yield told
+            yield show_fact
         finally:
             if last:
                 tell(f"{last}\n")
@@ -206,26 +206,26 @@ class Bug(CkptoolError, code="bug"):
 
 
 def in_words(error: Exception) -> CkptoolError:
-    """The error for people, whatever was raised."""
+    """The error that people see for any exception."""
     if isinstance(error, CkptoolError):
         return error
-    number = error.errno if isinstance(error, OSError) else None
-    if number in _LOST and getattr(error, "filename", None) is None:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in _LOST and getattr(error, "filename", None) is None:
         return lost_answer(cast(OSError, error))  # of the help, which the parser prints
     # The system refuses a module, a thread or a file for want of room, and Python says so in four ways.
     words = ("Too many open files", "failed to map segment", "annot allocate memory", "can't start new thread")
     is_refused = isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in words)
-    if is_refused or number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+    if is_refused or code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
         what = f"a system limit was reached: {error!s}"
-        why = "This process cannot open more files, start threads or use more memory. Outputs were left as they were."
+        why = "This process cannot open more files, start threads or use more memory. Outputs are unchanged."
         return FileProblem(what, why, "Look at the limits: ulimit -a")
     is_silent = isinstance(error, SystemError) and " without " in str(error)  # not even C made the error
     if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
-        why = "The file needs more than this machine has, or is malicious. Outputs were left as they were."
+        why = "The file needs more than this machine has, or is malicious. Outputs are unchanged."
         return LimitExceeded(what, why)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
-    why = "This is a bug in ckptool, not in what you typed. Files are as they were, or complete."
+    why = "This is a bug in ckptool, not in what you typed. Files are unchanged or complete."
     fix = "Run it again with CKPTOOL_DEBUG=1 and report what it prints."
     return Bug(f"{type(error).__name__}: {error}{where}", why, fix)

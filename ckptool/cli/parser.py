@@ -44,28 +44,28 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
 
 
 def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], style: Style) -> str:
-    """All that a verb takes, by the parts of the help, and its examples."""
+    """All parameters of a verb, by the parts of the help, and its examples."""
     blocks = [[usage(verb, parameters)], textwrap.wrap(VERBS[verb].about, _width(style))]
-    shown = [each for each in parameters if not each.option.hidden]
-    own = [(called(each), about(each)) for each in shown if not each.option.flags]
-    blocks += [_table(style, "Arguments", own)] if own else []
-    several = sum(each.option.rare for each in shown) > 1  # one alone stands with the others
-    flags = [each for each in shown if each.option.flags]
-    options = [(MORE if each.option.rare and several else each.option.panel, each) for each in flags]
+    shown = [param for param in parameters if not param.option.hidden]
+    rows = [(called(param), about(param)) for param in shown if not param.option.flags]
+    blocks += [_table(style, "Arguments", rows)] if rows else []
+    several = sum(param.option.rare for param in shown) > 1  # one alone stands with the others
+    flags = [param for param in shown if param.option.flags]
+    options = [(MORE if param.option.rare and several else param.option.panel, param) for param in flags]
     for panel in sorted(dict.fromkeys([None, *(panel for panel, _ in options)]), key=lambda panel: panel == MORE):
-        rows = [(called(each), about(each)) for at, each in options if at == panel]
+        rows = [(called(param), about(param)) for place, param in options if place == panel]
         rows += [("-h, --help", "Show this message.")] if panel is None else []
         blocks.append(_table(style, panel or "Options", rows))
     examples = [part for line, purpose in declared.examples for part in (f"  # {purpose}", f"  {line}")]
     blocks.append([style.bold("Examples" if len(examples) > 2 else "Example"), *examples])
-    others = [f"ckptool {alias}" for alias, meant in ALIASES.items() if meant == verb]
+    others = [f"ckptool {alias}" for alias, target in ALIASES.items() if target == verb]
     return _page([*blocks, *([[f"Also: {', '.join(others)}"]] if others else [])])
 
 
 def usage(verb: str, parameters: Iterable[Parameter]) -> str:
     """`Usage: ckptool diff [OPTIONS] A B`."""
-    arguments = [each for each in parameters if not each.option.flags]
-    words = [called(each) if each.is_needed else f"[{called(each).strip('[]')}]" for each in arguments]
+    arguments = [param for param in parameters if not param.option.flags]
+    words = [called(param) if param.is_needed else f"[{called(param).strip('[]')}]" for param in arguments]
     return " ".join(["Usage: ckptool", verb, "[OPTIONS]", *words])
 
 
@@ -113,35 +113,35 @@ def _page(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def typed_parameters(function: Any) -> list[Parameter]:
-    """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
+    """All parameters that are typed for a verb: its own, those of its hooks and its report's view, the program's."""
     declared: Declared = function.verb
-    found: dict[str, Parameter] = {}
+    typed: dict[str, Parameter] = {}
     sources = [function, *filter(None, (declared.from_words, declared.first_try))]
     kinds = [signature_of(source).return_annotation for source in sources]
-    reports = [each for kind in kinds for each in get_args(kind) or (kind,) if isinstance(each, type)]
-    sources += [each.told for each in reports if issubclass(each, Report)]
+    reports = [report for kind in kinds for report in get_args(kind) or (kind,) if isinstance(report, type)]
+    sources += [report.told for report in reports if issubclass(report, Report)]
     taken: set[str] = set()
-    for each in (each for source in sources for each in commands.parameters_of(source)):
-        if each.name not in found and taken.isdisjoint(each.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
-            found[each.name] = each
-            taken.update(each.option.flags)
+    for param in (param for source in sources for param in commands.parameters_of(source)):
+        if param.name not in typed and taken.isdisjoint(param.option.flags):  # `--to DEVICE` wins over `--to CONTAINER`
+            typed[param.name] = param
+            taken.update(param.option.flags)
     names = ["quiet"] if "training" in commands.watched(function).values() else []
-    are_files = any(each.option.each for each in found.values())
-    if (writes(function) and not declared.one_output) or (are_files and "out" in found):
+    are_files = any(param.option.each for param in typed.values())
+    if (writes(function) and not declared.one_output) or (are_files and "out" in typed):
         names += ["folder", "skip_refused", "jobs"]
-    elif are_files and "jobs" not in found:
+    elif are_files and "jobs" not in typed:
         names += ["jobs"]
     from ckptool.verbs._options import program_options  # with types that the program's help does without
 
-    program = {each.name: each for each in commands.parameters_of(program_options)}
-    return [*found.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
+    program = {param.name: param for param in commands.parameters_of(program_options)}
+    return [*typed.values(), *(program[name] for name in (*names, "as_json", "as_form"))]
 
 
 def writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds."""
-    whole = signature_of(function)
-    kinds = (each for each in get_args(whole.return_annotation) if isinstance(each, type) and issubclass(each, Report))
-    return "out" in whole.parameters and {getattr(each, "is_written", False) for each in kinds} == {True}
+    """True for a verb that always writes its output, whatever it finds."""
+    sig = signature_of(function)
+    kinds = (kind for kind in get_args(sig.return_annotation) if isinstance(kind, type) and issubclass(kind, Report))
+    return "out" in sig.parameters and {getattr(kind, "is_written", False) for kind in kinds} == {True}
 
 
 def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> dict[str, Any]:
@@ -154,43 +154,43 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
     except bad_usage as error:
         raise _refusal(verb, parameters, words, error) from error
     values: dict[str, Any] = {}
-    for each in parameters:
-        value, parse = typed[each.name], each.option.parse
+    for param in parameters:
+        value, parse = typed[param.name], param.option.parse
         if value in (None, ()):
-            value = None if each.default is inspect.Parameter.empty else each.default
+            value = None if param.default is inspect.Parameter.empty else param.default
         else:
             value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
-            value = value if parse is None else parse(each.option.flags[0], value)
-        values[each.name] = value
+            value = value if parse is None else parse(param.option.flags[0], value)
+        values[param.name] = value
     return values
 
 
 def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
-    """The command of a verb, as typer has it, which gives what was typed: None, or False, where nothing was."""
+    """The typer command of a verb. Called, it returns what was typed: None, or False, where nothing was."""
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     typed = []
-    for each in parameters:
-        asked, metavar = each.option, each.option.metavar or None
-        kind: Any = Enum("Choices", [(word, word) for word in asked.choices], type=str) if asked.choices else each.kind
+    for param in parameters:
+        option, metavar = param.option, param.option.metavar or None
+        kind: Any = Enum("Choices", [(c, c) for c in option.choices], type=str) if option.choices else param.kind
         meta: Any = typer.Argument(metavar=metavar)
-        if asked.flags:
-            meta = typer.Option(*asked.flags, metavar=metavar, min=asked.least)
-        default: Any = inspect.Parameter.empty if each.is_needed else False if kind is bool else None
+        if option.flags:
+            meta = typer.Option(*option.flags, metavar=metavar, min=option.least)
+        default: Any = inspect.Parameter.empty if param.is_needed else False if kind is bool else None
         annotation: Any = Annotated[kind | None if default is None else kind, meta]
         kinds = inspect.Parameter.KEYWORD_ONLY
-        typed.append(inspect.Parameter(each.name, kinds, default=default, annotation=annotation))
-    command: Any = lambda **given: given  # noqa: E731
+        typed.append(inspect.Parameter(param.name, kinds, default=default, annotation=annotation))
+    command: Any = lambda **arguments: arguments  # noqa: E731
     command.__signature__ = inspect.Signature(typed)
     app.command(verb, add_help_option=False)(command)
-    made: Any = typer.main.get_command(app)
-    for each in made.params:
-        each.process_value = partial(_value, each, each.process_value)
-    return made
+    parser: Any = typer.main.get_command(app)
+    for param in parser.params:
+        param.process_value = partial(_parsed_value, param, param.process_value)
+    return parser
 
 
-def _value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+def _parsed_value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     """Texts and flags as they are: typer would import pydantic for them, a third of the time of a small `inspect`."""
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
     if value is None and not option.required:
@@ -200,28 +200,28 @@ def _value(option: Any, process: Callable[[Any, Any], Any], context: Any, value:
 
 
 def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], error: Any) -> UsageError:
-    """The error for a command line that could not be parsed: what the parser says, and what stands there."""
+    """The error for a command line that could not be parsed: the parser's message, and what was typed."""
     from ckptool.verbs._options import QUOTE_RULES, was_redirected
 
     what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-    why, more = usage(verb, parameters), ""
+    why, surplus = usage(verb, parameters), ""
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
-        meant = commands.nearest(error.option_name, [name for each in parameters for name in each.option.flags])
-        every = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
-        others = [name for name, own in every if any(error.option_name in each.option.flags for each in own)]
-        why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {meant}?" if meant else why
+        closest = commands.nearest(error.option_name, [name for param in parameters for name in param.option.flags])
+        by_verb = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
+        others = [name for name, params in by_verb if any(error.option_name in param.option.flags for param in params)]
+        why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {closest}?" if closest else why
     elif type(error).__name__ == "MissingParameter":
-        missing = next(each for each in parameters if each.name == error.param.name)
+        missing = next(param for param in parameters if param.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""
         what = f"ckptool {verb} needs {called(missing)}" + (f": {text[0].lower()}{text[1:]}" if text else "")
     elif "extra argument" in what:
-        more = what.rpartition("(")[2].rstrip(")")
-        more = more if len(more) < 80 else f"{more[:79]}…"
-        what, why = f"too many arguments for ckptool {verb}: {more}", f"{why}; a part of a file is FILE#ADDRESS"
-    if more and was_redirected(more.split()):
-        return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
+        surplus = what.rpartition("(")[2].rstrip(")")
+        surplus = surplus if len(surplus) < 80 else f"{surplus[:79]}…"
+        what, why = f"too many arguments for ckptool {verb}: {surplus}", f"{why}; a part of a file is FILE#ADDRESS"
+    if surplus and was_redirected(surplus.split()):
+        return UsageError(f"ckptool {verb} was given {surplus}, which is part of a rule", *QUOTE_RULES)
     file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
-    why = f"The file {file} begins with a dash, as options do." if file else why
+    why = f"{file} is a file, but begins with a dash, as options do." if file else why
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"
     return UsageError(what, why, fix)

@@ -54,7 +54,7 @@ class AdapterKey(NamedTuple):
     """A key of an adapter, taken apart.
 
     component: the prefix that says which model it is for (`base_model.model.`, `lora_unet_`), empty for none.
-    module: that it changes; for kohya with underscores for dots.  role: `A`, `B`, `mid`, `alpha`, `magnitude`,
+    module: the one it changes; for kohya with underscores for dots.  role: `A`, `B`, `mid`, `alpha`, `magnitude`,
     `B.bias`, `tokens`, `hada_w1_a`, …; empty for a whole tensor, whose name `module` is then.
     embedding: A and B are those of an embedding.  depth: wrappers of PEFT around the module, one for each further
     parameter of it that is changed.
@@ -70,16 +70,16 @@ class AdapterKey(NamedTuple):
 
 def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     """A key taken apart. scheme: that of the file, where it is known; else recognized by how the key begins."""
-    found, component = scheme or PEFT, ""
+    naming, component = scheme or PEFT, ""
     for name, prefix in _COMPONENTS:
         if scheme in (None, name) and (match := prefix.match(key)):
-            found, component = name, match[0]
+            naming, component = name, match[0]
             break
     name = key[len(component) :]
     match = _ROLE.fullmatch(name)
-    if match is None or (found == PEFT and (match["other"] or "").startswith(("diff", "w_", "b_"))):
-        whole = _WHOLE.sub("", name).replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
-        return AdapterKey(found, component, whole, "")
+    if match is None or (naming == PEFT and (match["other"] or "").startswith(("diff", "w_", "b_"))):
+        tensor_name = _WHOLE.sub("", name).replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+        return AdapterKey(naming, component, tensor_name, "")
     module = match["module"]
     if ".processor." in module and key.endswith(("_lora.down.weight", "_lora.up.weight")):
         module = re.sub(r"\.to_out$", ".to_out.0", module.replace(".processor.", "."))
@@ -88,7 +88,7 @@ def adapter_key(key: str, scheme: str | None = None) -> AdapterKey:
     role = match["side"] or match["embedding"] or _HALVES.get(match["half"]) or match["tokens"] or match["other"]
     role = role or "magnitude"
     role += ".bias" if match["of"] == "bias" else ""
-    return AdapterKey(found, component, inner.replace(".base_layer.", "."), role, bool(match["embedding"]), depth)
+    return AdapterKey(naming, component, inner.replace(".base_layer.", "."), role, bool(match["embedding"]), depth)
 
 
 _PEFT_ENDS = {"A": "lora_A.weight", "B": "lora_B.weight", "B.bias": "lora_B.bias", "magnitude": "lora_magnitude_vector"}
@@ -100,7 +100,7 @@ _ENDS = {
 
 
 def written_key(scheme: str, component: str, module: str, role: str, embedding: bool = False) -> str:
-    """The key of a part of a change, as `adapter_key` takes it apart."""
+    """The key of a part of a change: what `adapter_key` takes apart."""
     return f"{component}{module}." + (f"lora_embedding_{role}" if embedding and role in "AB" else _ENDS[scheme][role])
 
 
@@ -117,7 +117,7 @@ _WORD = re.compile(rf"({'|'.join([*_WORDS, *sorted(_PLAIN.split(), key=len, reve
 
 
 def split_words(module: str) -> str:
-    """kohya's name of a module with its dots, for modules of diffusers' UNets and of CLIP; empty for others."""
+    """kohya's name of a module with its dots restored, for diffusers' UNets and CLIP; empty for other modules."""
     words = [match[1] for match in _WORD.finditer(module)]
     return ".".join(words) if "_".join(words) == module else ""
 
@@ -143,11 +143,11 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
         is_other = all(key.startswith("base_model.model.") and ".base_layer." not in key for key in texts)
         return "PEFT adapter (not low-rank)" if is_other or texts == ["prompt_embeddings"] else ""
     shapes = [getattr(node[key], "shape", None) for key, of in factors.items() if of.role in RANKED]
-    found = factors.values()
-    methods, schemes = sorted({method_of(each.role) for each in found}), sorted({each.scheme for each in found})
-    modules = {(each.component, each.module, each.depth) for each in found}
-    leaves = sorted({each.module.rpartition(".")[2] for each in found})
-    names = "" if next(iter(found)).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
+    keys = factors.values()
+    methods, schemes = sorted({method_of(factor.role) for factor in keys}), sorted({factor.scheme for factor in keys})
+    modules = {(factor.component, factor.module, factor.depth) for factor in keys}
+    leaves = sorted({factor.module.rpartition(".")[2] for factor in keys})
+    names = "" if next(iter(keys)).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
     ranks = sorted({shape[0] for shape in shapes if shape and len(shape) > 1})
     rank = f", rank {listed(ranks, 4)}" if ranks else ""
     kind = f"{' and '.join(methods)} adapter, {' and '.join(schemes)} names"
@@ -156,10 +156,10 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
 
 # Places in a base -----------------------------------------------------------------------------------------------------
 
-_CANDIDATES = 100  # of a name: with more there is no telling anyway
+_CANDIDATES = 100  # of a name: among more, none can be chosen anyway
 _SAMPLES = 3  # of an adapter's names, from which the prefixes are taken that all of them are then tried with
 Spellings = Sequence[str]
-"""The names that a tensor may have, the first that there is."""
+"""The names that a tensor may have, of which the first that exists counts."""
 
 
 def _moved(name: str, removed: str, added: str) -> str:
@@ -167,8 +167,8 @@ def _moved(name: str, removed: str, added: str) -> str:
 
 
 class Places:
-    """The names of a base, and with which prefix in the place of which those of each of an adapter's components become
-    them.
+    """The names of a base; and for each component of an adapter, the prefix to remove and the one to add that make its
+    names those of the base.
 
     underscored: as kohya spells modules, `a.b_c.weight` as `a_b_c.weight`.
     """
@@ -181,75 +181,75 @@ class Places:
             module, dot, leaf = name.rpartition(".")
             self.names.setdefault(module.replace(".", self.separator) + dot + leaf, []).append(name)
 
-    def settle(self, component: str, wanted: Sequence[Spellings]) -> None:
-        """Finds the prefixes by which most of the wanted names are found. Raises `Conflict` where two find equally
-        many."""
-        hits = {("", ""): self._hits(wanted)}
-        samples = wanted[:: max(1, len(wanted) // _SAMPLES)] if hits["", ""] < len(wanted) else ()
-        for prefixes in (each for spellings in samples for each in self._candidates(spellings)):
+    def settle(self, component: str, names: Sequence[Spellings]) -> None:
+        """Chooses the prefixes with which most of the names are found in the base. Raises `Conflict` where two find
+        equally many."""
+        hits = {("", ""): self._hits(names)}
+        samples = names[:: max(1, len(names) // _SAMPLES)] if hits["", ""] < len(names) else ()
+        for prefixes in (pair for spellings in samples for pair in self._candidates(spellings)):
             if prefixes not in hits:
-                hits[prefixes] = self._hits(wanted, *prefixes)
+                hits[prefixes] = self._hits(names, *prefixes)
         best = [prefixes for prefixes, count in hits.items() if count == max(hits.values())]
         if best[0] != ("", ""):
             shortest = min(len(removed) for removed, _ in best)  # `a.b` for `b` says no more than `a` for nothing
             best = [(removed, added) for removed, added in best if len(removed) == shortest]
             if len(best) > 1:
                 places = listed([added for _, added in best])
-                what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
+                what = f"the base has the adapter's names {counted(len(best), 'time')}: under {places}"
                 raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         self.prefixes[component] = best[0]
 
     def moved(self) -> list[str]:
-        """Which prefixes are others, in words."""
-        shown = ([repr(one) if one else "no prefix" for one in both] for both in self.prefixes.values() if any(both))
+        """The prefixes that differ, in words."""
+        shown = ([repr(text) if text else "no prefix" for text in pair] for pair in self.prefixes.values() if any(pair))
         return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in shown))
 
     def in_base(self, component: str, name: str) -> str:
-        """An adapter's name as the base has it; empty for one that does not begin as its prefix."""
+        """An adapter's name as the base has it; empty for one that does not begin with the component's prefix."""
         return _moved(name, *self.prefixes.get(component, ("", "")))
 
     def key(self, component: str, names: Spellings) -> str | None:
         """The base's name for the first of an adapter's that it has, or None. Raises `Conflict` where there are two."""
         for name in names:
-            found = self.names.get(self.in_base(component, name), [])
-            if len(found) > 1:
-                what = f"{name} is {listed(found)}"
-                raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
-            if found:
-                return found[0]
+            matches = self.names.get(self.in_base(component, name), [])
+            if len(matches) > 1:
+                what = f"{name} is {listed(matches)}"
+                raise Conflict(what, "Without their dots these names are equal. Nothing was written.")
+            if matches:
+                return matches[0]
         return None
 
-    def _hits(self, wanted: Sequence[Spellings], removed: str = "", added: str = "") -> int:
-        return sum(any(_moved(name, removed, added) in self.names for name in spellings) for spellings in wanted)
+    def _hits(self, names: Sequence[Spellings], removed: str = "", added: str = "") -> int:
+        return sum(any(_moved(name, removed, added) in self.names for name in spellings) for spellings in names)
 
     def _candidates(self, spellings: Spellings) -> Iterator[tuple[str, str]]:
-        """The prefixes to remove and to add by which names of the base have the longest end that any has."""
+        """The pairs of prefixes, to remove and to add, that give names of the base with the longest end in common."""
         for name in spellings:
             module = name.rpartition(".")[0]
             cuts = [place + 1 for place, letter in enumerate(module) if letter == self.separator == "."]
             for cut in [0, *cuts[:8]]:
                 ends = (name[cut:], self.separator + name[cut:])
-                same = [each for each in self.names if each == ends[0] or each.endswith(ends[1])]
-                yield from [(name[:cut], each.removesuffix(ends[0])) for each in same[:_CANDIDATES]]
-                if same:
+                matches = [key for key in self.names if key == ends[0] or key.endswith(ends[1])]
+                yield from [(name[:cut], key.removesuffix(ends[0])) for key in matches[:_CANDIDATES]]
+                if matches:
                     break
 
 
 def is_linear(module: str, shapes: Mapping[Any, Sequence[int] | None]) -> bool:
     """True where the weight of a module is known to be a matrix or kernels that the input is multiplied with, not a
-    table of embeddings: by the last part of its name, its dimensions, its bias, or as it is of one of several blocks.
+    table of embeddings: by the last part of its name, its dimensions, its bias, or being in one of several blocks.
 
     shapes: of all tensors of the model.
     """
     *blocks, leaf = module.split(".")
     if words := re.findall(r"[a-z]+|\d+", re.sub(r"([a-z])([A-Z])", r"\1_\2", leaf).lower()):
-        last = words[-2] if words[-1].isdigit() and len(words) > 1 else words[-1]
-        if last in _LINEAR or len(shapes[f"{module}.weight"] or ()) > 2:
+        last_word = words[-2] if words[-1].isdigit() and len(words) > 1 else words[-1]
+        if last_word in _LINEAR or len(shapes[f"{module}.weight"] or ()) > 2:
             return True
         if not _TABLES.isdisjoint(words) or any("embed" in word for word in words):
             return False
     is_bias = shapes.get(f"{module}.bias") is not None
-    return is_bias or (not leaf.isdigit() and any(each.isdigit() for each in blocks))
+    return is_bias or (not leaf.isdigit() and any(block.isdigit() for block in blocks))
 
 
 _LINEAR = set("proj projection fc linear dense conv query key value q k v o w wq wk wv wo qkv out head".split())
@@ -261,33 +261,33 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
     """A function that tells whether a weight is [in, out], as transformers' Conv1D has them: {True} or {False}, both
     where matrices around it are of both kinds, and neither where nothing tells.
 
-    A matrix tells it by its bias; a square one as those do whose names end alike, or else those of the smallest block
-    around it that has any.
+    A matrix tells it by its bias; a square one is as those whose names end alike, or else as those of the smallest
+    block around it that has any.
     """
-    told: dict[str, bool] = {}
+    transposed: dict[str, bool] = {}
     for key, weight in base.items():
         if type(key) is str and key.endswith(".weight") and isinstance(weight, TensorEntry):
             bias = base.get(f"{key.removesuffix('weight')}bias")
             if len({*weight.shape}) == len(weight.shape) == 2 and isinstance(bias, TensorEntry):
-                told[key] = bool(bias.shape == weight.shape[1:])
+                transposed[key] = bool(bias.shape == weight.shape[1:])
 
     @cache
     def votes(block: str, name: str = "") -> frozenset[bool]:
-        """What the matrices in a block tell, those of modules of this name or all."""
-        own = (key for key in told if key.startswith(block) and name in ("", _module_name(key)))
-        return frozenset(told[key] for key in own)
+        """What the matrices in a block tell: those of modules of this name, or all."""
+        keys = (key for key in transposed if key.startswith(block) and name in ("", _module_name(key)))
+        return frozenset(transposed[key] for key in keys)
 
     def turns(key: str) -> frozenset[bool]:
         shape = base[key].shape
         if len(shape) != 2 or shape[0] != shape[1]:
-            return frozenset({told.get(key, False)})
-        found, block = votes("", _module_name(key)), key[:1000]  # a name may be long
-        if len(found) != 1:
-            found = frozenset()
-        while not found and block:
+            return frozenset({transposed.get(key, False)})
+        tally, block = votes("", _module_name(key)), key[:1000]  # a name may be long
+        if len(tally) != 1:
+            tally = frozenset()
+        while not tally and block:
             block = block[: block.rfind(".", 0, -1) + 1]
-            found = votes(block)
-        return found
+            tally = votes(block)
+        return tally
 
     return turns
 

@@ -26,9 +26,9 @@ def nested(tree: Any) -> Any:
     """
     if not isinstance(tree, dict):
         return tree
-    below = {key: _unflattened(value) for key, value in tree.items() if isinstance(value, dict)}
-    if any(below[key] is not tree[key] for key in below):
-        tree = {key: below.get(key, value) for key, value in tree.items()}
+    children = {key: _unflattened(value) for key, value in tree.items() if isinstance(value, dict)}
+    if any(children[key] is not tree[key] for key in children):
+        tree = {key: children.get(key, value) for key, value in tree.items()}
     return _unflattened(tree)
 
 
@@ -48,28 +48,28 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
     result: dict[Any, Any] = {}
     for key, value in node.items():
         text = key if type(key) is str else ""
-        place = next((each for each in options if text.startswith((f"{each}state.", each + _GROUPS))), None)
+        place = next((start for start in options if text.startswith((f"{start}state.", start + _GROUPS))), None)
         if place is None:
             result[key] = value
             continue
-        inside = result.setdefault(place[:-1], {}) if place else result
-        state = inside.setdefault("state", {})
-        inside.setdefault("param_groups", [])
+        parent = result.setdefault(place[:-1], {}) if place else result
+        state = parent.setdefault("state", {})
+        parent.setdefault("param_groups", [])
         if text.startswith(f"{place}state."):
-            # NAME.KEY…: the name is the longest of a group's that it begins with, else all but the last part.
-            name, _, last = text.removeprefix(f"{place}state.").rpartition(".")
-            below, known = [last], name
-            while known not in options[place] and len(below) < MAX_LEVELS and "." in known:
-                known, _, part = known.rpartition(".")
-                below.append(part)
-            if known not in options[place]:
-                known, below = name, [last]
-            for part in (known, *below[:0:-1]):
+            # NAME.KEY…: the name is the longest of the groups' names that it begins with, else all but the last part.
+            name, _, leaf = text.removeprefix(f"{place}state.").rpartition(".")
+            levels, parameter = [leaf], name
+            while parameter not in options[place] and len(levels) < MAX_LEVELS and "." in parameter:
+                parameter, _, part = parameter.rpartition(".")
+                levels.append(part)
+            if parameter not in options[place]:
+                parameter, levels = name, [leaf]
+            for part in (parameter, *levels[:0:-1]):
                 state = state.setdefault(part, {})
                 if not isinstance(state, dict):
                     shown = text.removeprefix(f"{place}state.")[:200]
-                    raise Corrupt(f"an optimizer's key {shown} runs through another value", "It was damaged.")
-            state[last] = value
+                    raise Corrupt(f"an optimizer's key {shown} leads through another value", "It was damaged.")
+            state[leaf] = value
     for place, names in options.items():
         (result[place[:-1]] if place else result)["param_groups"] += _groups(names)
     return result
@@ -96,7 +96,7 @@ def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with `state.NAME.KEY` and `param_groups.NAME.OPTION`; its slots must be by name."""
+    """The same with `state.NAME.KEY` and `param_groups.NAME.OPTION`; its state must be keyed by name."""
     flat: dict[str, Any] = {}
     for name, slot in optimizer["state"].items():
         flat.update(_flat(f"state.{name}", slot))
@@ -108,8 +108,8 @@ def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for inner, below in value.items():
-            yield from _flat(f"{key}.{inner}", below)
+        for inner, child in value.items():
+            yield from _flat(f"{key}.{inner}", child)
     else:
         yield key, value
 

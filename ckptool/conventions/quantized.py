@@ -4,7 +4,7 @@ their formats, and the sizes that the parts have to have.
 What cannot be identified is reported by name, never guessed: a scale without its weight, codes without their scale.
 `FORMATS` has a line for each format. Its function checks the parts of a weight and turns them to the weight's own
 orientation, [out, in], as strided views: codes by rows, and tables [rows, groups] of scales and zero points. Nothing is
-computed here, and only what a shape is written in is read. What does not fit raises `Unsupported`.
+computed here, and only tensors that a shape is stored in are read. What does not fit raises `Unsupported`.
 
 Sources: transformers/integrations (finegrained_fp8.py, mxfp4.py), compressed_tensors/compressors,
 bitsandbytes/functional.py (`QuantState`), AutoGPTQ, AutoAWQ (`WQLinear_GEMM`), and of torchao's files
@@ -61,8 +61,8 @@ class QuantizedWeight:
             return f"{self.kind} with a scale for each tensor"
         if any(size != 1 for size in rows):
             return f"{self.kind} in {rows[-1]} × {columns} blocks"
-        each = columns == self.shape[-1]
-        return f"{self.kind} with a scale for each channel" if each else f"{self.kind} in groups of {columns}"
+        is_per_channel = columns == self.shape[-1]
+        return f"{self.kind} with a scale for each channel" if is_per_channel else f"{self.kind} in groups of {columns}"
 
 
 # The configuration ---------------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ _KNOWN = {
     "gptq": ["gptq", "gptq_v2"],
     "awq": ["gemm"],
 }
-# The fields of configurations that are read here, or say nothing of the values: how they were found and are computed
-# with. Any other that is not empty, as a rotation, may be a step that is not known here; so may a text other than those
-# listed behind a field.
+# The fields of configurations that are read here, or do not affect the values: how these were found and are computed
+# with. Any other that is not empty, such as a rotation, may be a step that is not known here; so may a text other than
+# those listed after a field.
 _FIELDS = {
     name: texts.split("|") if texts else []
     for name, _, texts in (
@@ -104,10 +104,11 @@ _TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "f
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The facts of a configuration that shapes may leave open; empty where it does not say.
+    """The facts of a configuration that shapes may leave open; empty where it does not give them.
 
     blocks: (rows, columns) that share a scale, where 0 is all of them.  symmetric: None where it does not say.
-    reordered: columns are in no order of groups.  forms: names of the file's format.  unknown: why it is not known.
+    reordered: columns are not in the order of their groups.  forms: names of the file's format.  unknown: why the
+    configuration is not known.
     """
 
     method: str = ""
@@ -123,8 +124,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
     """The facts of a `quantization_config`."""
     method = _text(config.get("quant_method"))
     groups = config.get("config_groups")  # of compressed-tensors
-    divided = [each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict)]
-    nodes = [each for each in (config, *divided) if isinstance(each, dict)]
+    divided = [part for part in (groups.values() if isinstance(groups, dict) else ()) if isinstance(part, dict)]
+    nodes = [part for part in (config, *divided) if isinstance(part, dict)]
     names = ["checkpoint_format", "format", *(["version"] if method == "awq" else [])]
     forms = tuple(text.lower() for node in nodes for name in names if (text := _text(node.get(name))))
     weights = [node["weights"] for node in nodes if isinstance(node.get("weights"), dict)]
@@ -153,8 +154,8 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
 
 
 def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any], weights: list[Any]) -> Iterator[str]:
-    """What of a configuration is not known: its method, its format, its fields. divided: its groups."""
-    if method and not any(method in each.methods for each in (*FORMATS, TORCHAO)):
+    """What is not known in a configuration: its method, its format, its fields. divided: its groups."""
+    if method and not any(method in format_.methods for format_ in (*FORMATS, TORCHAO)):
         yield f"the quantization method {method!r} is not known"
     for form in forms:
         if form not in _KNOWN.get(method, forms):
@@ -165,7 +166,7 @@ def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any],
             yield odd.format(key[:60])
         elif isinstance(value, str) and _FIELDS.get(key) and value.lower() not in _FIELDS[key]:
             yield odd.format(f"{key}={value[:60]}")
-    for node in (each for each in divided if each.get("weights") in weights):
+    for node in (group for group in divided if group.get("weights") in weights):
         form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
         if kind in ("int", "float") and _TYPES.get(form, kind) != kind:
             yield odd.format(f"type={kind}")
@@ -182,10 +183,10 @@ def are_sizes(values: Any) -> bool:
 def parsed(text: Any, kind: type) -> Any:
     """The JSON value in a text, if it is of this type; else an empty one."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, TypeError, RecursionError):
-        found = None
-    return found if isinstance(found, kind) else kind()
+        value = None
+    return value if isinstance(value, kind) else kind()
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -212,45 +213,45 @@ def _shaped(*entries: TensorEntry) -> str:
 def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> QuantizedWeight:
     """The weight with the sizes of its blocks, which follow from its scale: one number, one for each row, or a grid.
 
-    even: blocks that are a power of two and divide a row are told by shapes.
+    even: shapes alone tell blocks that are a power of two and divide a row.
     """
     shape, scale = weight.shape, weight.parts["scale"]
     scale = replace(scale, dtype=EXPONENTS) if scale.dtype.name == "u8" else scale
-    found = f"scales {_shaped(scale)} for a weight {list(shape)[:8]}"
-    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH and scale.dtype.is_float, found)
+    mismatch = f"scales {_shaped(scale)} for a weight {list(shape)[:8]}"
+    require(len(shape) >= 2 and are_sizes(shape) and shape[-1] <= MAX_WIDTH and scale.dtype.is_float, mismatch)
     grid = (*scale.shape, *(1,) * (len(shape) - 1)) if scale.shape == shape[:1] else scale.shape
     grid = (1,) * len(shape) if scale.numel == 1 else grid
-    require(len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True)), found)
-    require(all(n in (1, size) for n, size in zip(grid[:-2], shape, strict=False)), found)
-    wanted = scheme.blocks or {(_own_block(shape[-2], grid[-2], False), _own_block(shape[-1], grid[-1], even))}
-    wanted = {(rows or shape[-2], columns or shape[-1]) for rows, columns in wanted}
-    fitting = [pair for pair in wanted if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]]
-    told = [axis for axis in (-2, -1) if grid[axis] not in (1, shape[axis])]  # by the configuration alone
-    same = len({tuple(pair[axis] for axis in told) for pair in fitting}) == 1
-    require(same, f"{found}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(wanted)])}")
+    require(len(grid) == len(shape) and all(0 < n <= size for n, size in zip(grid, shape, strict=True)), mismatch)
+    require(all(n in (1, size) for n, size in zip(grid[:-2], shape, strict=False)), mismatch)
+    blocks = scheme.blocks or {(_block_size(shape[-2], grid[-2], False), _block_size(shape[-1], grid[-1], even))}
+    blocks = {(rows or shape[-2], columns or shape[-1]) for rows, columns in blocks}
+    fitting = [pair for pair in blocks if tuple(map(ceil_div, shape[-2:], pair)) == grid[-2:]]
+    open_axes = [axis for axis in (-2, -1) if grid[axis] not in (1, shape[axis])]  # told by the configuration alone
+    is_unique = len({tuple(pair[axis] for axis in open_axes) for pair in fitting}) == 1
+    require(is_unique, f"{mismatch}, not in blocks of {listed([f'{r} × {c}' for r, c in sorted(blocks)])}")
     block = list(map(ceil_div, shape, grid))
-    for axis in told:
+    for axis in open_axes:
         block[axis] = fitting[0][axis]
     parts = dict(weight.parts) | {"scale": scale.reshape((prod(grid[:-1]), grid[-1]))}
     if (zeros := parts.get("zeros")) is not None and weight.codes == "plain":
         fits = zeros.shape == scale.shape and zeros.dtype.kind in ("int", "float")
-        require(fits, f"zero points {_shaped(zeros)}, {found}")
+        require(fits, f"zero points {_shaped(zeros)}, {mismatch}")
         parts["zeros"] = zeros.reshape(parts["scale"].shape)
     index = parts.get("g_idx")
-    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{found}, another g_idx")
+    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{mismatch}, a wrong g_idx")
     missing = scheme.reordered and index is None and weight.codes == "bits" and grid[-1] > 1
-    require(not missing, "no g_idx, and columns that were reordered, as the configuration has it")
+    require(not missing, "no g_idx, though the configuration says that columns were reordered")
     missing = scheme.symmetric is False and "zeros" not in parts and weight.kind.startswith("int")
-    require(not missing, "no zero points, and codes that are not symmetric, as the configuration has it")
+    require(not missing, "no zero points, though the configuration says that codes are not symmetric")
     return replace(weight, parts=parts, grid=grid, block=tuple(block))
 
 
-def _own_block(size: int, count: int, even: bool) -> int:
-    """The size of so many blocks of a dimension, the last of which may be cut. even: a power of two that fits is it."""
-    least, most = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
-    told = count in (1, size) or least == most or (even and size % count == 0 and not least & (least - 1))
-    require(told, f"{count} scales for {size}, blocks of {least} to {most}: config.json says which (weight_block_size)")
-    return least
+def _block_size(size: int, count: int, even: bool) -> int:
+    """The size of `count` blocks along a dimension, the last may be cut. even: a power of two that fits is taken."""
+    low, high = ceil_div(size, count), size if count == 1 else ceil_div(size, count - 1) - 1
+    fits = count in (1, size) or low == high or (even and size % count == 0 and not low & (low - 1))
+    require(fits, f"{count} scales for {size}, blocks of {low} to {high}: config.json says which (weight_block_size)")
+    return low
 
 
 # The formats ---------------------------------------------------------------------------------------------------------
@@ -259,8 +260,8 @@ def _own_block(size: int, count: int, even: bool) -> int:
 def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     """Float8 or int8 codes in the weight's place, with a scale for all, for each row, group or block."""
     codes, scale = weight.parts["codes"], weight.parts["scale"]
-    known = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
-    require(known, f"codes of type {codes.dtype}")
+    fits = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
+    require(fits, f"codes of type {codes.dtype}")
     if scale.dtype.name == "u8" and not scheme.blocks:
         scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
     kind = "int8" if codes.dtype.name == "i8" else "fp8"
@@ -272,33 +273,33 @@ def _int8(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     fits = codes.dtype.name == "i8" and len(codes.shape) == 2 and scale.shape == codes.shape[:1]
     fits = fits and (layout is None or (layout.numel == 1 and not any(layout.bytes())))  # 0: by rows
     require(fits, f"codes, SCB and weight_format {_shaped(*weight.parts.values())}")
-    made = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme())
-    return replace(made, codes="int8", kind="bitsandbytes int8")
+    checked = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme())
+    return replace(checked, codes="int8", kind="bitsandbytes int8")
 
 
 def _packed(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     """compressed-tensors: int32 words of any number of bits, or bytes of two e2m1 floats."""
     parts, codes = dict(weight.parts), weight.parts["codes"]
-    given = parts.pop("shape", None)
+    sizes = parts.pop("shape", None)
     if codes.dtype.name == "u8":
         return _fp4(replace(weight, parts=parts))
-    require(given is not None and given.dtype.kind == "int" and 2 <= given.numel <= 8, "no weight_shape")
-    assert given is not None
-    shape = tuple(int(size) for size in given.numpy().reshape(-1))
+    require(sizes is not None and sizes.dtype.kind == "int" and 2 <= sizes.numel <= 8, "no weight_shape")
+    assert sizes is not None
+    shape = tuple(int(size) for size in sizes.numpy().reshape(-1))
     fits = codes.dtype.name == "i32" and are_sizes(shape) and codes.shape[:-1] == shape[:-1]
     fitting = {b for b in range(1, 9) if fits and ceil_div(shape[-1] * b, 32) == codes.shape[-1]}
     fitting = fitting & scheme.bits if scheme.bits else fitting
     require(len(fitting) == 1 and "global" not in parts, f"words {_shaped(codes)} for a weight {list(shape)[:8]}")
     bits = fitting.pop()
-    made = replace(weight, parts=parts, codes="bits", bits=bits, kind=f"int{bits}", shape=shape)
-    made = _gridded(made, scheme, even=True)
-    rows, groups = made.parts["scale"].shape
+    checked = replace(weight, parts=parts, codes="bits", bits=bits, kind=f"int{bits}", shape=shape)
+    checked = _gridded(checked, scheme, even=True)
+    rows, groups = checked.parts["scale"].shape
     zeros = parts.get("zeros")
     fits = zeros is None or (
         zeros.dtype.name == "i32" and zeros.shape == (ceil_div(rows * bits, 32), groups) and len(shape) == 2
     )
-    require(fits and all(size == 1 for size in made.block[:-1] if rows > 1), f"parts {_shaped(*parts.values())}")
-    return made
+    require(fits and all(size == 1 for size in checked.block[:-1] if rows > 1), f"parts {_shaped(*parts.values())}")
+    return checked
 
 
 def _fp4(weight: QuantizedWeight) -> QuantizedWeight:
@@ -309,8 +310,8 @@ def _fp4(weight: QuantizedWeight) -> QuantizedWeight:
     fits = fits and parts.keys() == {"codes", "scale"} | (set() if mx else {"global"})
     fits = fits and (mx or (parts["global"].numel == 1 and parts["global"].dtype.is_float))
     require(fits, f"parts {_shaped(*parts.values())}")
-    made = replace(weight, codes="fp4", kind="mxfp4" if mx else "nvfp4", shape=shape)
-    return _gridded(made, Scheme(blocks=frozenset({(1, size)})))
+    checked = replace(weight, codes="fp4", kind="mxfp4" if mx else "nvfp4", shape=shape)
+    return _gridded(checked, Scheme(blocks=frozenset({(1, size)})))
 
 
 def _mxfp4(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
@@ -348,29 +349,29 @@ def _bitsandbytes(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
 def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     """Words of 32 bits: GPTQ's go down the rows of [in, out], AWQ's along them. The weight is [out, in]."""
     codes, zeros, scale = (weight.parts[role] for role in ("codes", "zeros", "scale"))
-    found = f"parts {_shaped(*weight.parts.values())}"
-    fits = all(len(each.shape) == 2 and each.numel > 0 for each in (codes, zeros, scale))
-    require(fits and codes.dtype.name == zeros.dtype.name == "i32" and zeros.shape[0] == scale.shape[0], found)
+    mismatch = f"parts {_shaped(*weight.parts.values())}"
+    fits = all(len(table.shape) == 2 and table.numel > 0 for table in (codes, zeros, scale))
+    require(fits and codes.dtype.name == zeros.dtype.name == "i32" and zeros.shape[0] == scale.shape[0], mismatch)
     out, width = scale.shape[1], zeros.shape[1]
     awq = "g_idx" not in weight.parts and codes.shape[1] * 8 == width * 8 == out
     bits = 4 if awq else next((b for b in (2, 3, 4, 8) if b * out == width * 32 and codes.shape[1] == out), 0)
     columns = codes.shape[0] if awq or not bits else codes.shape[0] * 32 // bits
-    require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), found)
+    require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), mismatch)
     method = "awq" if awq else "gptq"
-    require(scheme.method in ("", method), f"{method.upper()} by its shapes, and not by the configuration")
+    require(scheme.method in ("", method), f"{method.upper()} by its shapes, but not by the configuration")
     require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
     parts = dict(weight.parts) | {"codes": codes.transpose(), "zeros": zeros.transpose(), "scale": scale.transpose()}
     facts = {"symmetric": scheme.symmetric, "forms": scheme.forms, "stored": "" if awq else "gptq"}
-    made = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
-    return _gridded(replace(made, kind=f"{method.upper()} {bits} bit"), scheme, even=True)
+    checked = replace(weight, parts=parts, codes="awq" if awq else "bits", bits=bits, facts=facts, shape=(out, columns))
+    return _gridded(replace(checked, kind=f"{method.upper()} {bits} bit"), scheme, even=True)
 
 
 class QuantizedFormat(NamedTuple):
     """A way to name the parts of a weight. All their names begin alike; these are the ends, by role.
 
     marker: the end of the key that identifies it.  weight: the end of the weight's own name.  methods: those of
-    configurations that have it.  weak: names of other things end so as well: the codes are integers or float8, and all
-    that is needed is there.
+    configurations that use it.  weak: names of other things may end like this too, so the codes must be integers or
+    float8, and all parts that are needed must be there.
     """
 
     marker: str
@@ -407,8 +408,8 @@ TORCHAO = QuantizedFormat("", "", {"codes": "qdata", "scale": "scale"}, {"zeros"
 
 # Weights by the names of their parts ---------------------------------------------------------------------------------
 
-_MARKERS = tuple(each.marker for each in FORMATS)
-_TORCHAO = {"Float8Tensor": 2, "Int8Tensor": 2, "IntxUnpackedToInt8Tensor": 3}  # and their parts
+_MARKERS = tuple(format_.marker for format_ in FORMATS)
+_TORCHAO = {"Float8Tensor": 2, "Int8Tensor": 2, "IntxUnpackedToInt8Tensor": 3}  # and how many parts they have
 _ACTIVATION = re.compile(
     r"(?:^|[._])(?:input|output|activation|[qkv]|[qkv]_proj|prob|kv_cache)_"
     r"(?:scale|zero_point|global_scale|scale_ub|scale_inv|g_idx)$"
@@ -443,54 +444,54 @@ class Quantized:
 
 
 def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Quantized:
-    """The quantized weights of a state dict. Reads `weight_shape` and bitsandbytes' states alone.
+    """The quantized weights of a state dict. Reads only `weight_shape` and bitsandbytes' states.
 
     config: the `quantization_config` beside it.  metadata: of its container.
     """
     scheme = scheme_of(config)
-    found, taken = Quantized(), dict[str, str]()
+    result, taken = Quantized(), dict[str, str]()
     if scheme.unknown and any(map(_are_codes, tree.values())):
-        found.problems.append(scheme.unknown)
-    for name, format_, keys, own in _named(tree, metadata, found.problems, taken):
+        result.problems.append(scheme.unknown)
+    for name, format_, keys, facts in _named(tree, metadata, result.problems, taken):
         problem = ""
-        if twice := [key for key in keys.values() if taken.setdefault(key, name) != name]:
-            problem = f"{twice[0]} belongs to two weights"
+        if shared := [key for key in keys.values() if taken.setdefault(key, name) != name]:
+            problem = f"{shared[0]} belongs to two weights"
         elif name in tree and name not in keys.values():
-            problem = f"{name} is there as well as {keys['codes']}"
+            problem = f"both {name} and {keys['codes']} are present"
         elif scheme.method and scheme.method not in format_.methods:
-            problem = f"{name} is not quantized as {scheme.method} does it"
+            problem = f"{name} is not quantized the way {scheme.method} does it"
         elif any(tree[key].nbytes > tree[key].storage.nbytes for key in keys.values()):
-            problem = f"{name} is made of views that repeat their values"
+            problem = f"{name} is made of expanded views"
         else:
             parts = {role: tree[key] for role, key in keys.items()}
             try:
-                found.weights.append(format_.read(QuantizedWeight(name, parts, tuple(keys.values())), own or scheme))
+                result.weights.append(format_.read(QuantizedWeight(name, parts, tuple(keys.values())), facts or scheme))
             except CkptoolError as error:
                 problem = f"{name}: {error.what}"
-        found.problems += [problem] if problem else []
-    if not (found or scheme.method or _is_scaled(tree)):
-        return found
+        result.problems += [problem] if problem else []
+    if not (result or scheme.method or _is_scaled(tree)):
+        return result
     # Scales of activations; and the parts of weights, and codes, that belong to nothing that is known.
-    names = {name for weight in found.weights for name in (weight.name, weight.keys[0])}
+    names = {name for weight in result.weights for name in (weight.name, weight.keys[0])}
     modules = {name[: dot.start()] for name in names for dot in re.finditer("[.]", name[:1000])}
     for key, value in tree.items():
         if isinstance(value, Composite) and "quantized" in value.kind:
-            found.problems.append(f"{key!s} is a {value.kind} tensor")
+            result.problems.append(f"{key!s} is a {value.kind} tensor")
         if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
             continue
         begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
         module = key.rpartition(".")[0]
         if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
-            found.left_out.append(key)
+            result.left_out.append(key)
         elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
-            found.problems.append(f"{key} belongs to no weight that is there")
+            result.problems.append(f"{key} belongs to no weight in the file")
         elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
-            found.problems.append(f"{key} is of type {value.dtype}, and has no scale that is known")
-    return found
+            result.problems.append(f"{key} is of type {value.dtype}, and has no known scale")
+    return result
 
 
 def may_be_quantized(tree: Mapping[Any, Any]) -> bool:
-    """False for what has no key and no type of a quantized weight, without a look at anything else."""
+    """False for a state dict with no key and no type of a quantized weight, without a look at anything else."""
     return any(type(key) is str and (key.endswith(_MARKERS) or _is_f8(value)) for key, value in tree.items())
 
 
@@ -509,19 +510,19 @@ Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
 def _named(
     tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str], taken: dict[str, str]
 ) -> Iterator[Named]:
-    """The weights that names tell. taken: gets the keys of what lacks a part."""
+    """The weights that names identify. taken: receives the keys of weights that lack a part."""
     for key in tree:
         if type(key) is not str or not key.endswith(_MARKERS):
             continue
-        format_ = next(each for each in FORMATS if key.endswith(each.marker))
+        format_ = next(candidate for candidate in FORMATS if key.endswith(candidate.marker))
         base = key[: -len(format_.marker)]
         if format_.weak and not _are_codes(tree.get(base + format_.needs["codes"])):
             continue
-        keys = _there(tree, {role: base + end for role, end in (format_.needs | format_.may).items()})
+        keys = _present(tree, {role: base + end for role, end in (format_.needs | format_.may).items()})
         if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
             if format_.weak:
                 continue  # of something else, unless there are quantized weights
-            problems.append(f"{key} is there, {missing[0]} is not")
+            problems.append(f"{key} is present, {missing[0]} is missing")
             taken |= dict.fromkeys(keys.values(), "")
         else:
             yield base + format_.weight, format_, keys, None
@@ -530,22 +531,22 @@ def _named(
         kind, data = fields.get("_type"), fields.get("_data")
         if kind in (None, "Tensor"):
             continue
-        module, _, last = name.rpartition(".")
+        module, _, leaf = name.rpartition(".")
         ends = TORCHAO.needs | TORCHAO.may
-        keys = _there(tree, {role: f"{module}._{last}_{end}" for role, end in ends.items()})
+        keys = _present(tree, {role: f"{module}._{leaf}_{end}" for role, end in ends.items()})
         sizes = data.get("block_size") if isinstance(data, dict) else None
         parts = fields.get("_tensor_data_names")  # all that the weight has
         count = len(parts) if isinstance(parts, list) else _TORCHAO.get(str(kind))
-        known = kind in _TORCHAO and {"codes", "scale"} <= keys.keys() and len(keys) == count
-        if known and isinstance(sizes, list) and len(sizes) == len(tree[keys["codes"]].shape) == 2 and are_sizes(sizes):
+        fits = kind in _TORCHAO and {"codes", "scale"} <= keys.keys() and len(keys) == count
+        if fits and isinstance(sizes, list) and len(sizes) == len(tree[keys["codes"]].shape) == 2 and are_sizes(sizes):
             yield name, TORCHAO, keys, Scheme(blocks=frozenset({(sizes[0], sizes[1])}))
         else:
             what = str(kind)[:60]
-            problems.append(f"{name} is torchao's {what}, or parts of one, of a layout that is not known")
+            problems.append(f"{name} is torchao's {what}, or parts of one, of an unknown layout")
             taken |= dict.fromkeys(keys.values(), "")
 
 
-def _there(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
+def _present(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
     return {role: key for role, key in keys.items() if isinstance(tree.get(key), TensorEntry)}
 
 

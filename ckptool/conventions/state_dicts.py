@@ -24,7 +24,7 @@ from ckptool.facts import dataclass, replace
 
 WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer state", "plain values"
 
-# Words in a name by which people call weights, their running average, and things that hold tensors but no weights.
+# Words in the names that people give weights, their running average, and things that hold tensors but no weights.
 _MODEL_WORDS = re.compile(
     r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|"
     r"backbone|teacher|student|actor|critic|policy"
@@ -40,7 +40,7 @@ _OTHER_WORDS = re.compile(
     re.IGNORECASE,
 )
 _TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
-# What stands among weights, and holds counters; anywhere else a model may be in it.
+# Entries among weights that hold counters; anywhere else there may be a model in them.
 _TRAINING_STATE = re.compile(r"(train|training|trainer)_state|data_?loaders?", re.IGNORECASE)
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
 # state dict.
@@ -55,9 +55,9 @@ _PARAMETER_NAMES = frozenset(
 class StateDict:
     """A part of a checkpoint and its kind. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
-    module: where the part is a whole pickled module; `node` is then its state dict, which stands nowhere in the tree.
-    base: where the tree that it was found in is in its file.
-    arrays: where the part is a dictionary of numpy arrays, that dictionary; `node` then has tensors in their places.
+    module: the object, if the part is a whole pickled module; `node` is then its state dict, which the tree lacks.
+    base: the path in the file to the tree that it was found in.
+    arrays: the dictionary, if the part is one of numpy arrays; `node` then has tensors in their places.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class StateDict:
         return self.kind in (WEIGHTS, AVERAGE)
 
     def names(self) -> list[str]:
-        """The keys of weights that are texts, without those of what belongs to the training beside them."""
+        """The keys of weights that are strings, without those of entries that belong to the training."""
         return [key for key, value in self.node.items() if type(key) is str and not is_beside(key, value)]
 
     def __str__(self) -> str:
@@ -114,27 +114,27 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
 
 
 def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[StateDict]:
-    """The model roots whose keys a verb may change. named: of a named part, the dictionary itself if it has none.
+    """The model roots whose keys a verb may change. named: the user named the part, so it is a root if it has none.
 
-    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, inside of which
-    are no keys to change.
+    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, which has no
+    keys to change.
     """
     roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
-    if whole := [root for root in roots if root.module is not None]:
+    if modules := [root for root in roots if root.module is not None]:
         where = str(checkpoint.source or "the checkpoint")
-        take = command("convert", input_of(checkpoint.source, whole[0].address), out=OUT_SAFETENSORS)
-        place = f"#{whole[0].address}" if whole[0].path else ""
-        what = f"{where}{place} is a {whole[0].detail}, pickled with its class"
-        why = "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
+        take = command("convert", input_of(checkpoint.source, modules[0].address), out=OUT_SAFETENSORS)
+        place = f"#{modules[0].address}" if modules[0].path else ""
+        what = f"{where}{place} is a {modules[0].detail}, pickled with its class"
+        why = "Its names are attributes of objects, not keys: if they changed, the class would not find them."
         why += " Nothing was written."
         raise UsageError(what, why, f"Write only its weights, then change those: {take}")
     return roots
 
 
 def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> list[StateDict]:
-    """The model roots, or what is at an address. arrays: of numpy arrays too, where there are no others."""
+    """The model roots, or what is at an address. arrays: those of numpy arrays, if there are no others."""
     if at is not None:
         path, node = find(checkpoint.tree, at)
         root = arrays and isinstance(node, dict) and _array_root(path, node)
@@ -145,19 +145,19 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
         return [replace(root, base=checkpoint.base)]
     roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
-    found = [] if roots else array_state_dicts(checkpoint.tree)
-    if not roots and not (arrays and found):
+    array_roots = [] if roots else array_state_dicts(checkpoint.tree)
+    if not roots and not (arrays and array_roots):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
         why, fix = "Commands that change keys work on those.", f"See what it has: {command('inspect', file)}"
-        if found:  # which no address makes weights
-            fix = f"Make tensors of its {found[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
+        if array_roots:  # no address turns those into weights
+            fix = f"Make tensors of its {array_roots[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
         elif is_optimizer(checkpoint.tree):
-            why = "It is the state of an optimizer."
-            fix = f"All of it goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
+            why = "It is optimizer state."
+            fix = f"Everything goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
         else:
             fix += f"; then name the part: {arg(at=ADDRESS)}"
         raise UsageError(f"{where} has no dictionary that looks like model weights", why, fix)
-    return roots or found
+    return roots or array_roots
 
 
 def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[StateDict, str]:
@@ -175,7 +175,7 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     where = str(checkpoint.source or "the checkpoint")
     what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
     fix = f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
-    raise UsageError(what, "This command takes one of them.", fix)
+    raise UsageError(what, "This command takes one set.", fix)
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
@@ -193,8 +193,8 @@ def array_state_dicts(tree: Any) -> list[StateDict]:
 
     Those that look like weights, if any do.
     """
-    found = [root for root in _special(tree, arrays=True) if root.arrays is not None]
-    return [root for root in found if _looks_like_weights(root.path, root.node)] or found
+    roots = [root for root in _special(tree, arrays=True) if root.arrays is not None]
+    return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
 
 
 def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:
@@ -203,11 +203,11 @@ def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:
         return None
     if any(isinstance(value, (TensorEntry, Composite)) for value in node.values()):
         return None
-    made = with_tensors(node)
-    count = sum(isinstance(value, TensorEntry) for value in made.values())
-    if not count or 2 * count < len(made):
+    entries = with_tensors(node)
+    count = sum(isinstance(value, TensorEntry) for value in entries.values())
+    if not count or 2 * count < len(entries):
         return None
-    return StateDict(path, made, _kind_at(path), counted(count, "numpy array"), arrays=node)
+    return StateDict(path, entries, _kind_at(path), counted(count, "numpy array"), arrays=node)
 
 
 def unnamed_tensors(root: StateDict) -> list[tuple[Path, Tensor]]:
@@ -234,7 +234,7 @@ _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state"
 
 def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
-    and dictionaries of numpy arrays, whose inside is."""
+    also dictionaries of numpy arrays, whose inside is searched."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), tree)]
@@ -252,7 +252,7 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
             root = StateDict(path, node, OPTIMIZER, optimizer_detail(node))
         elif isinstance(node, dict) and _is_weights(place, node):
             kind = AVERAGE if averaged and place == ("state_dict",) else _kind_at(place)
-            detail, joined = "", "\n".join(node)  # the quickest way to look at all of many
+            detail, joined = "", "\n".join(node)  # the quickest way to search many names
             if any(part in joined for part in ("lora", "hada_w", "lokr_w", "base_model.model.", "prompt_embeddings")):
                 from ckptool.conventions.adapter_keys import adapter_detail  # of few files
 
@@ -272,7 +272,7 @@ def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[St
             stack += reversed(parts)
 
 
-MANY_STATE_DICTS = 20  # that are named where one of them has to be chosen
+MANY_STATE_DICTS = 20  # that are listed where one of them has to be chosen
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, Object})
 
 
@@ -292,8 +292,8 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
         return False
     if _is_other(path):
         return False
-    inside = [(key, value) for key, value in members.items() if isinstance(value, (dict, list, tuple))]
-    nested = sum(1 for key, value in inside if not (dotted and is_beside(key, value)) and _holds_tensors(value))
+    containers = [(key, value) for key, value in members.items() if isinstance(value, (dict, list, tuple))]
+    nested = sum(1 for key, value in containers if not (dotted and is_beside(key, value)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
     return _looks_like_weights(path, tensor_keys)
@@ -312,7 +312,7 @@ def is_of_training(key: Any) -> bool:
 
 
 def _is_other(path: Path) -> bool:
-    """True where a name on the way says that it is no weights: `callbacks`, `hyper_parameters`; but for averages."""
+    """True where a name in the path says that it holds no weights (`callbacks`, `hyper_parameters`), save averages."""
     average = bool(path) and isinstance(path[-1], str) and bool(_AVERAGE_WORDS.search(path[-1]))
     return not average and any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
 
@@ -324,7 +324,7 @@ def _looks_like_weights(path: Path, names: Iterable[str]) -> bool:
 
 
 def _holds_tensors(node: Any, depth: int = 3) -> bool:
-    """True if there are tensors in a container, or in containers that it holds, so many levels down."""
+    """True if there are tensors in a container, or in the containers in it, down to so many levels."""
     if is_optimizer(node):
         return True
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
@@ -389,11 +389,11 @@ def wrappers(key: str) -> str:
 def _peeled(key: str) -> tuple[list[str], list[str]]:
     """The segments of a key that are wrappers', and the others."""
     *modules, name = key.split(".")
-    ours = [part for part in modules if part in INNER_WRAPPERS]
+    peeled = [part for part in modules if part in INNER_WRAPPERS]
     others = [part for part in modules if part not in INNER_WRAPPERS]
     if others[:1] == ["module"]:
-        ours.insert(modules.index("module"), others.pop(0))
-    return ours, [*others, name]
+        peeled.insert(modules.index("module"), others.pop(0))
+    return peeled, [*others, name]
 
 
 def bare(path: Path) -> Path:
@@ -410,29 +410,29 @@ def unwrapped_front(key: str) -> str:
 
 
 def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str] = lambda name: "") -> dict[str, str]:
-    """The name for each of those that are wanted: an equal one, else the one that is equal without wrappers' prefixes.
+    """For each wanted name the one of `names` for it: an equal one, else the one equal without wrappers' prefixes.
 
-    Raises `Conflict` where two names would be one. fix: by leaving out the one of them.
+    Raises `Conflict` where two names would be one. fix: of that error, to leave out the name it is called with.
     """
     names = dict.fromkeys(names)
     wanted = dict.fromkeys(wanted)
     pairs = {name: name for name in wanted if name in names}
     bare = [(without_wrappers(name), name) for name in wanted if name not in pairs]
     counts = Counter(short for short, _ in bare)
-    goals = {short: name for short, name in bare if counts[short] == 1}
-    for name in names if goals else ():
-        if name in wanted or (goal := goals.get(without_wrappers(name))) is None:
+    targets = {short: name for short, name in bare if counts[short] == 1}
+    for name in names if targets else ():
+        if name in wanted or (target := targets.get(without_wrappers(name))) is None:
             continue
-        if goal in pairs:
-            what = f"{pairs[goal]} and {name} would both be {goal!r}"
-            why = "Without the prefixes of wrappers they are the same name. Nothing was changed."
+        if target in pairs:
+            what = f"{pairs[target]} and {name} would both be {target!r}"
+            why = "Without the wrappers' prefixes they are the same name. Nothing was changed."
             raise Conflict(what, why, fix(name))
-        pairs[goal] = name
+        pairs[target] = name
     return pairs
 
 
 def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | None) -> str:
-    """How `--resize` computes the positions of a square grid for another one: a ViT at another size. Empty for else."""
+    """How `--resize` computes a square grid's positions for another grid: a ViT at another size. Empty for others."""
     if "pos" not in name.lower() or not have or not want or min(len(have), len(want)) < 2 or have[-1] != want[-1]:
         return ""
     for first in (0, 1, 2):

@@ -41,15 +41,15 @@ CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoin
 class Format:
     """A container: what is true of all of its kind, and the way to its code.
 
-    begins: the first bytes of files that its code is asked about, with those whose names end in one of `endings`.
-    is_folder: it may be a folder; its code is asked about one in whose names, one on a line, `holds` is found.
+    begins: the first bytes of files that its code is asked about, beside those whose names end in one of `endings`.
+    is_folder: it may be a folder; its code is asked about those in whose names, one on a line, `holds` is found.
     suffixes: of files that are written, the usual one first; none where a folder is.  writes_folder: it is written as
     a folder, not as a file.
     appendable: it can be edited in place.  tensors_only: it has names of tensors and no more, so that one state dict is
     chosen for it.  keeps_ties: it can say that two names are one tensor.  keeps_metadata: where it has only tensors,
     the `_metadata` of a state dict too.  keeps_tree: it can be written with everything that a checkpoint holds.
     own_metadata: its metadata are its own byte order and versions.  is_program: its tensors belong to code.
-    recoverable: of a damaged one, what is whole can be told.
+    recoverable: what is whole in a damaged one can be told.
     leftovers: names in its folders of files that another run may have left, and that go with them.
     pickled: its files are pickles, or have some inside.  disguise: first bytes with which a file of this kind may be a
     pickle as well, whose first opcodes pass over the rest of the header; the empty pattern: it always may.
@@ -79,10 +79,10 @@ class Format:
     def detect(self, head: bytes, source: Input) -> bool:
         """True for one of its files. head: the first bytes of a file; of a folder, none."""
         if isinstance(source, Folder):
-            asked = self.is_folder and re.search(self.holds, "\n".join(source.names), re.MULTILINE) is not None
+            may_fit = self.is_folder and re.search(self.holds, "\n".join(source.names), re.MULTILINE) is not None
         else:
-            asked = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
-        return asked and (not hasattr(self.code, "detect") or self.code.detect(head, source))
+            may_fit = source.path.endswith(self.endings) or re.match(self.begins, head, re.DOTALL) is not None
+        return may_fit and (not hasattr(self.code, "detect") or self.code.detect(head, source))
 
     def write(self, checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         """The plan of a new file. Raises `Unsupported` for what it cannot hold, `UnsafeObject` for unknown calls."""
@@ -161,36 +161,36 @@ def read_source(source: Input) -> Checkpoint:
     from ckptool.formats.folder import CODE, FOLDER, as_part, led_elsewhere
 
     with while_open(), unchanged(source):
-        found = read_alone(source)
-        part = found.part or as_part(found)
-        if part is None and isinstance(source, Folder) and found.container != "folder":
-            own = found.source
-            opened = own.files if isinstance(own, Folder) else [os.path.basename(own.path)] if own else []
+        checkpoint = read_alone(source)
+        part = checkpoint.part or as_part(checkpoint)
+        if part is None and isinstance(source, Folder) and checkpoint.container != "folder":
+            inner = checkpoint.source
+            opened = inner.files if isinstance(inner, Folder) else [os.path.basename(inner.path)] if inner else []
             if not {*source.names} <= {name.partition("/")[0] for name in opened}:  # it may have members, too
                 from ckptool.formats.members import with_members
 
-                found = with_members(found, Folder(source.path))
-                part = found.part
+                checkpoint = with_members(checkpoint, Folder(source.path))
+                part = checkpoint.part
     if part is not None:
         fix = command("inspect", part.whole) if part.whole and part.kind is not PartKind.MEMBERS else ()
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
-        found = replace(found, part=part, notes=(*found.notes, note))
+        checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
     if isinstance(source, Folder):
         if not source.far and (links := led_elsewhere(source.path, source.files)):
-            what = counted(len(links), "file is a link that leads", "files are links that lead")
+            what = counted(len(links), "file is a link that points", "files are links that point")
             shown = listed([f"{name} → {place}" for name, place in links.items()], 3)
             note = Note("link-elsewhere", f"{what} out of the folder: {shown}")
-            found = replace(found, notes=(*found.notes, note))
-        found.kept[FOLDER] = source.path  # whose other files are judged where it is asked what would run
-    return found
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+        checkpoint.kept[FOLDER] = source.path  # whose other files `members.all_uses` judges
+    return checkpoint
 
 
 def read_alone(source: Input) -> Checkpoint:
-    """Opens one of the files that a checkpoint is put together from, without asking whether it is a part."""
+    """Opens a file or folder by itself, without asking whether it is a part of something."""
     head = b""
     if isinstance(source, Source):
         if not source.size:
-            why = "It was never written, or lost in a crash or a full disk."
+            why = "It was never written, or its data was lost in a crash or on a full disk."
             raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
         head = source.read(0, min(HEAD, source.size))
         if head[:4] not in ZIP:
@@ -203,7 +203,7 @@ def read_alone(source: Input) -> Checkpoint:
                 from ckptool.pickles.decode import reaches_a_call
 
                 if reaches_a_call(FileRange(source, 0, source.size)):
-                    why = "Its first bytes are opcodes that skip what makes it a file of its format; a program follows."
+                    why = "Its first bytes are also opcodes that skip its header; a program follows."
                     raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
             try:
                 with no_collection():
@@ -234,9 +234,9 @@ def by_name(name: str) -> Format:
 def for_output(path: str | os.PathLike[str], default: str) -> Format:
     """The format of an output's suffix; else the one called `default`, if it can be written; else torch's."""
     name = os.fspath(path)
-    meant = SUFFIXES.get(os.path.splitext(name.rstrip("/"))[1].lower())
-    if meant is not None and (meant.writes_folder or not name.endswith("/")):
-        return meant
+    container = SUFFIXES.get(os.path.splitext(name.rstrip("/"))[1].lower())
+    if container is not None and (container.writes_folder or not name.endswith("/")):
+        return container
     return named(default) if named(default).writable else named(DEFAULT)
 
 
@@ -262,17 +262,17 @@ def refuse_name(
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1].lower()
     torch = written.name == DEFAULT and (not original or original.startswith("torch-"))
-    own = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.name)
-    if not (asked or suffix in SUFFIXES or own) and re.fullmatch(_SUFFIX, suffix):
+    is_kept = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.name)
+    if not (asked or suffix in SUFFIXES or is_kept) and re.fullmatch(_SUFFIX, suffix):
         import difflib
 
-        near = difflib.get_close_matches(suffix, [each for each in SUFFIXES if len(each) > 5], 1, 0.8)
+        near = difflib.get_close_matches(suffix, [ending for ending in SUFFIXES if len(ending) > 5], 1, 0.8)
         if near or suffix in NOT_WRITTEN or not torch:
-            meant = f"Did you mean {near[0]}? " if near else ""
-            fix = f"{meant}To write a torch file of that name: {arg(container='torch-zip')}"
+            hint = f"Did you mean {near[0]}? " if near else ""
+            fix = f"{hint}To write a torch file of that name: {arg(container='torch-zip')}"
             raise UsageError(f"{suffix} is not the suffix of a container that ckptool writes", _WRITABLE, fix)
     if written.writes_folder and name.lower().endswith(".json"):
-        what = f"{name} is the name of an index, and shards are written as a folder"
+        what = f"{name} is an index's name, but shards are written as a folder"
         why = "The index is one of the files in it."
         raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
@@ -317,15 +317,15 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
     return replace(checkpoint, tree=node, metadata=metadata, base=(*checkpoint.base, *path), **alone)
 
 
-def is_in_memory(given: object) -> bool:
+def is_in_memory(value: object) -> bool:
     """True for what is no file: objects in memory, and checkpoints that are open already."""
-    is_read = given is None or isinstance(given, (str, os.PathLike)) or callable(getattr(given, "read", None))
-    return isinstance(given, (Mapping, Checkpoint)) or not is_read
+    is_read = value is None or isinstance(value, (str, os.PathLike)) or callable(getattr(value, "read", None))
+    return isinstance(value, (Mapping, Checkpoint)) or not is_read
 
 
-def shown(given: CheckpointLike) -> str:
+def shown(file: CheckpointLike) -> str:
     """What to call an input: its path, or its type."""
-    return named_urls(os.fspath(given)) if isinstance(given, (str, os.PathLike)) else type(given).__name__
+    return named_urls(os.fspath(file)) if isinstance(file, (str, os.PathLike)) else type(file).__name__
 
 
 def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
@@ -336,8 +336,8 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
     """
     if isinstance(file, Checkpoint):
         # A part is in no file by itself: none may be copied in its place.
-        whole = replace(file, base=(), source=None) if file.base else file
-        return Opened(whole, at, whole.source.path if whole.source is not None else "")
+        checkpoint = replace(file, base=(), source=None) if file.base else file
+        return Opened(checkpoint, at, checkpoint.source.path if checkpoint.source is not None else "")
     if is_in_memory(file):
         from ckptool.formats.in_memory import checkpoint_in_memory
 
@@ -347,14 +347,14 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         checkpoint = read_source(source)
     if isinstance(file, (str, os.PathLike)):
         return Opened(checkpoint, at if at is not None else place, source.path)
-    given: Any = file
+    stream: Any = file
     follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
     if follows and isinstance(source, Source):  # another stream, which torch reads next
         from ckptool.formats.torch_legacy import read_stream
 
         _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
         with suppress(OSError, ValueError):  # a pipe stays at its end
-            given.seek(end - source.size, os.SEEK_CUR)
+            stream.seek(end - source.size, os.SEEK_CUR)
     return Opened(checkpoint, at, source.path if may_exist(source.path) else "")
 
 
@@ -384,31 +384,31 @@ def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool = Fals
 
 def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     """Raises `OnlyAPart` for a checkpoint that is only a part, unless a part will do."""
-    found = checkpoint.part
-    if found is None or part:
+    partial = checkpoint.part
+    if partial is None or part:
         return
-    take = f"take it as it is: {arg(part=True)}"
-    if found.kind is PartKind.MEMBERS:
-        raise _of_members(checkpoint, found, take)
-    what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {found.label}"
-    way = f"See the whole: {command('inspect', found.whole)}; or {take}" if found.whole else f"T{take[1:]}"
-    raise OnlyAPart(what, found.sentence(), way)
+    take = f"take it as is: {arg(part=True)}"
+    if partial.kind is PartKind.MEMBERS:
+        raise _of_members(checkpoint, partial, take)
+    what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {partial.label}"
+    way = f"See the whole: {command('inspect', partial.whole)}; or {take}" if partial.whole else f"T{take[1:]}"
+    raise OnlyAPart(what, partial.sentence(), way)
 
 
-def _of_members(checkpoint: Checkpoint, found: PartOf, otherwise: str | Command) -> OnlyAPart:
+def _of_members(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) -> OnlyAPart:
     """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    source, member = checkpoint.source, found.whole
+    source, member = checkpoint.source, part.whole
     if isinstance(source, Source):
         member = source.path
     elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
-        inside = os.path.relpath(os.path.join(source.path, first), found.whole)
-        member = os.path.join(found.whole, inside.partition(os.sep)[0])
+        relative = os.path.relpath(os.path.join(source.path, first), part.whole)
+        member = os.path.join(part.whole, relative.partition(os.sep)[0])
     fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
-    if found.join:
-        how = found.join if isinstance(found.join, Command) else Command(found.join)
+    if part.join:
+        how = part.join if isinstance(part.join, Command) else Command(part.join)
         fix = f"Say how: {how} (docs/formats.md has rules to start from); or n{fix[1:]}"
-    what = f"{found.whole} is a folder, of which {found.label} are there and whole"
-    return OnlyAPart(what, found.sentence(), fix)
+    what = f"{part.whole} is a folder, of which {part.label} are there and whole"
+    return OnlyAPart(what, part.sentence(), fix)
 
 
 def changeable(opened: Opened) -> Opened:
@@ -417,13 +417,13 @@ def changeable(opened: Opened) -> Opened:
     Raises `OnlyAPart` for a file that the index beside it names, and for a folder of members that are not all there, or
     are not joined.
     """
-    found = opened.checkpoint.part
-    if found is not None and found.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
-        raise _of_members(opened.checkpoint, found, command("convert", opened.path, part=True, out=OUT_PT))
-    if found is not None and found.index:
-        what = f"{opened.checkpoint.source} is {found.label} of {os.path.join(found.whole, found.index)}"
+    part = opened.checkpoint.part
+    if part is not None and part.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
+        raise _of_members(opened.checkpoint, part, command("convert", opened.path, part=True, out=OUT_PT))
+    if part is not None and part.index:
+        what = f"{opened.checkpoint.source} is {part.label} of {os.path.join(part.whole, part.index)}"
         why = "Changed alone, it would no longer fit the index and the other shards. Nothing was written."
-        raise OnlyAPart(what, why, f"Name the folder instead: {quoted(found.whole)}")
+        raise OnlyAPart(what, why, f"Name the folder instead: {quoted(part.whole)}")
     return opened
 
 

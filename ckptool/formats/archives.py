@@ -27,7 +27,7 @@ from ckptool.formats.zip.directory import LEADS_ELSEWHERE
 NAME = "archive"
 OTHERS, PICKLES = "other-records", "embedded-pickles"  # of the notes
 MAX_TEXT = MAX_TABLE = 1 << 20
-MAX_FOLDERS = 100  # one in the other
+MAX_FOLDERS = 100  # one inside the other
 _WEIGHTS = re.compile(r"\.(?:pth|pt|th|ckpt|bin|safetensors)\Z")
 _NAMED = re.compile(rb"\.(?:pth|pt|th|ckpt|safetensors|distcp)")
 # Archives of other kinds that may hold such files: torch's, TorchServe's, Java's, Office's.
@@ -50,61 +50,61 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The checkpoint that the files in an archive are. Reads their tables, no tensor data.
+    """The checkpoint that the files in an archive make up. Reads their tables, no tensor data.
 
     Raises `Ambiguous` for two files of one name, `Corrupt` for names that lead elsewhere, `LimitExceeded` for folders
-    in more than 100 others, `Unsupported` for compressed files, and what reading each file raises.
+    nested more than 100 deep, `Unsupported` for compressed files, and what reading each file raises.
     """
     values: dict[str, Any] = {}
     notes: list[Note] = []
     discarded: list[Any] = []
-    names, others = set[str](), list[str]()
+    names, skipped = set[str](), list[str]()
     pickles = 0
     for full_name, part in _files(source, notes):
         name = full_name.removeprefix("./")
         if name in names:
             raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
         if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
-            what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
+            what = f"{source}: the name {name[:200]!r} points outside of the folder that it is unpacked to"
             raise Corrupt(what, "No program writes such names; the archive is malicious.")
         if name.endswith(".distcp"):
             what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
-            raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
+            raise Unsupported(what, "Such a folder can only be read once it is unpacked.", _unpack(source))
         names.add(name)
         if _WEIGHTS.search(name):
             head = part.read(0, min(HEAD, part.size))
             try:
                 if head[:4] in ZIP:
-                    found = torch_zip.read(part)
+                    checkpoint = torch_zip.read(part)
                 elif torch_legacy.begins_stream(head):
                     stream = FileRange(part.file, part.start, part.size)
-                    found, _ = torch_legacy.read_stream(stream, name=str(part))
+                    checkpoint, _ = torch_legacy.read_stream(stream, name=str(part))
                 elif name.endswith(safetensors.SUFFIXES):
-                    found = safetensors.read(part)
+                    checkpoint = safetensors.read(part)
                 else:
-                    why = "It is no file of torch.save or safetensors, or of an old kind."
-                    raise Unsupported(f"{source}: {name} is not read inside of an archive", why, _unpack(source))
+                    why = "It is neither a torch nor a safetensors file, or is of an old kind."
+                    raise Unsupported(f"{source}: {name} cannot be read inside an archive", why, _unpack(source))
             except CkptoolError as error:
                 raise error.within(f"{source}: {name}") from None
-            notes += [Note(note.code, f"{name}: {note.message}") for note in found.notes]
-            discarded += found.discarded
-            values[name] = found.tree
+            notes += [Note(note.code, f"{name}: {note.message}") for note in checkpoint.notes]
+            discarded += checkpoint.discarded
+            values[name] = checkpoint.tree
             continue
         try:
             text = part.read(0, part.size).decode() if part.size <= MAX_TEXT else "\0"
         except UnicodeDecodeError:
             text = "\0"
         if "\0" in text:  # or larger than the texts of a checkpoint are
-            others.append(name)
+            skipped.append(name)
             continue
         values[name] = text
         if name == "data" or name.endswith(".json"):
             with suppress(ValueError, RecursionError):
                 values[name] = json.loads(text)
         pickles += text.count('":serialized:"')
-    if others:
-        shown = listed(others, 3)
-        notes.append(Note(OTHERS, f"{counted(len(others), 'file is', 'files are')} no checkpoint: {shown}"))
+    if skipped:
+        shown = listed(skipped, 3)
+        notes.append(Note(OTHERS, f"{counted(len(skipped), 'file is', 'files are')} no checkpoint: {shown}"))
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
         notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
@@ -113,14 +113,14 @@ def read(source: Source) -> Checkpoint:
 
 
 def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Values by the parts of their names, as they lie in folders. Raises `Ambiguous` where a folder is a file, too,
-    `LimitExceeded` for folders in more than 100 others."""
+    """Values nested by the folders in their names. Raises `Ambiguous` where a folder is a file, too, `LimitExceeded`
+    for folders nested more than 100 deep."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *folders, last = name.split("/")
         if len(folders) > MAX_FOLDERS:
             what = f"{where}{name[:200]!r} is in {counted(len(folders), 'folder')}"
-            raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
+            raise LimitExceeded(what, f"ckptool reads at most {MAX_FOLDERS:,}; the archive is probably malicious.")
         node = tree
         for depth, folder in enumerate(folders):
             if "/".join(folders[: depth + 1]) in values:

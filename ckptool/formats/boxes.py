@@ -16,8 +16,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Stored:
-    """A tensor like another one, of other bytes of a file. There may be hundreds of thousands: its entry is made when
-    it is asked for, once. crc: the checksum of its bytes."""
+    """A tensor like another one, in other bytes of a file. There may be hundreds of thousands, so its entry is made
+    once, when it is asked for. crc: the checksum of its bytes."""
 
     __slots__ = ("_entry", "begin", "crc", "file", "like")
 
@@ -35,7 +35,7 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A tensor that is the block of another one which begins at `offsets`, counted in elements.
+    """A tensor that is a block of a larger one; `offsets`: where it begins in that, in elements.
 
     owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
     """
@@ -79,10 +79,10 @@ def overlap(one: Box, other: Box) -> Box | None:
     return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)
 
 
-def sizes_of(node: Any, most: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `most`."""
+def sizes_of(node: Any, limit: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
+    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `limit`."""
     if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
         node = node.args[0]
-    if not isinstance(node, (list, tuple)) or len(node) > most:
+    if not isinstance(node, (list, tuple)) or len(node) > limit:
         return None
     return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None

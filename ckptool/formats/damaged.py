@@ -35,7 +35,7 @@ from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Record
 from ckptool.pickles.decode import decode
 
-_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes that are searched at once, first and from then on
+_FEW, _CHUNK = 4 << 10, 1 << 20  # bytes searched at a time: at first, and from then on
 MOST_PICKLES = 8  # inflated at most: a small file may have thousands
 QUICK = 16 << 20  # bytes searched to count the records
 COUNTED = 100_000  # records looked at in doing so
@@ -79,8 +79,8 @@ class Salvaged:
     """The contents of a damaged file.
 
     checkpoint: the tree, with lost storages in it.  records, whole: how many there were, and are.  proven: by
-    checksums.  how: what was done.  prefix: so many bytes of the file are a whole archive as they are (None: they are
-    not).
+    checksums.  how: what was done.  prefix: how many bytes at its beginning are a whole archive as they are (None: none
+    are).
     """
 
     checkpoint: Checkpoint
@@ -95,7 +95,7 @@ class Salvaged:
         """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
         lost = []
         for path, node in walk(self.checkpoint.tree):
-            losses = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
+            losses = ((stored.storage, lost_of(stored.storage)) for stored in stored_parts(node))
             loss = next(((storage, record) for storage, record in losses if record is not None), None)
             if loss is not None:
                 storage, record = loss
@@ -109,14 +109,14 @@ class Salvaged:
         checkpoint, lost = self.checkpoint, self.lost_tensors()
         if not lost:
             return replace(checkpoint, origin=None), lost, []
-        tree, dropped = _without(checkpoint.tree, {id(tensor.node) for tensor in lost})
+        tree, dropped = _without_nodes(checkpoint.tree, {id(tensor.node) for tensor in lost})
         earlier = str(checkpoint.metadata.get(marks.RECOVERED, ""))
         mark = marks.recovered_mark([tensor.address for tensor in lost], earlier)
         metadata = {**checkpoint.metadata, marks.RECOVERED: mark}
         return replace(checkpoint, tree=tree, metadata=metadata, origin=None), lost, dropped
 
 
-def _without(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
+def _without_nodes(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
     """The tree without the nodes of these ids, and the addresses of an optimizer's states that had to go along.
 
     An entry of a dictionary is left out; in a list or tuple, where the others would move up, None stands in its place.
@@ -144,7 +144,7 @@ def _without(tree: Any, ids: set[int]) -> tuple[Any, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """Stands where data is read that is lost."""
+    """Reads data that is lost: raises `Corrupt`."""
 
     record: LostRecord
 
@@ -154,13 +154,13 @@ class NotThere:
 
 def lost_of(storage: Storage) -> LostRecord | None:
     """Why a storage's data is lost; None if it is there."""
-    return next((read.record for part in storage.below() if isinstance(read := part.data.read, NotThere)), None)
+    return next((read.record for leaf in storage.below() if isinstance(read := leaf.data.read, NotThere)), None)
 
 
 def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
     """The contents of `source`, which was found damaged (`error`: how).
 
-    Raises `error` where nothing can be told of it, `FileProblem`, or `UsageError` for a folder or another container.
+    Raises `error` where nothing can be recovered, `FileProblem`, or `UsageError` for a folder or another container.
     """
     if not isinstance(source, Source):
         fix = f"See which is damaged: {command('scan', source.path, full=True)}"
@@ -174,12 +174,12 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
         # The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones.
         checkpoint, offsets, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
         for storage in reversed([*storages(checkpoint.tree)]):
-            for part in storage.below():
-                if isinstance(data := part.data, FileRange):
+            for leaf in storage.below():
+                if isinstance(data := leaf.data, FileRange):
                     offsets.add(data.offset)
                     if data.offset + data.length > source.size:
                         lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
-                        part.data = Computed(data.length, NotThere(lost[data.offset]))
+                        leaf.data = Computed(data.length, NotThere(lost[data.offset]))
         return Salvaged(checkpoint, len(offsets), len(offsets) - len(lost), tuple(lost.values()), False)
 
 
@@ -230,8 +230,8 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
             if walk.goes_on or not root:
                 raise error or _not_recovered(source)
         elif earlier is not None and min((at for at in headers if at >= earlier.end), default=-1) == earlier.end:
-            state, root = earlier, _root(earlier.records)  # that of an edit of which not all was written
-    # A record that begins the file may be none of the state's any more; torch looks at its first bytes all the same.
+            state, root = earlier, _root(earlier.records)  # that before an edit which was not written whole
+    # The record that begins the file may not be in the state any more; torch looks at its first bytes all the same.
     is_exact = source.read(0, 4) == b"PK\x03\x04" and state is not None and all(map(_agrees, state.records.values()))
     if state is not None:
         archive, records = state, state.by_offset()
@@ -268,7 +268,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
     if f"{root}constants.pkl" in intact or any(name.startswith(f"{root}code/") for name in intact):
         raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
-    # Of "big" and "little" the length tells, too; torch wrote no byte order before 2.1.
+    # The length alone tells "big" from "little"; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in intact.values()} | {loss.name: loss.nbytes for loss in lost}
     exempt = (f"{root}version", f"{root}data.pkl")
     short = any(size == len("big") for name, size in sizes.items() if name not in exempt and f"{root}data/" not in name)
@@ -278,7 +278,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     lossy = _Lossy(archive, lost)
     checkpoint = torch_zip.of_archive(archive, lossy.find)
     if any(loss.name == root + marks.RECOVERED_RECORD for loss in lost):
-        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # of what, is lost
+        checkpoint.metadata[marks.RECOVERED] = marks.recovered_mark([])  # what they were is lost, too
     losses = {loss.name: loss for loss in lost} | lossy.lost
     count = len({record.name for record in records} | losses.keys())
     # Where its headers and checksums all say the same, its bytes are good as they are.
@@ -337,7 +337,7 @@ class _Walk:
         self.states = 0  # that were tried
         at, previous = 0, -1
         while previous < at and len(self.records) < max_records and not self.goes_on:
-            previous, at = at, self._record(at)
+            previous, at = at, self._add_record(at)
             if at == previous:
                 at = self._past_directory(at)
         self._prove_names()
@@ -347,7 +347,7 @@ class _Walk:
         at = min(at, self.source.size)
         return self.archive.peek(at, min(length, self.source.size - at))
 
-    def _record(self, at: int) -> int:
+    def _add_record(self, at: int) -> int:
         """Adds the record whose header is at `at`, if a usual one is there; gives the byte at which to go on."""
         head = self._peek(at, LOCAL.size)
         if head[:4] != b"PK\x03\x04" or len(head) < LOCAL.size:
@@ -369,7 +369,7 @@ class _Walk:
         self.records.append(record)
         if flags & 8 and not stored:
             known_size = self.sizes.get(name) if not method else None
-            record.stored = self._searched(record) if known_size is None else known_size
+            record.stored = self._search_length(record) if known_size is None else known_size
             record.size = max(0, record.stored)
         end: int = data_at + record.stored
         if record.stored < 0 or end > self.source.size:
@@ -383,7 +383,7 @@ class _Walk:
             _, record.crc, _, record.size = layout.unpack(self._peek(end, layout.size))
             end += layout.size
         elif (size != stored and not method) or (not stored and self._peek(end, 2) not in (b"PK", b"")):
-            self.why[record] = HEADER  # of no data, nothing proves that there is none
+            self.why[record] = HEADER  # nothing proves that it has no data
         if not self.root and _is_pickle(name) and self.pickles < MOST_PICKLES:
             self.pickles += 1
             # The storages and their sizes, of a pickle that its checksum proves.
@@ -397,7 +397,7 @@ class _Walk:
                     self.sizes = {name: record.size for name, record in lossy.archive.records.items()}
         return end
 
-    def _searched(self, record: Record) -> int:
+    def _search_length(self, record: Record) -> int:
         """The length of data whose length is stated nowhere: up to a descriptor that fits its place (-1: none)."""
         at, length = record.data_at, _FEW  # most such records are short
         while self.budget > 0 and len(chunk := self._peek(at, length)) >= DESCRIPTOR.size:
@@ -456,8 +456,8 @@ class _Walk:
             if fitting := [order for order in orders if order[matched : matched + 1] == [record.name]]:
                 orders, matched, last = fitting, matched + 1, record
             elif record.name in self.sizes or 0 < matched < len(sizes):
-                doubted = [*self.records[number:], *([last] if last is not None else ())]
-                self.why |= {record: NO_NAME for record in doubted if record not in self.why}
+                unproven = [*self.records[number:], *([last] if last is not None else ())]
+                self.why |= {record: NO_NAME for record in unproven if record not in self.why}
                 return
 
 

@@ -1,4 +1,4 @@
-"""The files of ranks in a folder: their names, which are missing, what does not fit; and of what a file is a part.
+"""The files of ranks in a folder: their names, which are missing, what does not fit; and what a file is a part of.
 
 Whether what is taken for a checkpoint is a rank's share, one shard of several or placeholders is decided here, from the
 tree (tensors that several ranks share, DeepSpeed's and Megatron's entries), the name of the file and those beside it.
@@ -29,7 +29,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, 
 from ckptool.facts import replace
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-MAX_NAMES = 20_000  # in a folder, that are looked at beside a file
+MAX_NAMES = 20_000  # of a folder, looked at beside a file
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -84,21 +84,21 @@ def names_in(folder: str) -> list[str]:
 
 
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
-    """The files of a folder that are links to files outside of it (but for the `blobs` of a hub's cache), with where
-    each leads."""
-    here = os.path.realpath(folder)
-    cache = os.path.join(here.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
-    real = {name: os.path.realpath(os.path.join(here, name)) for name in names}
-    return {name: place for name, place in real.items() if not place.startswith((here + os.sep, cache + os.sep))}
+    """The files of a folder that are links to files outside of it (except the `blobs` of a hub's cache), and where each
+    leads."""
+    root = os.path.realpath(folder)
+    cache = os.path.join(root.partition(f"{os.sep}snapshots{os.sep}")[0], "blobs")
+    real = {name: os.path.realpath(os.path.join(root, name)) for name in names}
+    return {name: place for name, place in real.items() if not place.startswith((root + os.sep, cache + os.sep))}
 
 
 def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) -> list[str]:
     """The names that are missing in sets of ranks: up to the highest rank, or the size of the world where it is
     known."""
     sets: dict[tuple[str, str], dict[int, re.Match[str]]] = {}
-    for found in filter(None, map(pattern.fullmatch, names)):
-        sets.setdefault((found["set"], found["rest"]), {})[int(found["rank"])] = found
-        world = max(world, int(found["rank"]) + 1, int(found.groupdict().get("world") or 0))
+    for match in filter(None, map(pattern.fullmatch, names)):
+        sets.setdefault((match["set"], match["rest"]), {})[int(match["rank"])] = match
+        world = max(world, int(match["rank"]) + 1, int(match.groupdict().get("world") or 0))
     missing: list[str] = []
     for ranks in sets.values():
         example = next(iter(ranks.values()))
@@ -114,8 +114,8 @@ def missing_names(names: Iterable[str], pattern: NamePattern, world: int = 0) ->
 def refuse_renamed(checkpoint: Checkpoint) -> None:
     """Raises `Conflict` for a file of one rank, layer or expert that was saved under the name of another.
 
-    torch calls the root folder of a zip as the file that it is written to, and nothing else in a share of ZeRO says
-    which rank's it is.
+    torch names the root folder of a zip after the file that it writes, and nothing else in a share of ZeRO says which
+    rank's it is.
     """
     source, root = checkpoint.source, getattr(checkpoint.origin, "root", "").strip("/")
     if not root or not isinstance(source, Source):
@@ -126,7 +126,7 @@ def refuse_renamed(checkpoint: Checkpoint) -> None:
         if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
             raise Conflict(
                 f"{source} was saved as {saved}",
-                "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
+                "It takes the place of another rank's file, whose values would be lost or mixed up.",
                 "Copy all files of the folder again, each under its own name.",
             )
 
@@ -141,9 +141,9 @@ def number_in(value: Any) -> float | None:
     return value if type(value) is int or (type(value) is float and isfinite(value)) else None
 
 
-def missing_ranks(there: Collection[int], world: int) -> list[int]:
+def missing_ranks(present: Collection[int], world: int) -> list[int]:
     """The ranks below `world` that are not there, at most 1,000 of them."""
-    return list(islice((rank for rank in range(world) if rank not in there), MOST_NAMED))
+    return list(islice((rank for rank in range(world) if rank not in present), MOST_NAMED))
 
 
 def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> None:
@@ -151,9 +151,9 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
     one that says how many there are."""
     if beyond := [f"rank {rank:,}" for rank in sorted(ranks) if rank >= world]:
         raise Conflict(
-            f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
+            f"{folder} has files of {counted(len(beyond), 'rank')} in excess of the {world:,} that saved it: "
             f"{listed(beyond, 3)}",
-            f"{file} gives that number. The others are left from a larger world, and may be of another step.",
+            f"{file} gives that number. The others are left over from a larger world, and may be from another step.",
             "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
         )
     if missing := [f"rank {rank:,}" for rank in missing_ranks(ranks, world)]:
@@ -163,22 +163,22 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
-    why = "What the ranks saved is only complete together."
+    why = "Only the files of all ranks together are a checkpoint."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
 
 def mixed(where: object, one: str, other: str, what: str) -> Conflict:
     """The error for two files of one folder that are not of one checkpoint."""
     return Conflict(
-        f"{where}: {one} and {other} are of two checkpoints: {what}",
-        "Files of another step or another run lie in the folder; joined, they would be no model that ever was.",
+        f"{where}: {one} and {other} come from two checkpoints: {what}",
+        "The folder has files of another step or run; joined, they would be a model that never existed.",
         "Copy the folder again into an empty one, or take another checkpoint.",
     )
 
 
 def another_run(where: object, what: str) -> Conflict:
-    """The error for what the files of ranks should say alike, and do not."""
-    why = "A file was renamed, changed, or is of another step or run."
+    """The error for what the files of all ranks should agree on, and do not."""
+    why = "A file was renamed or changed, or comes from another step or run."
     return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
 
 
@@ -187,7 +187,7 @@ def damaged(where: object, what: str) -> Corrupt:
     return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
 
 
-# Of what a file is a part --------------------------------------------------------------------------------------------
+# What a file is a part of --------------------------------------------------------------------------------------------
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
@@ -198,73 +198,73 @@ _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _NO_VALUES = "weights without values"
-_ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
+_ONE_OF_SEVERAL = "model parallelism shards the weights over several files, and this is one of them"
 
 
 def as_part(checkpoint: Checkpoint) -> PartOf | None:
-    """Of what a file is a part, by its tree, its name and what lies beside it, the surest first; None for a whole
+    """What a file is a part of, by its tree, its name and what lies beside it, the surest first; None for a whole
     checkpoint."""
     source = checkpoint.source
-    # Of a folder, the files were put together by its index or table; an index or table by itself stands for its folder.
-    path = "" if source is None or isinstance(source, Folder) else source.path  # empty: of no name
-    tree, facts, (folder, name) = checkpoint.tree, _Facts(checkpoint.tree), os.path.split(path)
+    # A folder was put together by its index or table; an index or table that is named itself stands for its folder.
+    path = "" if source is None or isinstance(source, Folder) else source.path  # empty: it has no name
+    tree, facts, (folder, name) = checkpoint.tree, _TreeFacts(checkpoint.tree), os.path.split(path)
     top = tree if isinstance(tree, dict) else {}
     # A rank's share of tensors that several ranks hold.
-    named = OF_WORLD.fullmatch(name)
-    found = named or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
-    rank = int(found["rank"]) if found else facts.rank
-    world = int(named["world"]) if named else facts.world
+    world_match = OF_WORLD.fullmatch(name)
+    rank_match = world_match or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
+    rank = int(rank_match["rank"]) if rank_match else facts.rank
+    world = int(world_match["world"]) if world_match else facts.world
     if facts.shared:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
-        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
-        alike = [_NUMBERS.sub("#", each) for each in _beside(path)].count(_NUMBERS.sub("#", name))
-        whole = (folder or ".") if found and world and alike >= world else ""
+        what = "shared with other ranks; only this rank's values are here, while shapes are those of the whole"
+        similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
+        whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
     if facts.flat:
-        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
+        what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
         return _ranked(rank, world, what)
-    if named and world is not None and world > 1:
+    if world_match and world is not None and world > 1:
         return _ranked(rank, world, "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
-    named = STATES.fullmatch(name)
-    rank, optimizer = int(named["rank"]) if named else None, fields(top.get("optimizer_state_dict"))
-    if (named and "optim" in named["rest"]) or "partition_count" in optimizer:
+    states_match = STATES.fullmatch(name)
+    rank, optimizer = int(states_match["rank"]) if states_match else None, fields(top.get("optimizer_state_dict"))
+    if (states_match and "optim" in states_match["rest"]) or "partition_count" in optimizer:
         count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
-        world = max((each for each in items(count) or [count] if type(each) is int), default=None)
-        what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
-        return _ranked(rank, world, f"{what}; the model is in the files together")
+        world = max((n for n in items(count) or [count] if type(n) is int), default=None)
+        what = "one rank's share of the optimizer's state and of the f32 weights under ZeRO"
+        return _ranked(rank, world, f"{what}; the model is in all files together")
     if "param_shapes" in top and isinstance(source, Folder):
         return None  # what is empty there has no elements
     if "param_shapes" in top and facts.empty:
         world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
         what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
         part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
-        return part if named else replace(part, label=_NO_VALUES)
-    if named:
-        return _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
+        return part if states_match else replace(part, label=_NO_VALUES)
+    if states_match:
+        return _ranked(rank, None, "one file of a ZeRO checkpoint, which consists of all of them")
     if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
         return PartOf(PartKind.SHARD, label, what)
-    # A file of those over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
-    args = top.get("args") if "model" in top else None  # Megatron's say over how many files they divide it
+    # One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
+    args = top.get("args") if "model" in top else None  # Megatron's say over how many files it is divided
     sizes = [
         args.attributes.get(f"{kind}_model_parallel_size")
         for kind in ("tensor", "pipeline")
         if isinstance(args, Object)
     ]
     world = prod(size for size in sizes if type(size) is int and size > 0)
-    inside = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
-    for pattern, place, known in (
+    rank_folder = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
+    for pattern, place, stated in (
         (MODEL_STATES, path, top.get("mp_world_size")),
         (CONSOLIDATED, path, None),
-        (MODEL_PARALLEL, inside, world),
+        (MODEL_PARALLEL, rank_folder, world),
     ):
-        if found := pattern.fullmatch(os.path.basename(place)):
-            text = found["rank"] + (found["rest"] if pattern is MODEL_PARALLEL else "")
+        if match := pattern.fullmatch(os.path.basename(place)):
+            text = match["rank"] + (match["rest"] if pattern is MODEL_PARALLEL else "")
             number = int(text) if "_" not in text else None
-            others = sum(pattern.fullmatch(each) is not None for each in _beside(place))
-            count = max(others, known if type(known) is int else 1, (number or 0) + 1)
+            siblings = sum(pattern.fullmatch(file) is not None for file in _beside(place))
+            count = max(siblings, stated if type(stated) is int else 1, (number or 0) + 1)
             label = f"rank {text.replace('_', '/') if number is None else number} of {count:,}"
             if count > 1:
                 return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
@@ -273,34 +273,34 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         if world > 1:
             return _ranked(None, world, _ONE_OF_SEVERAL)
     if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
-        piece, ranks = PIECES.fullmatch(name), {each["rank"] for each in map(PIECES.fullmatch, _beside(path)) if each}
+        piece, ranks = PIECES.fullmatch(name), {m["rank"] for m in map(PIECES.fullmatch, _beside(path)) if m}
         what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
         return _ranked(int(piece["rank"]) - 1 if piece else None, len(ranks) or None, what)
     are_tensors = isinstance(tree, dict) and all(isinstance(value, (TensorEntry, Composite)) for value in top.values())
     if are_tensors and (shard := _shard(folder, name)) is not None:
         return shard
-    if facts.empty > 1 and 2 * facts.empty >= facts.named:
-        what = f"{facts.empty:,} of {counted(facts.named, 'weight')} are placeholders (shape [0])"
-        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 has them ungathered")
+    if facts.empty > 1 and 2 * facts.empty >= facts.weights:
+        what = f"{facts.empty:,} of {counted(facts.weights, 'weight')} are placeholders (shape [0])"
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 saves ungathered weights")
     return None
 
 
 def _shard(folder: str, name: str) -> PartOf | None:
-    """A file that an index names; without the index, one whose name numbers it among several."""
+    """The shard that a file is: an index names it, or its own name numbers it among several; None for neither."""
     numbered = NUMBERED.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
-    whole, where, index = "", "the index of the set is not beside it", ""
-    # Elsewhere, names are asked for.
-    others = _beside(os.path.join(folder, name)) if numbered or not is_url(folder) else ()
-    for each in filter(INDEX.fullmatch, others):
-        table = fields(json_or_none(os.path.join(folder, each), MAX_INDEX)).get("weight_map")
+    whole, evidence, index = "", "the index of the set is not beside it", ""
+    # On another machine, each listing is a request.
+    siblings = _beside(os.path.join(folder, name)) if numbered or not is_url(folder) else ()
+    for sibling in filter(INDEX.fullmatch, siblings):
+        table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
         files = sorted({file for file in fields(table).values() if type(file) is str})
         if name in files:
-            number, count, whole, index = files.index(name) + 1, len(files), folder or ".", each
-            where = f"{printable(index)} says which tensors are in which"
+            number, count, whole, index = files.index(name) + 1, len(files), folder or ".", sibling
+            evidence = f"{printable(index)} says which tensors are in which"
             break
     if 1 <= number <= count > 1:
-        what = f"it holds some of the model's tensors, the other files the rest; {where}"
+        what = f"it has some of the model's tensors, the other files the rest; {evidence}"
         return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
     return None
 
@@ -310,16 +310,16 @@ def _beside(path: str) -> list[str]:
     return names_in(os.path.dirname(path) or ".") if path else []
 
 
-class _Facts:
+class _TreeFacts:
     """Counts of a tree.
 
-    tensors: those of torch.distributed; shared: those of them of which only a rank's share is there.  rank, world: as
-    they say. flat: parameters are flattened.  empty: weights of the dictionary with most that are empty; named: all of
-    its weights.
+    tensors: those of torch.distributed; shared: those of them that are only a rank's share.  rank, world: as they say.
+    flat: parameters are flattened.  empty: the empty weights of the dictionary with most of them; weights: all of its
+    weights.
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tensors = self.shared = self.empty = self.named = 0
+        self.tensors = self.shared = self.empty = self.weights = 0
         self.rank: int | None = None
         self.world: int | None = None
         self.flat = False
@@ -329,10 +329,10 @@ class _Facts:
             if type(node) is Composite:
                 from ckptool.formats.placements import distributed  # which few files need
 
-                if (found := distributed(node)) is not None:
-                    rank, world = found.rank, found.world
+                if (tensor := distributed(node)) is not None:
+                    rank, world = tensor.rank, tensor.world
                     self.tensors += 1
-                    self.shared += not found.is_whole
+                    self.shared += not tensor.is_whole
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
             elif type(node) in _SCALARS or id(node) in seen:
@@ -349,7 +349,7 @@ class _Facts:
                         empty += last in ("weight", "bias") and value.shape == (0,)
                         self.flat |= last.lstrip("_").startswith("flat_param")
                 if empty > self.empty:
-                    self.empty, self.named = empty, weights
+                    self.empty, self.weights = empty, weights
             else:
                 seen.add(id(node))
                 is_object = isinstance(node, Object)
@@ -365,14 +365,14 @@ def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:
     """Raises `OnlyAPart` for tensors to be written by themselves whose values are in other files."""
     part = checkpoint.part
-    joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
-    if part is None or part.kind is PartKind.SHARD or joined:
+    is_joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
+    if part is None or part.kind is PartKind.SHARD or is_joined:
         return
     empty = [name for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
         source, count = checkpoint.source or "the checkpoint", f"{len(empty):,} of the tensors"
         raise OnlyAPart(
-            f"{source}: {count} have no values here: {listed(empty, 3)}",
-            f"It is {part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
+            f"{source}: {count} have no values in it: {listed(empty, 3)}",
+            f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written.",
             f"Leave them out: {arg(exclude=NAME)}",
         )

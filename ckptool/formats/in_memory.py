@@ -46,36 +46,36 @@ class Memory(LiveReader):
         self.memories: dict[int, Any] = {}
         self.refusal: Unsupported | None = None
 
-    def contents(self, given: Any) -> Any:
-        """The dictionary that is meant by an argument. Raises `UsageError` where none is."""
-        if isinstance(given, Mapping):
-            if type(given) in (dict, collections.OrderedDict, OrderedDict):
-                return given
-            made = (collections.OrderedDict if isinstance(given, collections.OrderedDict) else dict)(given)
-            if isinstance(made, collections.OrderedDict):  # with `_metadata`
-                vars(made).update(vars(given))
-            return made
-        what = repr(given) if isinstance(given, (bool, int, float)) else f"an object of the type {type(given).__name__}"
+    def contents(self, value: Any) -> Any:
+        """The dictionary that an argument stands for. Raises `UsageError` where it is none."""
+        if isinstance(value, Mapping):
+            if type(value) in (dict, collections.OrderedDict, OrderedDict):
+                return value
+            contents = (collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict)(value)
+            if isinstance(contents, collections.OrderedDict):  # with `_metadata`
+                vars(contents).update(vars(value))
+            return contents
+        what = repr(value) if isinstance(value, (bool, int, float)) else f"an object of the type {type(value).__name__}"
         fix = "For example: 'model.pt', model.state_dict(), model, io.BytesIO(data)"
-        raise UsageError(f"{what} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
+        raise UsageError(f"{what} is not a file, a dictionary of tensors, a module or a checkpoint", "", fix)
 
     def read(self, tree: Any) -> Any:
         try:
-            made = self.mapper.map(tree)
+            node = self.mapper.map(tree)
         finally:
             del self.mapper  # which holds this object, and all that was read
-        self.refusal = self._refusal(made) if self.refused else None
-        return made
+        self.refusal = self._refusal(node) if self.refused else None
+        return node
 
     def special(self, value: Any) -> Any:
         try:
-            made = super().special(value)
+            node = super().special(value)
         except Unsupported:  # an array that is no tensor
-            made = self.reduced(value)
-        if type(made) is FromParts:
-            return FromParts(made.parts, lambda parts: self._remember(value, made.make(parts)))
-        self._remember(value, made.result if type(made) is FillLater else made)
-        return made
+            node = self.reduced(value)
+        if type(node) is FromParts:
+            return FromParts(node.parts, lambda parts: self._remember(value, node.make(parts)))
+        self._remember(value, node.result if type(node) is FillLater else node)
+        return node
 
     def _remember(self, value: Any, node: Any) -> Any:
         self.pairs[id(node)] = node, value
@@ -87,8 +87,8 @@ class Memory(LiveReader):
     def known(self, node: Any) -> Any:
         """The object that a node stands for, if nothing about it changed; else `MISSING`."""
         if (call := _call(node)) is not None:
-            before = self.nodes.get(id(call.live))
-            return call.live if before is not None and alike(node, before) else MISSING
+            original = self.nodes.get(id(call.live))
+            return call.live if original is not None and alike(node, original) else MISSING
         return self.pairs[id(node)][1] if id(node) in self.pairs else MISSING
 
     def refuse_unsaved(self, tree: Any) -> None:
@@ -102,20 +102,20 @@ class Memory(LiveReader):
         return GraphMapper({**COPY, **dict.fromkeys(_LEAVES, self._object), **_CONTAINERS}).map(tree)
 
     def _object(self, node: Any) -> Any:
-        found = self.known(node)
-        if found is MISSING:
+        live = self.known(node)
+        if live is MISSING:
             return to_numpy(node) if self.arrays_as_tensors and isinstance(node, TensorEntry) else node
-        return found
+        return live
 
 
 def _call(node: Any) -> Object | None:
-    """What a node says of how its object is made, where it does."""
-    made = node.made if isinstance(node, Composite) else node
-    return made if isinstance(made, Object) else None
+    """The call that makes a node's object; None where the node has none."""
+    call = node.made if isinstance(node, Composite) else node
+    return call if isinstance(call, Object) else None
 
 
 def holds_containers(node: Any) -> bool:
-    """True for an object with dictionaries or lists in it: the caller's own are not to be in the result, too."""
+    """True for an object with dictionaries or lists in it: the result must not share the caller's own."""
     return isinstance(node, Object) and any(isinstance(part, (dict, list, Set)) for part in visit(node))
 
 
@@ -123,13 +123,13 @@ _LEAVES = (TensorEntry, Composite, StorageRef, Object, Global)
 
 
 def _ordered(node: OrderedDict) -> FillLater:
-    made: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+    ordered: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
     def fill(of: Of) -> None:
-        made.update((of(key), of(value)) for key, value in node.items())
-        vars(made).update((key, of(value)) for key, value in (node.attributes or {}).items())
+        ordered.update((of(key), of(value)) for key, value in node.items())
+        vars(ordered).update((key, of(value)) for key, value in (node.attributes or {}).items())
 
-    return FillLater(made, fill)
+    return FillLater(ordered, fill)
 
 
 _CONTAINERS: dict[type, Any] = {
@@ -139,7 +139,7 @@ _CONTAINERS: dict[type, Any] = {
 }
 
 
-def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
+def checkpoint_in_memory(value: Any, *, members: bool = False) -> Checkpoint:
     """A dictionary or module as a checkpoint over its own memory. Numpy's arrays are tensors where there are no others.
 
     members: a dictionary of such, read together, so that what they share stays shared.
@@ -148,7 +148,7 @@ def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
     memory = Memory()
     if sys.modules.get("torch") is not None:  # else there can be no tensor of torch
         memory = import_module("ckptool.bridge.from_live").torch_memory(memory)
-    contents = {name: memory.contents(each) for name, each in given.items()} if members else memory.contents(given)
+    contents = {name: memory.contents(member) for name, member in value.items()} if members else memory.contents(value)
     tree = memory.read(contents)
     if not memory.of_torch:
         memory = Memory(arrays_as_tensors=next(tensors(tree), None) is None)
@@ -157,14 +157,14 @@ def checkpoint_in_memory(given: Any, *, members: bool = False) -> Checkpoint:
 
 
 def together(checkpoint: Checkpoint, others: Iterable[Checkpoint]) -> Checkpoint:
-    """The checkpoint with the memories of others too, whose tensors are in what is made of them all."""
-    every = [each.memory for each in (checkpoint, *others) if each.memory is not None]
-    if not every:
+    """The checkpoint with the memories of others too: it is made of tensors of them all."""
+    memories = [other.memory for other in (checkpoint, *others) if other.memory is not None]
+    if not memories:
         return checkpoint
-    made = copy(max(every, key=lambda memory: (memory.of_torch, memory.refusal is not None)))
+    joined = copy(max(memories, key=lambda memory: (memory.of_torch, memory.refusal is not None)))
     for name in ("pairs", "nodes", "memories"):
-        setattr(made, name, {key: value for memory in every for key, value in getattr(memory, name).items()})
-    return replace(checkpoint, memory=made)
+        setattr(joined, name, {key: value for memory in memories for key, value in getattr(memory, name).items()})
+    return replace(checkpoint, memory=joined)
 
 
 # Open files in the place of paths: of the system, in memory, compressed, a part of an archive -------------------------
@@ -184,11 +184,11 @@ def source_of(file: Any) -> Source:
     if not callable(getattr(file, "read", None)):
         raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
     if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
-        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
+        raise UsageError(f"{shown} is open as text", "Checkpoints are binary.", _BINARY)
     raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
     at = 0
     try:
-        with suppress(AttributeError, OSError):  # a pipe stands nowhere
+        with suppress(AttributeError, OSError):  # a pipe has no position
             at = file.tell()
         if isinstance(raw, io.FileIO) and stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             if not file.readable():
@@ -212,6 +212,6 @@ def source_of(file: Any) -> Source:
             raise FileProblem(f"cannot read {shown}", why) from error
         raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
     if at and source.size <= 0:
-        what = f"{shown} is at its end, so there is nothing to read"
+        what = f"{shown} is at its end: there is nothing to read"
         raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
     return source

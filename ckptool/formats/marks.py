@@ -38,19 +38,19 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
         for number, group in enumerate(json.loads(record)):
             owner |= {place: (number, index) for index, names in enumerate(group) for place in names}
     except (ValueError, TypeError, RecursionError) as error:
-        raise Corrupt(_DAMAGED, "It is not the text that ckptool writes.") from error
+        raise Corrupt(_DAMAGED, "ckptool did not write it.") from error
     if not all(type(place) is str for place in owner):
-        raise Corrupt(_DAMAGED, "It names tensors by something else than their addresses.")
-    own: dict[tuple[int, int, int], Storage] = {}
+        raise Corrupt(_DAMAGED, "It names tensors by something other than addresses.")
+    separate: dict[tuple[int, int, int], Storage] = {}
     entries: dict[int, TensorEntry] = {}
     for path, node in walk(tree):
-        if isinstance(node, TensorEntry) and (found := owner.get(address(path))) is not None:
-            storage = own.setdefault((id(node.storage), *found), node.storage.alone())
+        if isinstance(node, TensorEntry) and (member := owner.get(address(path))) is not None:
+            storage = separate.setdefault((id(node.storage), *member), node.storage.alone())
             entries.setdefault(id(node), node.with_storage(storage))
     if not entries:
         return tree, []
-    count = f"{counted(len(own), 'storage is', 'storages are')} stored as {len({old for old, _, _ in own}):,}"
-    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them apart, stock torch.load ties them")
+    count = f"{counted(len(separate), 'storage is', 'storages are')} stored as {len({old for old, _, _ in separate}):,}"
+    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them separate, stock torch.load ties them")
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
@@ -68,8 +68,8 @@ _KINDS = {"filled": "filled in from another file", "lost": "lost"}
 def recovered_mark(lost: list[str], before: str = "", filled: Sequence[str] = ()) -> str:
     """The mark of a file whose tensors at these addresses were lost. before: the mark that it had.  filled: those that
     an older version filled in from elsewhere."""
-    known = recovered_facts(before)
-    names = {"lost": [*known["lost"], *lost], "filled": [*known["filled"], *filled]}
+    earlier = recovered_facts(before)
+    names = {"lost": [*earlier["lost"], *lost], "filled": [*earlier["filled"], *filled]}
     record: dict[str, Any] = {"schema": SCHEMA}
     for kind, places in names.items():
         short = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in dict.fromkeys(places)]
@@ -80,15 +80,15 @@ def recovered_mark(lost: list[str], before: str = "", filled: Sequence[str] = ()
 def recovered(
     metadata: Mapping[str, Any], at: Path = (), to: Path = (), before: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The mark of what is at one address of a checkpoint with this metadata, as metadata of what has it at another.
+    """The mark for what was at one address of a checkpoint with this metadata, as metadata of one that has it at `to`.
 
-    With the mark that is there before; empty where nothing of it was lost.
+    Joined to the mark that this has before; empty where nothing of it was lost.
     """
     if not isinstance(text := metadata.get(RECOVERED), str):
         return {}
-    facts, above, below = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
+    facts, old, new = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
     for kind, places in facts.items():
-        facts[kind] = [below + place.removeprefix(above) for place in places if place.startswith(above)]
+        facts[kind] = [new + place.removeprefix(old) for place in places if place.startswith(old)]
     if at and not any(facts.values()):
         return {}
     return {RECOVERED: recovered_mark(**facts, before=before.get(RECOVERED, ""))}
@@ -100,8 +100,8 @@ def recovered_facts(text: str) -> dict[str, list[str]]:
         record = json.loads(text) if text else {}
     except (ValueError, RecursionError):
         record = {}
-    found = {kind: record.get(kind) if isinstance(record, dict) else None for kind in _KINDS}
-    return {kind: [each for each in items(places) if type(each) is str] for kind, places in found.items()}
+    lists = {kind: record.get(kind) if isinstance(record, dict) else None for kind in _KINDS}
+    return {kind: [place for place in items(places) if type(place) is str] for kind, places in lists.items()}
 
 
 def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
@@ -109,10 +109,10 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     if not isinstance(text := metadata.get(RECOVERED), str):
         return ()
     facts = recovered_facts(text)
-    parts = []
+    phrases = []
     for kind, words in _KINDS.items():
         if places := facts[kind]:
             were = "tensors or more were" if len(places) >= MOST else "tensors were"
-            parts.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
-    lost = "; ".join(parts) or "what was lost is not recorded"
+            phrases.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
+    lost = "; ".join(phrases) or "what was lost was not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

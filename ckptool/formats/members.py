@@ -48,7 +48,7 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_JSON = 16 << 20
-MAX_STEPS = 512  # of parameters, that are looked at
+MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 ROUTER = "router_config.json"
 
@@ -117,14 +117,14 @@ def layout_of(folder: Folder) -> MemberFiles | None:
     names = tuple(name for name, content in sets.items() if any(file.endswith(_OF_DCP) for file in content))
     if "model" in names and len(names) > 1:
         return MemberFiles("a checkpoint of ByteCheckpoint", "ByteCheckpoint", names)
-    return _training(folder)
+    return _training_members(folder)
 
 
 def members_of(checkpoint: Checkpoint, folder: Folder) -> MemberFiles | None:
     """The members of the folder that a checkpoint was read from, without those that its own format reads."""
     if checkpoint.container == NAME:
         return layout_of(folder)
-    layout = _training(folder, beside=True)
+    layout = _training_members(folder, beside=True)
     if layout is None or not layout.names:
         return layout
     sources = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
@@ -154,7 +154,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
+        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
     members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     errors: dict[str, str] = {}
@@ -182,7 +182,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     label = f"{number:,} of {counted(count, 'member')}"
     problems = listed([*errors.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
     if checkpoint.container == NAME and not members:
-        what = f"{folder} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
+        what = f"{folder} is {layout.kind}, but none of its {counted(len(layout.names), 'file')} can be read"
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     only_weights = named(checkpoint.container).tensors_only
     if isinstance(checkpoint.source, Folder) and not only_weights:
@@ -194,7 +194,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         lead = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
         note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    detail = problems or f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
+    detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {detail}"
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
@@ -212,7 +212,7 @@ def _in_tree(checkpoint: Checkpoint, source: Folder, members: dict[str, Checkpoi
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, member in members.items():
         if name in tree:
-            what = f"{source} holds a member {name}, and its tensors have one of that name, too"
+            what = f"{source} holds a member {name}, but one of its tensors has that name, too"
             raise Corrupt(what, "No program writes both.")
         if member.source is not None:
             source.adopt(name, member.source)
@@ -230,7 +230,7 @@ def with_all(checkpoint: Checkpoint) -> Checkpoint:
     names, source = beside(checkpoint), checkpoint.source
     if not names or source is None:
         return checkpoint
-    folder = _around(source)
+    folder = _folder_of(source)
     weights = "weights" if isinstance(source, Folder) else os.path.basename(source.path)
     for name, file in source.files.items() if isinstance(source, Folder) else [(weights, source)]:
         folder.adopt(name, file)
@@ -245,17 +245,17 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
-    layout = members_of(checkpoint, source if isinstance(source, Folder) else _around(source))
+    layout = members_of(checkpoint, source if isinstance(source, Folder) else _folder_of(source))
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
 
 
 def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
     """The note on the members that are left out where only weights are written. place: the folder, to prefix names."""
     names = [os.path.join(place, name) for name in beside(checkpoint)]
-    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
+    return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
 
 
-def _around(source: Input) -> Folder:
+def _folder_of(source: Input) -> Folder:
     """The folder, opened afresh; for a file, the one that it is in."""
     return Folder(source.path if isinstance(source, Folder) else os.path.dirname(source.path) or os.curdir)
 
@@ -269,7 +269,7 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
     if isinstance(source, Source):
         source.share_descriptors()
     elif (layout := layout_of(source)) is not None and any(_is_folder(source, member) for member in layout.names):
-        raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
+        raise Corrupt(f"{source} holds folders of checkpoints and is inside one", "A link may point back to it.")
     return read_alone(source)
 
 
@@ -312,7 +312,7 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
-def _training(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
+def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers.
 
     beside: another format reads the folder, and stands for it.
@@ -386,7 +386,7 @@ def _names_in(folder: Folder, name: str) -> list[str]:
 
 def claimed(folder: Folder) -> set[str]:
     """The names in a checkpoint's folder that belong to it: its index and shards, the ranks' files, its members."""
-    layout = _training(folder, beside=True) or layout_of(folder)
+    layout = _training_members(folder, beside=True) or layout_of(folder)
     names = {name.partition("/")[0] for name in (layout.names if layout is not None else ())}
     kinds = (_OF_A_CHECKPOINT, BESIDE_WEIGHTS, OF_WORLD, FSDP_RANKS, PIECES)
     return names | {name for name in folder.names if any(kind.fullmatch(name) for kind in kinds)}

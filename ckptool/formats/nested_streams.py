@@ -15,7 +15,7 @@ from ckptool.pickles.torch_objects import PerPickle, Spend
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 MAX_NESTING = 2  # streams within streams
-_SMALLEST = 512  # bytes that a stream in bytes counts at least, when it is counted what all of them take
+_SMALLEST = 512  # bytes that each stream counts at least towards the total of all
 
 
 def _load_from_bytes(depth: int, spend: Spend, args: tuple[Any, ...]) -> Any:

@@ -52,7 +52,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def of_archive(archive: directory.Archive) -> Checkpoint:
-    """The arrays that the records of an archive are, as `read` gives them."""
+    """The arrays in the records of an archive, as `read` gives them."""
     source = archive.source
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
         raise Ambiguous(f"{source} holds numpy arrays beside {pickles[0]}")
@@ -68,16 +68,16 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             raise Ambiguous(f"{source} has the records {key} and {name}")
         tree[key] = read_array(record.data, f"{source}: {record}", record.crc if archive.has_checksums else None)
         if tree[key] is None:
-            pickled.append(key)  # what it calls is not known; another sum is another array
+            pickled.append(key)  # its calls are not known; its checksum tells it from others
             tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))
     notes = [*archive.notes]
-    if others := [
+    if non_tensors := [
         f"{name} ({summary(value)})"
         for name, value in tree.items()
         if not isinstance(value, TensorEntry) and name not in pickled
     ]:
-        what = counted(len(others), "entry is not a tensor", "entries are not tensors")
-        notes.append(Note("other-arrays", f"{what}: {listed(others, 4)}"))
+        what = counted(len(non_tensors), "entry is not a tensor", "entries are not tensors")
+        notes.append(Note("other-arrays", f"{what}: {listed(non_tensors, 4)}"))
     if pickled:
         what = counted(len(pickled), "array of Python objects is a pickle", "arrays of Python objects are pickles")
         notes.append(Note("other-arrays", f"{what}, not read: {listed(pickled, 4)}"))
@@ -95,26 +95,26 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     tree = checkpoint.tree
     if not isinstance(tree, dict):
-        what = "an .npz file holds a dictionary of arrays, nothing else"
+        what = "an .npz file holds a dictionary of arrays and nothing else"
         raise Unsupported(what, "", f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_NPZ)}")
-    arrays, wrong = dict[str, tuple[bytes, Data, int | None]](), list[str]()
+    arrays, problems = dict[str, tuple[bytes, Data, int | None]](), list[str]()
     for name, value in tree.items():
         if not (why := _bad_name(name)):
-            if isinstance(value, TensorEntry) and (found := spelled(value)) is not None:
-                arrays[name] = found
+            if isinstance(value, TensorEntry) and (array := spelled(value)) is not None:
+                arrays[name] = array
                 continue
             why = f"{summary(value)}, not a tensor"
             if isinstance(value, TensorEntry):
                 why = f"type {value.dtype}" if code_of(value.dtype) is None else f"shape {list(value.shape)}"
             why = f"{value.kind} tensor" if isinstance(value, Composite) else why
-        wrong.append(f"{name!s} ({why})")
-    if wrong:
+        problems.append(f"{name!s} ({why})")
+    if problems:
         why = "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values."
         left_out = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
         cast = f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out"
         helps = all(isinstance(tree[name], TensorEntry) and not _bad_name(name) for name in tree.keys() - arrays.keys())
         fix = f"{cast if helps else 'Leave them out'}: {left_out}"
-        raise Unsupported(f"an .npz file cannot hold {listed(wrong)}", why, fix)
+        raise Unsupported(f"an .npz file cannot hold {listed(problems)}", why, fix)
     if not arrays:
         return Plan({"": [InlineBytes(writer.end_records(0, 0, 0)[-END.size :])]})
     layout, checks = ZipLayout(ALIGNMENT), []
@@ -122,7 +122,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         layout.add(name + ENDING, data, crc, header)
         storage = tree[name].storage
         if storage.crc is not None and crc is None:
-            checks.append(storage)  # of which only a part is written, or another order
+            checks.append(storage)  # of which only a part is written, or in another order
     if mark := checkpoint.metadata.get(marks.RECOVERED):
         layout.add(marks.RECOVERED_RECORD, InlineBytes(mark.encode()))  # numpy gives it as bytes, where it is asked for
     return Plan({"": layout}, checks)

@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckptool.checkpoint import Data, Flags, Storage, StorageRef, TensorEntry, row_major_strides
+from ckptool.checkpoint import Flags, Storage, StorageRef, TensorEntry, row_major_strides
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Readable
@@ -71,10 +71,9 @@ class _Record:
         self.source, self.stored, self.record = source, stored, record
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
-            odd = listed(sorted(names ^ set(stored)))
-            what = f"{source}: its tensors and the record of its tree no longer agree ({odd})"
-            raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
-        self.alike: dict[tuple[int, str], Data] = {}
+            difference = listed(sorted(names ^ set(stored)))
+            what = f"{source}: its tensors no longer match the record of its tree ({difference})"
+            raise Conflict(what, "Another program changed the tensors, but kept the record.")
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []
@@ -93,7 +92,7 @@ class _Record:
     def tree(self) -> Any:
         encoded = self.record["nodes"]
         for fields in encoded:
-            self.nodes.append(self._begun(*fields) if fields else None)
+            self.nodes.append(self._new_node(*fields) if fields else None)
         for node, fields in zip(self.nodes, encoded, strict=True):
             if fields:
                 self._fill(node, *fields)
@@ -110,19 +109,19 @@ class _Record:
     def values(self, values: Any) -> tuple[Any, ...]:
         return tuple(map(self.value, values))
 
-    def _begun(self, kind: str, *fields: Any) -> Any:
+    def _new_node(self, kind: str, *fields: Any) -> Any:
         """A node: whole where it cannot be changed once made, else empty."""
         if kind == "tuple":
             return self.values(fields[0])
         if kind == "composite":
-            made = Object(self.value(fields[0]), self.values(fields[1]))
-            if len(fields) > 2 and made.args[0] is REBUILD_JAGGED:
-                return jagged(made.fn, by_name(fields[2]), made.args)
-            return rebuilt(made)
+            call = Object(self.value(fields[0]), self.values(fields[1]))
+            if len(fields) > 2 and call.args[0] is REBUILD_JAGGED:
+                return jagged(call.fn, by_name(fields[2]), call.args)
+            return rebuilt(call)
         if kind == "object":
             fn, args, kwargs = self.values(fields[1:4])
-            known = fields[0] in ("call", "new") and type(args) is tuple
-            if not known or not isinstance(kwargs, (dict, type(None))):
+            is_known = fields[0] in ("call", "new") and type(args) is tuple
+            if not is_known or not isinstance(kwargs, (dict, type(None))):
                 raise TypeError("an object")
             return Object(fn, args, fields[0], kwargs)
         if kind == "set":
@@ -174,12 +173,12 @@ class _Record:
         return TensorEntry(storage, dtype, shape, stride, offset, flags)
 
 
-def _at(things: list[Any], index: Any) -> Any:
+def _at(items: list[Any], index: Any) -> Any:
     if type(index) is not int or index < 0:
         raise TypeError("an index")
-    return things[index]
+    return items[index]
 
 
 def _float(text: str) -> float:
-    found: float = struct.unpack(">d", bytes.fromhex(text))[0]
-    return found
+    number: float = struct.unpack(">d", bytes.fromhex(text))[0]
+    return number

@@ -49,8 +49,8 @@ class Vector:
         *self.begins, self.length = accumulate((entry.shape[0] for entry, _ in self.vectors), initial=0)
 
     def cut(self, begin: int, length: int, at: int = 0) -> Iterator[Piece]:
-        """The elements from `begin`, fewer than `length` where it ends, as pieces of a vector in which they follow each
-        other from `at`; of nothing, an empty one."""
+        """The `length` elements from `begin`, fewer where the vector ends, as pieces of a vector in which they follow
+        each other from `at`; an empty piece of nothing."""
         for number in range(max(0, bisect_right(self.begins, begin) - 1), len(self.vectors)):
             entry, owner = self.vectors[number]
             skip = begin - self.begins[number]
@@ -86,12 +86,12 @@ class Joiner:
         name, and whatever opening it raises."""
         from ckptool.formats import read_alone
 
-        found = read_alone((below or self.folder).open(name))
-        refuse_renamed(found)
-        self.discarded += found.discarded
-        if any(use.verdict == UNKNOWN for use in uses(found.tree)):
-            self.discarded.append(found.tree)
-        return found
+        checkpoint = read_alone((below or self.folder).open(name))
+        refuse_renamed(checkpoint)
+        self.discarded += checkpoint.discarded
+        if any(use.verdict == UNKNOWN for use in uses(checkpoint.tree)):
+            self.discarded.append(checkpoint.tree)
+        return checkpoint
 
     def checkpoint(self, container: str, tree: Any, engine: str, ranks: int, step: Any = None) -> Checkpoint:
         """The joined checkpoint, which `engine` wrote on so many ranks at this step, where that is a number."""
@@ -102,9 +102,9 @@ class Joiner:
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
     ) -> TensorEntry:
-        """The tensor of this shape and type that the blocks fill; of the same blocks always the same storage.
+        """The tensor of this shape and type that the blocks fill; the same blocks always give the same storage.
 
-        copy: all of it, in another type perhaps, to which the values are compared when they are read.
+        copy: the whole tensor, perhaps in another type, with which the values are compared when they are read.
         Replicas are compared by their checksums, or when they are read. Raises `Corrupt` for blocks of other types,
         outside of the shape, that overlap or leave gaps; `Unsupported` for too many axes that are cut.
         """
@@ -112,69 +112,69 @@ class Joiner:
         for piece in pieces:
             like = piece.like
             if like.dtype != dtype or not len(piece.offsets) == len(like.shape) == len(shape):
-                found = f"{like.dtype}{list(like.shape)} at {list(piece.offsets)}"
-                raise self._corrupt(name, shape, f"{piece.owner} {found}, a block of {dtype}{list(shape)}")
+                actual = f"{like.dtype}{list(like.shape)} at {list(piece.offsets)}"
+                raise self._corrupt(name, shape, f"{piece.owner} {actual}, a block of {dtype}{list(shape)}")
             if like.numel or not prod(shape):
                 places.setdefault(piece.box, []).append(piece)
         if not covers(shape, [*places] if prod(shape) else []):
-            raise self._corrupt(name, shape, problem(shape, [each[0] for each in places.values()]))
+            raise self._corrupt(name, shape, problem(shape, [group[0] for group in places.values()]))
         if not places:
             raise self._corrupt(name, shape, "no file has any of it")
-        copied = copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype)
-        blocks: list[Piece] = []  # one for each place, with the others there that are not known to be the same
+        has_copy = copy is not None and copy.entry.shape == shape and has_numbers(copy.entry.dtype)
+        blocks: list[Piece] = []  # one for each place, with its replicas that are not known to be equal
         for box, (first, *others) in places.items():
             same = [agree(first.entry, other.entry) for other in others]
             _keep_replicas(first, [other for other, agrees in zip(others, same, strict=True) if agrees])
-            rest = [other for other, agrees in zip(others, same, strict=True) if not agrees]
+            unproven = [other for other, agrees in zip(others, same, strict=True) if not agrees]
             if False in same:
-                self.different[name] = f"{first.owner} and {rest[0].owner} differ"
-            if copied and copy is not None:
-                rest.append(Piece(copy.part(box), first.offsets, copy.owner))
-            blocks.append(replace(first, replicas=tuple(rest)) if rest else first)
-        alike = self._joined.setdefault((shape, blocks[0].identity), [])
-        for earlier, whole in alike:
-            if [each.identity for each in earlier] == [each.identity for each in blocks]:
-                return whole
-        alone = len(blocks) == 1 and not blocks[0].replicas and blocks[0].like.shape == shape
-        whole = blocks[0].entry if alone else assembled(shape, blocks, f"{self.where}: {name}")
-        alike.append((blocks, whole))
-        return whole
+                self.different[name] = f"{first.owner} and {unproven[0].owner} differ"
+            if has_copy and copy is not None:
+                unproven.append(Piece(copy.part(box), first.offsets, copy.owner))
+            blocks.append(replace(first, replicas=tuple(unproven)) if unproven else first)
+        candidates = self._joined.setdefault((shape, blocks[0].identity), [])
+        for earlier, tensor in candidates:
+            if [block.identity for block in earlier] == [block.identity for block in blocks]:
+                return tensor
+        is_single = len(blocks) == 1 and not blocks[0].replicas and blocks[0].like.shape == shape
+        tensor = blocks[0].entry if is_single else assembled(shape, blocks, f"{self.where}: {name}")
+        candidates.append((blocks, tensor))
+        return tensor
 
     def flat(
         self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece], copy: TensorEntry | None = None
     ) -> TensorEntry:
         """The tensor of this shape whose elements, in row-major order, are divided into pieces of one dimension.
 
-        copy: the model's own, to which the values are compared when they are read.
+        copy: the model's own, with which the values are compared when they are read.
         """
         pieces = list(pieces)
-        own = None if copy is None else Piece(copy.reshape((copy.numel,)), (0,), "the model's own copy")
+        model_copy = None if copy is None else Piece(copy.reshape((copy.numel,)), (0,), "the model's own copy")
         dtype = pieces[0].entry.dtype if pieces else by_name("f32")
-        return self.tensor(name, (prod(shape),), dtype, pieces, own).reshape(shape)
+        return self.tensor(name, (prod(shape),), dtype, pieces, model_copy).reshape(shape)
 
     def replicated(self, name: str, pieces: Sequence[Piece]) -> TensorEntry:
-        """The tensor that every rank saved whole, as the first did; noted where theirs differ, as buffers may."""
+        """The first rank's value of a tensor that each saved whole; noted where the others' differ, as buffers may."""
         first, *others = pieces
         _keep_replicas(first, others)
         for other in others:
             same = agree(first.entry, other.entry, read=True)
             if same is False:
-                self.different[name] = f"{first.owner}'s value is taken, {other.owner}'s is another"
+                self.different[name] = f"{first.owner}'s value is used; {other.owner}'s differs"
                 break
             if same is None and name not in self.not_compared:
                 self.not_compared.append(name)
         return first.entry
 
     def notes_of_replicas(self) -> Iterator[Note]:
-        """What the ranks should have alike and have not, and what could not be compared."""
+        """Notes on what differs between ranks and should not, and on what could not be compared."""
         if self.different:
             shown = listed([f"{name} ({what})" for name, what in self.different.items()], 3)
             what = counted(len(self.different), "tensor differs", "tensors differ")
-            yield Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}")
+            yield Note(DIFFERENT, f"{what} between ranks that should agree: {shown}")
         if self.not_compared:
             shown, count = listed(self.not_compared, 3), len(self.not_compared)
             what = counted(count, "value that several ranks saved was", "values that several ranks saved were")
-            yield Note(NOT_COMPARED, f"{what} not compared, as no checksums of them are known: {shown}")
+            yield Note(NOT_COMPARED, f"{what} not compared, as they have no checksums: {shown}")
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
@@ -187,14 +187,14 @@ class Joiner:
 
 
 def _keep_replicas(first: Piece, others: Sequence[Piece]) -> None:
-    """Notes the storages of which the values are not used with the one whose are, for a check of all files."""
+    """Records the storages whose values are not used with the one whose values are, for a check of all files."""
     if not others:
         return
-    own = first.entry.storage
-    known = {id(storage): storage for storage in own.replicas}
-    known |= {id(other.entry.storage): other.entry.storage for other in others if other.entry.storage is not own}
-    if len(known) > len(own.replicas):
-        own.replicas = tuple(known.values())
+    used = first.entry.storage
+    replicas = {id(storage): storage for storage in used.replicas}
+    replicas |= {id(other.entry.storage): other.entry.storage for other in others if other.entry.storage is not used}
+    if len(replicas) > len(used.replicas):
+        used.replicas = tuple(replicas.values())
 
 
 SMALL = 1 << 20  # bytes that are compared at once where asked
@@ -210,7 +210,7 @@ def agree(one: TensorEntry, other: TensorEntry, *, read: bool = False) -> bool |
     if (one.dtype, one.shape, one.flags.lazy) != (other.dtype, other.shape, other.flags.lazy):
         return False
     sums = one.storage.crc, other.storage.crc
-    if None not in sums and one.stride == other.stride and _is_all(one) and _is_all(other):
+    if None not in sums and one.stride == other.stride and _covers_storage(one) and _covers_storage(other):
         return sums[0] == sums[1]
     if read and one.nbytes <= SMALL:
         return one.bytes() == other.bytes()
@@ -218,7 +218,7 @@ def agree(one: TensorEntry, other: TensorEntry, *, read: bool = False) -> bool |
 
 
 def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple[str, Mapping[str, Any]]) -> None:
-    """Raises `Conflict` for two files, each with what it says of its checkpoint, that say other things."""
+    """Raises `Conflict` for two files, each with its facts of the checkpoint, whose facts differ."""
     for what, ours in one[1].items():
         theirs = other[1].get(what, ours)
         if isinstance(ours, TensorEntry) and isinstance(theirs, TensorEntry):
@@ -229,41 +229,41 @@ def refuse_other(where: object, one: tuple[str, Mapping[str, Any]], other: tuple
             raise mixed(where, one[0], other[0], f"the {what} differs{shown}")
 
 
-def _is_all(entry: TensorEntry) -> bool:
+def _covers_storage(entry: TensorEntry) -> bool:
     return entry.is_contiguous and entry.offset == 0 and entry.nbytes == entry.storage.nbytes
 
 
 def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
-    """What is wrong with blocks that do not fill the shape, once each."""
+    """What is wrong with blocks that do not fill the shape exactly once."""
     for block in blocks:
-        if not _inside(shape, block.box):
-            return f"{block.owner} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
+        if not _is_inside(shape, block.box):
+            return f"{block.owner} reaches outside of it: {list(block.entry.shape)} at {list(block.offsets)}"
     ordered = sorted(blocks, key=lambda block: block.offsets)
-    for one, after in pairwise(ordered):
-        if overlap(one.box, after.box):
-            return f"the blocks of {one.owner} and {after.owner} overlap at {list(after.offsets)}"
+    for before, after in pairwise(ordered):
+        if overlap(before.box, after.box):
+            return f"the blocks of {before.owner} and {after.owner} overlap at {list(after.offsets)}"
     held, total = sum(block.entry.numel for block in blocks), prod(shape)
     if held < total:
         return f"{total - held:,} of its {counted(total, 'element')} are in no file"
     return "its blocks overlap"
 
 
-def _inside(shape: tuple[int, ...], box: Box) -> bool:
+def _is_inside(shape: tuple[int, ...], box: Box) -> bool:
     return all(0 <= lo <= lo + n <= full for lo, n, full in zip(*box, shape, strict=True))
 
 
 def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """True if the boxes lie in the shape and fill it, every element once.
 
-    Each box adds its corners to a sum, with the signs of the corners of an integral; exactly where the corners of the
-    whole are left over, every element is in one box. That is linear in the number of boxes. Raises `Unsupported` for
+    Each box adds its corners to a sum, signed as the corners of an integral are; only where the corners of the whole
+    are left over is every element in exactly one box. That is linear in the number of boxes. Raises `Unsupported` for
     boxes that are cut along more than 8 axes.
     """
-    if not all(_inside(shape, box) for box in boxes):
+    if not all(_is_inside(shape, box) for box in boxes):
         return False
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
-        what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
+        what = f"a tensor sharded along {counted(len(cut), 'axis', 'axes')}"
         raise Unsupported(what, "Real device meshes have three or four.")
     corners: Counter[tuple[int, ...]] = Counter()
     for (begin, sizes), sign in [*((box, 1) for box in boxes), (((0,) * len(shape), shape), -1)]:
@@ -282,8 +282,8 @@ def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> Te
     """
     if not shape:  # one element, and its replicas
 
-        def as_vector(each: Piece) -> Piece:
-            return Piece(each.entry.reshape((1,)), (0,), each.owner, tuple(map(as_vector, each.replicas)))
+        def as_vector(piece: Piece) -> Piece:
+            return Piece(piece.entry.reshape((1,)), (0,), piece.owner, tuple(map(as_vector, piece.replicas)))
 
         return replace(assembled((1,), [*map(as_vector, pieces)], name), shape=(), stride=())
     first, assembly = pieces[0].like, _Assembly(shape, pieces, name)
@@ -294,8 +294,8 @@ def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> Te
 
 
 class _Assembly:
-    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis; and the
-    storages that they are of.
+    """The row-major bytes of a tensor in pieces, which are sorted by where they begin on the first axis; and their
+    storages.
 
     in_turn: each is whole rows and all of its storage in row-major order, so that the bytes of these follow each other.
     """
@@ -307,11 +307,11 @@ class _Assembly:
         self.pieces = sorted((piece for piece in pieces if piece.like.numel), key=lambda piece: piece.offsets)
         self.tallest = max((piece.like.shape[0] for piece in self.pieces), default=0)
         self.in_turn = len(self.pieces) == len(pieces) and all(
-            piece.like.shape[1:] == shape[1:] and _is_all(piece.like) and not piece.replicas for piece in pieces
+            piece.like.shape[1:] == shape[1:] and _covers_storage(piece.like) and not piece.replicas for piece in pieces
         )
 
     def __iter__(self) -> Iterator[Storage]:
-        storages = [each.entry.storage for piece in self.pieces for each in (piece, *piece.replicas)]
+        storages = [copy.entry.storage for piece in self.pieces for copy in (piece, *piece.replicas)]
         return iter(storages if self.in_turn else {id(storage): storage for storage in storages}.values())
 
     def read(self, offset: int, length: int) -> bytes:
@@ -322,7 +322,7 @@ class _Assembly:
         if offset >= stop:
             return b""
         first, last = offset // size, -(-stop // size)
-        parts: list[bytes] = []
+        outputs: list[bytes] = []
         for box in boxes_between(self.shape, row_major_strides(self.shape), first, last):
             begin, sizes = box
             out = numpy.empty(sizes, f"V{size}")
@@ -337,20 +337,20 @@ class _Assembly:
                 values = data.read(0, data.length)
                 for other in piece.replicas:  # which have to have the same
                     theirs = row_major(other.part(common))
-                    if not _same(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of "
+                    if not _values_agree(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
+                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values for "
                         what += f"the elements from {list(common[0])}"
-                        why = "Both have the same part of it, so one of the files was damaged or is of another "
+                        why = "Both have the same part of it, so one of the files is damaged or from another "
                         fix = "Copy all files of the folder again, or take another checkpoint."
                         raise Conflict(what, f"{why}checkpoint.", fix)
                 place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
                 out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
-            parts.append(out.tobytes())
-        return b"".join(parts)[offset - first * size : stop - first * size]
+            outputs.append(out.tobytes())
+        return b"".join(outputs)[offset - first * size : stop - first * size]
 
 
-def _same(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
-    """True for the same bytes; of a copy in another type, for the numbers that a cast to that gives."""
+def _values_agree(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:
+    """True for equal bytes; for a copy in another type, if a cast to that type gives its numbers."""
     import numpy
 
     if dtype == copy:

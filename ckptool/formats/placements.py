@@ -1,4 +1,4 @@
-"""Of tensors that several ranks hold together (DTensor, ShardedTensor) which pieces a rank's file has.
+"""Which pieces of the tensors that several ranks hold together (DTensor, ShardedTensor) a rank's file has.
 
 Source: torch/distributed/tensor (placement_types.py, _dtensor_spec.py, _utils.py), torch/distributed/device_mesh.py,
 torch/distributed/_mesh_layout.py, torch/distributed/_shard (sharded_tensor, metadata.py), torch 2.0 to 2.13. A DTensor
@@ -23,7 +23,7 @@ from ckptool.formats.boxes import MAX_DIMENSIONS, Box, Piece, sizes_of
 from ckptool.formats.folder import another_run, damaged
 
 MAX_MESH = 1 << 20  # ranks
-MAX_RUNS = 1_024  # of one tensor on one rank along one dimension, and in all 4 times as many
+MAX_RUNS = 1_024  # of a rank's part of a tensor along one dimension; 4 times as many in all
 
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
@@ -35,7 +35,7 @@ _Strides = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes that an axis was
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distributed:
-    """A tensor of torch.distributed as one rank saved it, and what it says of how it is divided; nothing is checked.
+    """A tensor of torch.distributed as one rank saved it, with what it says of its division; nothing is checked.
 
     tensor: with the shape of the whole.  local: the tensors that are here, of a ShardedTensor each with its place.
     rank, world: its rank and the number of ranks.  flags: those of the parameter, where it is one.  is_whole: this rank
@@ -58,7 +58,7 @@ class Distributed:
 
 
 def distributed(value: Any) -> Distributed | None:
-    """The DTensor or ShardedTensor that a value, or the parameter that it is, is; None for anything else."""
+    """The DTensor or ShardedTensor that a value is, or is a Parameter of; None for anything else."""
     if type(value) is not Composite:
         return None
     flags = Flags()
@@ -73,31 +73,31 @@ def distributed(value: Any) -> Distributed | None:
         return None
     if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
         return None
-    about = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
-    state, named = args[3], dict[Any, Any]()
-    for each in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
-        if isinstance(each, dict):
-            named |= each
-    flags = Flags(flags.requires_grad or about[7] is True, flags.parameter or named.get("_is_param") is True)
+    wrapper = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
+    state, attributes = args[3], dict[Any, Any]()
+    for part in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
+        if isinstance(part, dict):
+            attributes |= part
+    flags = Flags(flags.requires_grad or wrapper[7] is True, flags.parameter or attributes.get("_is_param") is True)
     if args[1].name == "ShardedTensor":
         shards, facts, group = (*items(state), None, None, None)[:3] if len(items(state)) > 1 else ((), None, None)
         local = [(inside(shard, "tensor"), inside(shard, "metadata")) for shard in items(shards)]
-        here = sum(tensor.numel for tensor, _ in local if isinstance(tensor, TensorEntry))
-        is_whole = value.shape is not None and here >= prod(value.shape)
+        local_numel = sum(tensor.numel for tensor, _ in local if isinstance(tensor, TensorEntry))
+        is_whole = value.shape is not None and local_numel >= prod(value.shape)
         ranks = inside(group, "global_rank"), inside(group, "global_world_size")
         return Distributed(value, False, flags, local, *ranks, is_whole, facts=fields(facts))
-    spec, tensor = fields(named.get("_spec")), named.get("_local_tensor")
+    spec, tensor = fields(attributes.get("_spec")), attributes.get("_local_tensor")
     if max(len(items(spec.get(name))) for name in ("placements", "shard_order")) > MAX_DIMENSIONS:
         return None
     placements = []
-    for each in items(spec.get("placements")):
-        dim, given = inside(each, "dim"), each.args if isinstance(each, Object) else ()
-        kind = each.name.rpartition(".")[2].lstrip("_") if isinstance(each, Object) else ""
-        placements.append((kind, given[0] if dim is None and given else dim, fields(each).get("split_factor", 1)))
-    pairs = (items(each.args if isinstance(each, Object) else each) for each in items(spec.get("shard_order")))
+    for node in items(spec.get("placements")):
+        dim, values = inside(node, "dim"), node.args if isinstance(node, Object) else ()
+        kind = node.name.rpartition(".")[2].lstrip("_") if isinstance(node, Object) else ""
+        placements.append((kind, values[0] if dim is None and values else dim, fields(node).get("split_factor", 1)))
+    pairs = (items(node.args if isinstance(node, Object) else node) for node in items(spec.get("shard_order")))
     order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2 and type(pair[0]) is int}
-    same = isinstance(tensor, (TensorEntry, Composite)) and tensor.shape == value.shape
-    is_whole = bool(spec) and same and not any(kind.endswith("Partial") for kind, *_ in placements)
+    is_full = isinstance(tensor, (TensorEntry, Composite)) and tensor.shape == value.shape
+    is_whole = bool(spec) and is_full and not any(kind.endswith("Partial") for kind, *_ in placements)
     mesh = fields(spec.get("mesh"))
     ranks = mesh.get("_rank"), _size_of(_rank_table(mesh))
     return Distributed(value, True, flags, [(tensor, None)], *ranks, is_whole, spec.get("mesh"), placements, order)
@@ -117,8 +117,8 @@ def _size_of(table: Any) -> int:
 class RankShare:
     """The blocks of a tensor that one rank has.
 
-    agreed: what all ranks have to say of it alike.  table: the ranks of its mesh, which are those of another rank's, or
-    none of them.
+    agreed: what all ranks have to say of it alike.  table: the ranks of its mesh; those of two shares are the same, or
+    have no rank in common.
 
     readings: its blocks as the placements can be read, from left to right, or as the order that strided ones encode,
     which is how FSDP beside tensor parallelism divides; None where the local tensor does not fit. They are the same
@@ -145,7 +145,7 @@ class Mesh:
 
 @dataclass(slots=True, eq=False)
 class RankFile:
-    """A file of one rank, of a folder with so many. `where`: its name, for messages; in the folder of this path."""
+    """A file of one rank, in a folder of `world` ranks. `where`: its name, for messages."""
 
     folder: str
     where: str
@@ -154,57 +154,57 @@ class RankFile:
     tables: dict[tuple[int, ...], tuple[int, ...]]  # of all files, each once
     _meshes: dict[int, tuple[Any, Mesh]] = field(default_factory=dict)
 
-    def share(self, name: str, found: Distributed) -> RankShare:
+    def share(self, name: str, saved: Distributed) -> RankShare:
         """The blocks of the tensor called `name` that are in this file.
 
         Raises `Conflict` for facts that contradict each other, `Unsupported` for sums (Partial) and local tensors that
-        are no plain ones, `Corrupt` or `LimitExceeded` for tables that are none.
+        are not plain ones, `Corrupt` or `LimitExceeded` for tables that cannot be read.
         """
-        shape, dtype = found.tensor.shape, found.tensor.dtype
+        shape, dtype = saved.tensor.shape, saved.tensor.dtype
         if shape is None or dtype is None:
             raise damaged(self.path, f"{name} has no shape or type")
-        for local, _ in found.local:
+        for local, _ in saved.local:
             if isinstance(local, TensorEntry) and local.dtype != dtype:
-                raise another_run(self.path, f"{name} is {dtype}, and its values here are {local.dtype}")
-        if not found.is_dtensor:
-            if sizes_of(found.facts.get("size")) not in (None, shape):
-                raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
-            places = tuple(map(_place, items(found.facts.get("shards_metadata"))))  # of the shards of all ranks
+                raise another_run(self.path, f"{name} is {dtype}, but its values here are {local.dtype}")
+        if not saved.is_dtensor:
+            if sizes_of(saved.facts.get("size")) not in (None, shape):
+                raise another_run(self.path, f"{name} has the shape {list(shape)}, but its metadata says otherwise")
+            places = tuple(map(_shard_place, items(saved.facts.get("shards_metadata"))))  # of the shards of all ranks
             chunks: list[Piece] = []
-            for local, metadata in found.local:
-                place = _place(metadata)
+            for local, metadata in saved.local:
+                place = _shard_place(metadata)
                 if not isinstance(local, TensorEntry) or place is None:
                     raise damaged(self.path, f"{name} has a shard without values or without a place")
                 begin, sizes, rank = place
-                if sizes != local.shape or place[:2] not in [each[:2] for each in places if each]:
+                if sizes != local.shape or place[:2] not in [shard[:2] for shard in places if shard]:
                     what = f"{name} has {list(local.shape)} at {list(begin)}, where its metadata has no shard"
                     raise another_run(self.path, what)
                 if rank not in (None, self.rank):
                     raise another_run(self.path, f"{name} was saved by rank {rank:,}")
                 chunks.append(Piece(local, begin, self.owner))
-            return RankShare(self, shape, dtype, places, (), [chunks], found.flags)
-        ((local, _),) = found.local
+            return RankShare(self, shape, dtype, places, (), [chunks], saved.flags)
+        ((local, _),) = saved.local
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
             raise Unsupported(
                 f"{self.path}: the part of {name} that is here is a {kind}",
-                "Only parts that are plain tensors are joined.",
+                "Only plain tensors can be joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
-        if id(found.mesh) not in self._meshes:
-            self._meshes[id(found.mesh)] = found.mesh, self._read_mesh(name, fields(found.mesh))
-        for kind, *_ in found.placements:
+        if id(saved.mesh) not in self._meshes:
+            self._meshes[id(saved.mesh)] = saved.mesh, self._read_mesh(name, fields(saved.mesh))
+        for kind, *_ in saved.placements:
             if kind not in ("Shard", "StridedShard", "Replicate"):
                 raise Unsupported(
                     f"{self.path}: {name} has the placement {kind}",
-                    "Only shards and replicas are joined; of a Partial each rank has a summand.",
+                    "Only Shard and Replicate can be joined; of a Partial each rank has one summand.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
-        mesh = self._meshes[id(found.mesh)][1]
+        mesh = self._meshes[id(saved.mesh)][1]
         try:
-            return self.divided(local, shape, dtype, mesh, found.placements, found.flags, found.order)
+            return self.divided(local, shape, dtype, mesh, saved.placements, saved.flags, saved.order)
         except ValueError as error:
-            raise damaged(self.path, f"{name} cannot be divided as it says: {error}") from None
+            raise damaged(self.path, f"{name} cannot be sharded the way it says: {error}") from None
 
     def divided(
         self,
@@ -216,10 +216,10 @@ class RankFile:
         flags: Flags,
         order: Order | None = None,
     ) -> RankShare:
-        """The blocks of a local tensor that a mesh divides, in this order or, where none is given, as is read off.
+        """The blocks of a tensor that a mesh divides, in this order or, where none is given, as the placements read.
 
         placements: on each axis of the mesh `Replicate`, or `Shard` or `StridedShard` with the dimension and the split
-        factor. Raises `ValueError` for those that cannot be.
+        factor. Raises `ValueError` for impossible ones.
         """
         axes: list[Axis] = []
         for kind, dim, split in placements:
@@ -231,7 +231,7 @@ class RankFile:
             on = f"on a mesh of {counted(len(mesh.sizes), 'axis', 'axes')}"
             raise ValueError(f"by {counted(len(axes), 'placement')} {on}")
         orders = [(tuple(axes), order)] if order else [(tuple(axes), {}), encoded_order(tuple(axes), mesh.sizes)]
-        readings = [blocks(local, shape, mesh, *each, self.owner) for each in orders]
+        readings = [blocks(local, shape, mesh, *variant, self.owner) for variant in orders]
         agreed = mesh.sizes, tuple(axes), tuple((order or {}).items())
         return RankShare(self, shape, dtype, agreed, mesh.table, readings, flags)
 
@@ -254,32 +254,32 @@ class RankFile:
         return f"rank {self.rank}"
 
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
-        own, table = facts.get("mesh"), _rank_table(facts)
+        grid, table = facts.get("mesh"), _rank_table(facts)
         if _size_of(table) > MAX_MESH:
             what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
-            raise LimitExceeded(what, "Larger ones are not read.")
+            raise LimitExceeded(what, "ckptool supports no larger ones.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
-            there = counted(self.world, "rank")
-            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {there}"
-            why = "Files of ranks are missing, or this one is of another run."
+            files = counted(self.world, "rank")
+            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {files}"
+            why = "Files of ranks are missing, or this one is from another run."
             raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
-        axes = row_major_axes(own.shape) if isinstance(own, TensorEntry) else _layout(facts.get("_layout"))
+        axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout_axes(facts.get("_layout"))
         if axes is None or prod(prod(sizes) for sizes, _ in axes) > len(ranks):
             raise damaged(self.path, f"{name} has a mesh whose axes do not fit its table of ranks")
         mesh = self.mesh(ranks, axes)
         saved = facts.get("_coordinate_on_dim")
         if isinstance(saved, (list, tuple)) and tuple(saved) != mesh.coordinate:
-            said = f"is at {brief(tuple(saved), 60)} of its mesh, whose table says {mesh.coordinate}"
-            raise another_run(self.path, f"{name} {said}")
+            claim = f"is at {brief(tuple(saved), 60)} of its mesh, whose table says {mesh.coordinate}"
+            raise another_run(self.path, f"{name} {claim}")
         return mesh
 
 
-def _place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
+def _shard_place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | None] | None:
     """The offsets and sizes of a shard, and the rank that has it."""
     begin, sizes = sizes_of(inside(node, "shard_offsets")), sizes_of(inside(node, "shard_sizes"))
     rank = inside(node, "placement._rank")
@@ -291,39 +291,39 @@ def row_major_axes(shape: tuple[int, ...]) -> list[_Strides]:
     return [((size,), (stride,)) for size, stride in zip(shape, row_major_strides(shape), strict=True)]
 
 
-def _layout(node: Any) -> list[_Strides] | None:
+def _layout_axes(node: Any) -> list[_Strides] | None:
     """The axes of a mesh that was cut from a larger table."""
     if (axes_of := inside(node, "axes")) is not None:
-        parts = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
+        axis_pairs = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
     else:
         sizes = inside(node, "shape") or inside(node, "sizes")
         strides = inside(node, "stride") or inside(node, "strides")
-        apart = zip(items(sizes), items(strides), strict=False)
-        parts = list(apart) if isinstance(sizes, tuple) else [(sizes, strides)]
-    axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in parts]
+        pairs = zip(items(sizes), items(strides), strict=False)
+        axis_pairs = list(pairs) if isinstance(sizes, tuple) else [(sizes, strides)]
+    axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in axis_pairs]
     fits = all(len(a) == len(b) <= MAX_RUNS and all(n > 0 for n in (*a, *b)) for a, b in axes)
     return axes if axes and fits else None
 
 
 def _numbers(node: Any) -> tuple[int, ...]:
-    """The numbers in nested tuples, in order; one that is none stands for a layout that cannot be."""
+    """The numbers in nested tuples, in order; (0,), which no layout has, for anything else."""
     if not isinstance(node, (tuple, list)):
         return (node,) if type(node) is int else (0,)
-    flat = [number for part in items(node) for number in (items(part) or (part,))]
+    flat = [number for item in items(node) for number in (items(item) or (item,))]
     return tuple(flat) if all(type(number) is int for number in flat) else (0,)
 
 
 def blocks(
     local: TensorEntry, shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: Order, owner: str
 ) -> list[Piece] | None:
-    """The blocks of the whole that a local tensor is; None where its shape is another than the placements give."""
+    """The blocks of the whole that a local tensor is; None where its shape is not the one that the placements give."""
     runs = runs_of(shape, mesh, axes, order)
-    if local.shape != tuple(sum(length for _, length in each) for each in runs):
+    if local.shape != tuple(sum(length for _, length in dim) for dim in runs):
         return None
-    if (count := prod(len(each) for each in runs)) > 4 * MAX_RUNS:
+    if (count := prod(len(dim) for dim in runs)) > 4 * MAX_RUNS:
         raise LimitExceeded(f"a local tensor in {counted(count, 'block')}", "Real ones have a few.")
     if not local.numel:
-        return [Piece(local, tuple(each[0][0] if each else n for each, n in zip(runs, shape, strict=True)), owner)]
+        return [Piece(local, tuple(dim[0][0] if dim else n for dim, n in zip(runs, shape, strict=True)), owner)]
     chunks = []
     for place in product(*map(_with_offsets, runs)):
         box: Box = tuple(begin for _, begin, _ in place), tuple(length for _, _, length in place)
@@ -346,11 +346,11 @@ def runs_of(shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: O
     runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
     for dim in range(len(shape)):
         dividing = [axis for axis, placement in enumerate(axes) if placement is not None and placement[0] == dim]
-        given = order.get(dim, ())
-        for axis in given if sorted(given) == dividing else dividing:
+        stated = order.get(dim, ())
+        for axis in stated if sorted(stated) == dividing else dividing:
             placement = axes[axis]
             assert placement is not None
-            runs[dim] = _divided(runs[dim], placement[1], mesh.sizes[axis], mesh.coordinate[axis])
+            runs[dim] = _share_of_runs(runs[dim], placement[1], mesh.sizes[axis], mesh.coordinate[axis])
     return runs
 
 
@@ -369,10 +369,10 @@ def encoded_order(axes: tuple[Axis, ...], sizes: tuple[int, ...]) -> tuple[tuple
             return axes, {}
         if dim is not None:
             order[dim] = (*behind[: places[0]], axis, *behind[places[0] :])
-    return tuple(None if each is None else (each[0], 1) for each in axes), order
+    return tuple(None if placement is None else (placement[0], 1) for placement in axes), order
 
 
-def _divided(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
+def _share_of_runs(runs: list[Run], split: int, count: int, index: int) -> list[Run]:
     """The share with this index: of each of `split` pieces, one of `count`. Pieces are as those of `torch.chunk`."""
     total = sum(length for _, length in runs)
     step = -(-total // split)

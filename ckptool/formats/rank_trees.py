@@ -38,13 +38,13 @@ def joined_trees(
     *,
     apart: bool = False,
 ) -> Any:
-    """The tree of the trees that ranks saved as `name`, each in its file; what differs is noted.
+    """The tree joined from those that ranks saved as `name`, each in its file; what differs is noted.
 
     described: gives the blocks that a plain tensor is, where a table says how it is divided.  apart: where plain
     tensors differ and nothing says whether they are divided, each rank's tree stays as it is, by its rank; else that is
     `Unsupported`. Raises `Conflict` for ranks of different steps or runs, and what `Joiner.tensor` raises.
     """
-    walk, before = _SideBySide(joiner, described), dict(joiner.different)
+    walk, different = _SideBySide(joiner, described), dict(joiner.different)
     tree = walk.join((name,), files, trees)
     differing = [] if walk.distributed else list(walk.differing.values())  # they may be parts of larger ones
     unjoinable = [what for entry, what in differing if entry.dtype.kind != "uint" and what[-1:] == ")"]  # shapes differ
@@ -53,26 +53,25 @@ def joined_trees(
         if not apart:
             raise Unsupported(
                 f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
-                "No file says how they are divided over the ranks, or whether they are: one rank's would not be the "
-                "model.",
+                "No file says whether or how they are sharded: one rank's would not be the model.",
                 "Save a full state dict: "
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
             )
-        joiner.different = before
+        joiner.different = different
         what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
         joiner.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
-        return {f"rank {file.rank}": each for file, each in zip(files, trees, strict=True)}
-    for path, (entry, what) in walk.differing.items():  # that all ranks should have alike
+        return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
+    for path, (entry, what) in walk.differing.items():  # which should be the same on all ranks
         last = str(path[-1]) if path else ""
         if last in _STEPS and entry.numel == 1:
-            raise another_run(joiner.where, f"{address(path)} is one step by some ranks and another by others")
+            raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
         if last.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
-            what += " differs between ranks, is not divided over them, and looks like a weight"
+            what += " differs between ranks, is not sharded, and looks like a weight"
             raise another_run(joiner.where, what)
-    if walk.others:
-        shown = [f"{place} (not as in {listed(where, 2)})" for place, where in walk.others.items()]
+    if walk.unequal:
+        shown = [f"{place} (unlike {listed(files, 2)})" for place, files in walk.unequal.items()]
         what = counted(len(shown), "value differs", "values differ")
-        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}"))
+        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {listed(shown, 3)}"))
     return tree
 
 
@@ -80,22 +79,22 @@ class _SideBySide:
     """The state of walking the trees of one set of files.
 
     distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
-    others: addresses of other values that differ, and the files that have other ones than the first.
+    unequal: addresses of other values that differ, and the files whose value is not that of the first.
     """
 
     def __init__(self, joiner: Joiner, described: Described | None) -> None:
         self.joiner, self.where, self.described = joiner, joiner.where, described
         self.distributed = 0
         self.differing: dict[Path, tuple[TensorEntry, str]] = {}
-        self.others: dict[str, list[str]] = {}
+        self.unequal: dict[str, list[str]] = {}
         self._joined: dict[tuple[int, ...], Any] = {}
 
     def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
-        """What is at `path` of the whole, of the values that these files have there."""
+        """The joined value at `path`, from those that these files have there."""
         if len(path) > MAX_DEPTH:
-            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
+            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No real checkpoint is.")
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
-            return self._tensor(path, files, values)
+            return self._join_tensor(path, files, values)
         kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
         uneven = kind is not dict and kind and len({len(value) for value in values}) > 1
         if kind is None or uneven or (kind is not dict and not any(isinstance(i, _HOLDERS) for v in values for i in v)):
@@ -105,86 +104,84 @@ class _SideBySide:
             if kind is dict:
                 joined = {}
                 for name in dict.fromkeys(chain(*values)):
-                    have = [(file, value[name]) for file, value in zip(files, values, strict=True) if name in value]
-                    if lack := [file.where for file, value in zip(files, values, strict=True) if name not in value]:
-                        self.others.setdefault(address((*path, name)), lack)
-                    joined[name] = self.join((*path, name), *zip(*have, strict=True))
+                    present = [(file, value[name]) for file, value in zip(files, values, strict=True) if name in value]
+                    if absent := [file.where for file, value in zip(files, values, strict=True) if name not in value]:
+                        self.unequal.setdefault(address((*path, name)), absent)
+                    joined[name] = self.join((*path, name), *zip(*present, strict=True))
                 self._joined[key] = same_kind(values[0], joined)
             else:
-                each = enumerate(zip(*values, strict=True))
-                self._joined[key] = kind(self.join((*path, i), files, items) for i, items in each)
+                rows = enumerate(zip(*values, strict=True))
+                self._joined[key] = kind(self.join((*path, i), files, items) for i, items in rows)
         return self._joined[key]
 
-    def _tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+    def _join_tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         name = address(path)
-        found = [each for each in map(distributed, values) if each is not None]
-        if found and len(found) < len(values):
-            what = f"{name} is divided over the ranks in some of their files, and whole in others"
+        tensors = [tensor for tensor in map(distributed, values) if tensor is not None]
+        if tensors and len(tensors) < len(values):
+            what = f"{name} is sharded in some of the ranks' files and whole in others"
             raise another_run(self.where, what)
-        if found:
-            return self._whole(name, [f.share(name, each) for f, each in zip(files, found, strict=True)])
+        if tensors:
+            return self._from_shares(name, [f.share(name, tensor) for f, tensor in zip(files, tensors, strict=True)])
         entries = [value for value in values if type(value) is TensorEntry]
         if len(entries) < len(values):
             return self._compared(path, files, values)
         if self.described is not None:
             shares = [self.described(file, path, entry) for file, entry in zip(files, entries, strict=True)]
             if None not in shares:
-                return self._whole(name, [share for share in shares if share is not None])
+                return self._from_shares(name, [share for share in shares if share is not None])
         first = entries[0]
-        if other := next((each for each in entries if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
+        if other := next((e for e in entries if (e.shape, e.dtype) != (first.shape, first.dtype)), None):
             shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
             self.differing[path] = first, f"{name} ({shapes})"
             return first
-        chunks = [Piece(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
-        whole = self.joiner.replicated(name, chunks)
+        copies = [Piece(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
+        tensor = self.joiner.replicated(name, copies)
         if name in self.joiner.different:
             self.differing[path] = first, name
-        return whole
+        return tensor
 
-    def _whole(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
-        """The tensor of which ranks have these shares."""
+    def _from_shares(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
+        """The tensor that these shares of the ranks make up."""
         self.distributed += 1
         first = shares[0]
         for share in shares:
-            where = f"{first.file.where} and {share.file.where}"
+            sources = f"{first.file.where} and {share.file.where}"
             if (share.shape, share.dtype) != (first.shape, first.dtype):
                 one, other = f"{first.dtype}{list(first.shape)}", f"{share.dtype}{list(share.shape)}"
-                raise another_run(self.where, f"{name} is {one} and {other}, by {where}")
+                raise another_run(self.where, f"{name} is {one} and {other}, by {sources}")
             if share.agreed != first.agreed:
-                raise another_run(self.where, f"{name} is divided in two ways, by {where}")
+                raise another_run(self.where, f"{name} is sharded in two ways, by {sources}")
         tables = dict.fromkeys(share.table for share in shares)
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
-            raise another_run(self.where, f"{name} is divided over meshes of which some ranks are in two")
-        fits = (each for each in zip(*(share.readings for share in shares), strict=True) if None not in each)
-        if (blocks := next(fits, None)) is None:  # the one way that fits all of them
-            odd = next(share for share in shares if None in share.readings)
-            what = f"{name} has another shape here than its rank's part of {list(odd.shape)} would have"
-            raise another_run(odd.file.path, what)
-        whole = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
+            raise another_run(self.where, f"{name} is sharded over overlapping meshes")
+        fits = (reading for reading in zip(*(share.readings for share in shares), strict=True) if None not in reading)
+        if (blocks := next(fits, None)) is None:  # the reading that fits all of them
+            misfit = next(share for share in shares if None in share.readings)
+            what = f"{name} has a different shape here than its rank's part of {list(misfit.shape)} would have"
+            raise another_run(misfit.file.path, what)
+        tensor = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
         flags = first.flags
-        return whole.with_flags(whole.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
+        return tensor.with_flags(tensor.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
 
     def _compared(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         """The first rank's value; notes which have another. Raises `Conflict` where that is a part of a tensor, or a
         step."""
         name, first = address(path), values[0]
-        other = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
-        if other:
+        where = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
+        if where:
             if any(distributed(node) for value in values for node in visit(value)):
-                what = "holds tensors that are divided over the ranks, and is not of one kind on all"
+                what = "holds sharded tensors, but is not of one kind on all ranks"
                 raise another_run(self.where, f"{name} {what}")
             if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
-                what = f"{name} is {first!r} by {files[0].where}, and another step by {other[0]}"
+                what = f"{name} is {first!r} by {files[0].where}, and another step by {where[0]}"
                 raise another_run(self.where, what)
-            self.others.setdefault(name, other)
+            self.unequal.setdefault(name, where)
         return first
 
 
 def _same(one: Any, other: Any) -> bool:
     """True for values without parts, or tensors, that are written alike."""
     if isinstance(one, TensorEntry):
-        ours, theirs = (
-            (each.dtype.name, each.shape, each.stride, each.storage.crc, each.storage.nbytes) for each in (one, other)
-        )
+        ours, theirs = ((e.dtype.name, e.shape, e.stride, e.storage.crc, e.storage.nbytes) for e in (one, other))
         return ours == theirs
     return not isinstance(one, Global) and bool(one == other or (one != one and other != other))

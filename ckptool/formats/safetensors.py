@@ -1,7 +1,7 @@
 """`safetensors`: a JSON header of names, types, shapes and byte ranges, then the bytes.
 
 Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does: duplicate
-names are refused, as two readers could take two different tensors, and fields that the format does not know; written so
+names are refused, as two readers could take two different tensors, and unknown fields; written so
 that it and every loader that expects `format: pt` can read it. The header lists tensors in the order of their keys; the
 data is sorted by item size, so that every tensor is aligned to it.
 """
@@ -73,7 +73,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     """The checkpoint in a safetensors file. Reads the header only.
 
     Tensors that stock `save_model` left out as tied (`{dropped: kept}` in the metadata) are there again, tied. A file
-    that `convert --all` made gives its whole tree back. cut: data may be missing at its end, or too much be there;
+    that `convert --all` made gives its whole tree back. cut: its end may be missing, or more may follow it;
     whoever reads a tensor has to look. Raises `Truncated`, `Corrupt`, `Ambiguous`, `BadTensor` or `LimitExceeded`.
     """
     size = int.from_bytes(source.read(0, 8), "little")
@@ -101,10 +101,10 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         from ckptool.formats import whole_tree
 
         tree, discarded, is_whole = whole_tree.unpack(tree, pickle, str(source), tied)
-    elif (old := metadata.pop(marks.OLD_TREE, None)) is not None:
+    elif (record := metadata.pop(marks.OLD_TREE, None)) is not None:
         from ckptool.formats import old_records
 
-        tree, is_whole = old_records.unpack(source.file, tree | tied, old), True
+        tree, is_whole = old_records.unpack(source.file, tree | tied, record), True
     else:
         tree |= tied
     if ties and not is_whole:
@@ -146,25 +146,25 @@ class _Header:
             if len(self.ranges) > MAX_TENSORS:
                 raise LimitExceeded(f"{source}: more than {MAX_TENSORS:,} tensors")
         promised = max((end for _, end in self.ranges), default=0)
-        at, there = 0, promised if cut else source.size - self.base
+        at, available = 0, promised if cut else source.size - self.base
         for begin, end in sorted(self.ranges):
             if begin != at:
                 how = "overlap" if begin < at else "leave a hole"
                 raise Corrupt(f"{source}: tensors {how} at byte {at:,} of the data")
             at = end
-        if at > there:
-            whole = sum(end <= there for _, end in self.ranges)
+        if at > available:
+            count = sum(end <= available for _, end in self.ranges)
             raise Truncated(
-                f"{source} ends {at - there:,} bytes short of the data that its header describes",
-                f"The file was cut off. Whole: {whole:,} of its {counted(len(self.ranges), 'tensor')}. "
+                f"{source} ends {at - available:,} bytes short of the data that its header describes",
+                f"The file was cut off. Whole: {count:,} of its {counted(len(self.ranges), 'tensor')}. "
                 "Copy or download it again if you can.",
                 f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
             )
-        if at < there:
-            raise Corrupt(f"{source} has {there - at:,} bytes after its last tensor")
+        if at < available:
+            raise Corrupt(f"{source} has {available - at:,} bytes after its last tensor")
 
     def _take(self, pairs: Pairs) -> bool:
-        """Adds many entries at once where each is as every writer writes it, and new; else none of them."""
+        """Adds many entries at once if each is new and as every writer writes it; else none of them."""
         entries: dict[str, TensorEntry] = {}
         ranges: list[tuple[int, int]] = []
         file, base = self.source.file, self.source.start + self.base
@@ -197,7 +197,7 @@ class _Header:
             # The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly.
             if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
                 what = f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}"
-                raise BadTensor(f"{what}, not of whole bytes")
+                raise BadTensor(f"{what}, which are not whole bytes")
             shape = [*shape[:-1], shape[-1] // 2]
         if type(shape) is not list or type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             raise _bad_fields(source, name, fields)
@@ -207,9 +207,9 @@ class _Header:
             raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
         if len(fields) > 3:
             names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
-            what = f"{source}: {name} has fields that the format does not know ({names})"
-            again = "Where they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
-            raise Unsupported(what, "They may change what its values mean.", again)
+            what = f"{source}: {name} has fields that the format does not define ({names})"
+            fix = "If they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
+            raise Unsupported(what, "They may change the meaning of its values.", fix)
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
@@ -225,7 +225,7 @@ def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
 
 
 def _contiguous(shape: list[Any]) -> tuple[tuple[int, ...], int]:
-    """Row-major strides, and the number of elements (-1 for sizes that are none, or too many)."""
+    """Row-major strides, and the number of elements (-1 for sizes that are invalid, or too many)."""
     if len(shape) > MAX_RANK or any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
         return (), -1
     return row_major_strides(tuple(shape)), math.prod(shape)
@@ -251,8 +251,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
         checkpoint = whole_tree.pack(checkpoint)
     stored, ties = without_ties(holdable(checkpoint))
-    own = checkpoint.metadata if checkpoint.container == NAME else (marks.PICKLE, marks.RECOVERED)
-    metadata = {key: text for key, text in checkpoint.metadata.items() if key in own}
+    allowed = checkpoint.metadata if checkpoint.container == NAME else (marks.PICKLE, marks.RECOVERED)
+    metadata = {key: text for key, text in checkpoint.metadata.items() if key in allowed}
     if checkpoint.container == NAME and getattr(checkpoint.tree, "metadata", None):
         from ckptool.formats import whole_tree
 
@@ -260,7 +260,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     metadata.setdefault("format", "pt")
     if clash := sorted(set(metadata) & set(ties)):
         what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
-        raise Unsupported(what, "Both would be recorded in one place.")
+        raise Unsupported(what, "Both would be recorded under that name.")
     metadata.update(ties)
     fields: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(stored)}
     segments: list[Segment] = []
@@ -295,18 +295,18 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors to write, or `Unsupported` with everything that a safetensors file cannot hold."""
     tree = checkpoint.tree
     if not isinstance(tree, dict):
-        part = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
-        what = "a safetensors file holds a dictionary of tensors, nothing else"
-        raise Unsupported(what, "", f"{part}; or keep everything: {arg(all=True)}")
-    wrong = {name: why for name, value in tree.items() if (why := _why_not(name, value))}
-    if not wrong:
+        choose = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
+        what = "a safetensors file holds a dictionary of tensors and nothing else"
+        raise Unsupported(what, "", f"{choose}; or keep everything: {arg(all=True)}")
+    reasons = {name: why for name, value in tree.items() if (why := _why_not(name, value))}
+    if not reasons:
         return tree
     file = input_of(checkpoint.source)
-    if any(isinstance(tree[name], (TensorEntry, Composite)) for name in wrong):
+    if any(isinstance(tree[name], (TensorEntry, Composite)) for name in reasons):
         way = f"Leave them out: {command('convert', file, exclude=Slot('NAME'), out=OUT_SAFETENSORS)}"
     else:  # the weights are an entry
         way = f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
-    what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in wrong.items()], 3)}"
+    what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in reasons.items()], 3)}"
     why = "It holds only plain tensors of its own dtypes, under names."
     raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}, or {arg(folder=DIR)}")
 
@@ -329,10 +329,10 @@ def _why_not(name: Any, value: Any) -> str:
 
 def without_ties(tensors: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors to store, and for each other name the one that it is an exact tie of."""
-    first: dict[Any, str] = {}
+    by_view: dict[Any, str] = {}
     stored, ties = {}, {}
     for name, entry in tensors.items():
-        kept = first.setdefault(entry.view, name) if entry.nbytes else name
+        kept = by_view.setdefault(entry.view, name) if entry.nbytes else name
         if kept == name:
             stored[name] = entry
         else:

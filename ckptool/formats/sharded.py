@@ -59,28 +59,28 @@ def detect(head: bytes, source: Input) -> bool:
 
 def checkpoints_in(folder: Folder) -> list[str]:
     """The files that each stand for a whole checkpoint; where there are several, one has to be named."""
-    found = candidates(folder)
-    return [*found, ".metadata"] if found and ".metadata" in folder else found
+    names = candidates(folder)
+    return [*names, ".metadata"] if names and ".metadata" in folder else names
 
 
 def candidates(folder: Folder) -> list[str]:
-    """The names of which one stands for a folder: its indexes, else its single files, else their variants."""
+    """The names, one of which stands for a folder: its indexes, else its single files, else their variants."""
     indexes = [name for name in folder.names if _is_index(name)]
     usual = [name for name in indexes if name.endswith(".index.json")]
-    # Beside another, it is what one of several ranks has.
+    # Beside consolidated.01.pth, it is what one of several ranks has.
     names = [name for name in folder.names if name != "consolidated.00.pth" or "consolidated.01.pth" not in folder]
-    singles = {name: found for name in names if (found := SINGLE.fullmatch(name))}
-    plain = [name for name, found in singles.items() if not found["variant"]]
+    singles = {name: match for name in names if (match := SINGLE.fullmatch(name))}
+    plain = [name for name, match in singles.items() if not match["variant"]]
     variants = indexes or list(singles)
     return usual or plain or ([] if ".metadata" in folder else variants)
 
 
 def belonging(folder: Folder) -> set[str]:
     """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files."""
-    found = candidates(folder)
-    if not found or _is_index(found[0]):
+    names = candidates(folder)
+    if not names or _is_index(names[0]):
         pieces = {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
-        for name in found:  # some call their shards otherwise
+        for name in names:  # some name their shards differently
             table = fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map")
             pieces |= {file for file in fields(table).values() if type(file) is str}
         return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name)}
@@ -106,18 +106,18 @@ def read(source: Input) -> Checkpoint:
     """
     if isinstance(source, Source):
         return _read_index(Folder(os.path.dirname(source.path), shown=source.path), os.path.basename(source.path))
-    found = checkpoints_in(source)
-    if len(found) > 1:
-        what = f"{source} holds {counted(len(found), 'checkpoint')}: {listed(found)}"
-        fix = f"Name one of them: {os.path.join(source.path, found[0])}"
-        raise Ambiguous(what, "They may differ: name the one you mean.", fix)
-    if found:
-        return _read_index(source, found[0]) if _is_index(found[0]) else read_alone(source.open(found[0]))
-    what = f"{source} holds shards and no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
+    names = checkpoints_in(source)
+    if len(names) > 1:
+        what = f"{source} holds {counted(len(names), 'checkpoint')}: {listed(names)}"
+        fix = f"Name one of them: {os.path.join(source.path, names[0])}"
+        raise Ambiguous(what, "They may differ.", fix)
+    if names:
+        return _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+    what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):
-        what += ", which torch consolidated and did not finish"
-        raise OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
+        what += "; torch did not finish consolidating them"
+        raise OnlyAPart(what, why, f"Read the pieces that they were made from: {command('inspect', pieces)}")
     raise OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -126,7 +126,7 @@ def read(source: Input) -> Checkpoint:
 
 def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     index = os.path.join(folder.path, index_name)
-    weight_map, metadata = _parsed(folder.open(index_name))
+    weight_map, metadata = _parse_index(folder.open(index_name))
     shards = _shards(folder, index, weight_map)
     pickled = any(shard.container != safetensors.NAME for shard in shards.values())
     items = {name: value for shard in shards.values() for name, value in shard.tree.items()}
@@ -135,16 +135,16 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     if not pickled:  # its tensors stand in the order of the index, those of pickles in theirs, the model's
         tree = {name: shards[file].tree[name] for name, file in weight_map.items()} | items
     elif len(ordered) == len(shards):  # with all that is set on them (`_metadata`)
-        attributes = {key: value for each in ordered for key, value in (each.attributes or {}).items()}
-        every = [each.metadata for each in ordered if isinstance(each.metadata, dict)]
-        if len(every) > 1:
-            attributes["_metadata"] = OrderedDict({name: facts for each in every for name, facts in each.items()})
+        attributes = {key: value for tree in ordered for key, value in (tree.attributes or {}).items()}
+        tables = [tree.metadata for tree in ordered if isinstance(tree.metadata, dict)]
+        if len(tables) > 1:
+            attributes["_metadata"] = OrderedDict({name: facts for table in tables for name, facts in table.items()})
         tree = OrderedDict(items, attributes or None)
     ties: dict[str, str] = {}  # names left out: {dropped: kept} in the index (the hub's savers), or in a shard
     for place in (metadata, *(shard.metadata for shard in shards.values())):
         for dropped, kept in safetensors.ties_in(place, tree).items():
             if isinstance(tree[kept], TensorEntry) and ties.setdefault(dropped, kept) != kept:
-                what = f"{index}: {dropped} is recorded as a tie of {kept} and of {ties[dropped]}"
+                what = f"{index}: {dropped} is recorded as a tie of both {kept} and {ties[dropped]}"
                 raise Conflict(what, "The shards come from two runs.")
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
@@ -180,10 +180,10 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
         lost = f"{len(missing):,} of its {counted(len(files), 'shard')} {form(len(missing), 'is', 'are')} missing"
         why = "A sharded checkpoint is complete only with all of its shards."
         raise Corrupt(f"{index}: {lost}: {listed(missing, 3)}", why, "Download or copy the missing files.")
-    counts = {file: int(found["count"]) for file in files if (found := NUMBERED.fullmatch(file))}
+    counts = {file: int(match["count"]) for file in files if (match := NUMBERED.fullmatch(file))}
     if counts and set(counts.values()) != {len(counts)}:
-        said = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
-        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {said}"
+        stated = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
+        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {stated}"
         why = "The files come from two runs, or the index belongs to others."
         raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
     shards: dict[str, Checkpoint] = {}
@@ -203,32 +203,32 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
     trees = {file: shard.tree for file, shard in shards.items()}
     # Each name of the index is in its shard, and each tensor of a shard in the index; but names that are tied to others
     # of their shard may be missing there.
-    odd = [f"{name} is not in {file}" for name, file in weight_map.items() if name not in trees[file]]
+    mismatches = [f"{name} is not in {file}" for name, file in weight_map.items() if name not in trees[file]]
     for file, tree in trees.items():
         entries = {name: entry for name, entry in tree.items() if isinstance(entry, TensorEntry)}
-        own = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
+        data_ids = {id(entry.storage.data) for name, entry in entries.items() if weight_map.get(name) == file}
         for name in tree:
-            tied = name not in weight_map and name in entries and id(entries[name].storage.data) in own
-            if weight_map.get(name) != file and not tied:
-                odd.append(f"{name!s} is in {file}, where the index does not have it")
-    if odd:
-        count = counted(len(odd), "name differs", "names differ")
-        what = f"{index} and its shards do not belong together: {count} ({listed(odd, 3)})"
+            is_tied = name not in weight_map and name in entries and id(entries[name].storage.data) in data_ids
+            if weight_map.get(name) != file and not is_tied:
+                mismatches.append(f"{name!s} is in {file}, where the index does not list it")
+    if mismatches:
+        count = counted(len(mismatches), "name differs", "names differ")
+        what = f"{index} and its shards do not belong together: {count} ({listed(mismatches, 3)})"
         raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
     return shards
 
 
-def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
+def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The `weight_map` of an index, and its metadata."""
     if source.size > MAX_INDEX:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
-    said = parse_object(source.read(0, source.size), f"{source}: the index")
-    if "param_groups" in said:
+    index = parse_object(source.read(0, source.size), f"{source}: the index")
+    if "param_groups" in index:
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
-        raise Unsupported(what, "Its files hold it by the numbers of parameters, and are read one by one.")
-    names, metadata = said.get("weight_map"), said.get("metadata", {})
+        raise Unsupported(what, "Its files, which number the parameters, are read one by one.")
+    names, metadata = index.get("weight_map"), index.get("metadata", {})
     if names is None:
-        what = f"{source} is a JSON text without a weight_map"
+        what = f"{source} is a JSON file without a weight_map"
         why = "It may be an error message or another kind of index; it is not an index of shards."
         raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
     is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
@@ -236,30 +236,30 @@ def _parsed(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
         raise Corrupt(f"{source}: its weight_map names no tensor")
     if not is_table or not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its weight_map or metadata is not that of an index", "It was damaged.")
-    if len(names) > (most := safetensors.MAX_TENSORS):
-        raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {most:,} are read.")
+    if len(names) > (limit := safetensors.MAX_TENSORS):
+        raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"ckptool reads at most {limit:,}.")
     return names, metadata
 
 
-def _notes(index: str, folder: Folder, said: Any, tree: Any, shards: dict[str, Checkpoint]) -> list[Note]:
-    """The notes of all shards, one of each kind; on files that are named as shards and not in the index; and on a sum
-    of bytes that the index gets wrong, as those of many writers do. said: that."""
+def _notes(index: str, folder: Folder, total_size: Any, tree: Any, shards: dict[str, Checkpoint]) -> list[Note]:
+    """The notes of all shards, one of each kind; on files that are named as shards and not in the index; and on a
+    `total_size` that the index gets wrong, as those of many writers do."""
     notes: list[Note] = []
-    told = [(note.code, f"{file}: {note.message}") for file, shard in shards.items() for note in shard.notes]
-    for code in dict.fromkeys(code for code, _ in told if code != marks.RECOVERED_NOTE):  # it is told of all together
-        first, *others = [message for each, message in told if each == code]
+    messages = [(note.code, f"{file}: {note.message}") for file, shard in shards.items() for note in shard.notes]
+    for code in dict.fromkeys(code for code, _ in messages if code != marks.RECOVERED_NOTE):  # one note for all
+        first, *others = [message for key, message in messages if key == code]
         notes.append(Note(code, first + (f" (and in {counted(len(others), 'other shard')})" if others else "")))
-    stems = {found["stem"] for file in shards if (found := NUMBERED.fullmatch(file))}
+    stems = {match["stem"] for file in shards if (match := NUMBERED.fullmatch(file))}
     stems.add(os.path.splitext(os.path.basename(index).removesuffix(".index.json"))[0])
-    numbered = {name: found["stem"] for name in folder.names if (found := NUMBERED.fullmatch(name))}
+    numbered = {name: match["stem"] for name in folder.names if (match := NUMBERED.fullmatch(name))}
     if stale := [name for name, stem in numbered.items() if stem in stems and name not in shards]:
-        what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
-        notes.append(Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}"))
+        what = f"{counted(len(stale), 'file is', 'files are')} named like shards but not in the index"
+        notes.append(Note("stale-shards", f"{what}, perhaps from another run: {listed(stale, 3)}"))
     entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
-    once = {id(each.storage.data) if isinstance(each, TensorEntry) else id(each): each.nbytes for each in entries[::-1]}
-    if said not in (None, sum(once.values()), sum(entry.nbytes for entry in entries)):
-        shown = f"{said:,}" if type(said) in (int, float) else repr(said)[:40]
-        what = f"the index says that its tensors have {shown} bytes; they have {sum(once.values()):,}"
+    sizes = {id(e.storage.data) if isinstance(e, TensorEntry) else id(e): e.nbytes for e in entries[::-1]}
+    if total_size not in (None, sum(sizes.values()), sum(entry.nbytes for entry in entries)):
+        shown = f"{total_size:,}" if type(total_size) in (int, float) else repr(total_size)[:40]
+        what = f"by the index its tensors have {shown} bytes; they have {sum(sizes.values()):,}"
         notes.append(Note("total-size", what))
     return notes
 
@@ -277,11 +277,11 @@ def size_in_bytes(size: int | str) -> int:
 
     A number without a unit is at least a million: `5` was meant to be 5 GB.
     """
-    found = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,9})?\s*([kmgt]?)(i?)(b?)", str(size).strip().lower())
-    if found is not None and (found[3] or not (found[2] or found[4])):
-        scale: int = (1024 if found[4] else 1000) ** _UNITS[found[3]]
-        count = int(found[1]) * scale + int(float(found[2] or 0) * scale)
-        if count >= (1 if found[3] or found[5] else LEAST_BARE):
+    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,9})?\s*([kmgt]?)(i?)(b?)", str(size).strip().lower())
+    if match is not None and (match[3] or not (match[2] or match[4])):
+        scale: int = (1024 if match[4] else 1000) ** _UNITS[match[3]]
+        count = int(match[1]) * scale + int(float(match[2] or 0) * scale)
+        if count >= (1 if match[3] or match[5] else LEAST_BARE):
             return count
     what = f"{str(size)[:40]!r} is not a shard size"
     why = f"Give a number with a unit (5GB), or a number of bytes, {LEAST_BARE:,} or more."
@@ -315,15 +315,15 @@ class Division:
             for name, kept in ties.items():
                 if name in by_name:
                     by_name.setdefault(kept, by_name[name])
-            by_storage = {id(each): file for file, shard in self.shards.items() for each in storages(shard.tree)}
-            as_before: dict[str, list[str]] = {file: [] for file in self.shards}
-            before = next(iter(as_before))
+            by_storage = {id(storage): file for file, shard in self.shards.items() for storage in storages(shard.tree)}
+            by_file: dict[str, list[str]] = {file: [] for file in self.shards}
+            file = next(iter(by_file))
             for name, entry in stored.items():
-                before = by_storage.get(id(entry.storage)) or by_name.get(name, before)
-                as_before[before].append(name)
-            if not self.pickled and stem_of(self.shards) == self.stem and all(as_before.values()):
-                return as_before
-            groups = [*filter(None, as_before.values())] or [[]]
+                file = by_storage.get(id(entry.storage)) or by_name.get(name, file)
+                by_file[file].append(name)
+            if not self.pickled and stem_of(self.shards) == self.stem and all(by_file.values()):
+                return by_file
+            groups = [*filter(None, by_file.values())] or [[]]
         else:
             current, size = list[str](), 0
             for name, entry in stored.items():
@@ -344,8 +344,8 @@ class Division:
 
 def stem_of(files: Iterable[str]) -> str:
     """The beginning of the names of shards."""
-    found = next(filter(None, map(NUMBERED.fullmatch, files)), None)
-    return found["stem"] if found else "model"
+    match = next(filter(None, map(NUMBERED.fullmatch, files)), None)
+    return match["stem"] if match else "model"
 
 
 def divided(checkpoint: Checkpoint, shard_size: int | str | None, stem: str) -> Checkpoint:
@@ -366,26 +366,27 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `Unsupported` naming everything that cannot be kept.
     """
     if marks.PICKLE in checkpoint.metadata:
-        what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, and is not divided into shards"
+        what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, never shards"
         fix = f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
-        raise Unsupported(what, "The pickle that leads back to it is in that file.", fix)
+        raise Unsupported(what, "The pickle that restores it is in that file.", fix)
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division()
     stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
     shards = division.files(stored, ties)
-    place = {name: file for file, names in shards.items() for name in names}
+    file_of = {name: file for file, names in shards.items() for name in names}
     trees: dict[str, dict[str, Any]] = {file: {} for file in shards}
     for name, entry in checkpoint.tree.items():
-        trees[place[ties.get(name, name)]][name] = entry
+        trees[file_of[ties.get(name, name)]][name] = entry
     first = next(iter(shards))
     numbered = NUMBERED.fullmatch(first)
     is_alone = len(shards) == 1 and not numbered
     set_on = whole_tree.set_on(checkpoint.tree)
+    of_all = set_on | {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     for file, tree in trees.items():
-        said = division.shards[file].metadata if file in division.shards and not division.pickled else {}
-        metadata = {key: value for key, value in said.items() if key not in division.ties}
-        metadata |= set_on if is_alone else {}
+        old_metadata = division.shards[file].metadata if file in division.shards and not division.pickled else {}
+        metadata = {key: value for key, value in old_metadata.items() if key not in division.ties}
+        metadata |= of_all if is_alone else {}
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
@@ -394,11 +395,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         if not index and numbered:
             index = f"{numbered['stem']}{numbered['suffix']}.index.json"
         # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
-        weight_map = {name: place[name] for name in checkpoint.tree if name in place}
+        weight_map = {name: file_of[name] for name in checkpoint.tree if name in file_of}
         metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
-        if mark := checkpoint.metadata.get(marks.RECOVERED):
-            metadata[marks.RECOVERED] = mark
-        metadata |= set_on
+        metadata |= of_all
         metadata["total_size"] = sum(entry.nbytes for entry in stored.values())
         if "total_parameters" in metadata:
             metadata["total_parameters"] = sum(stored[name].numel for name in weight_map)
@@ -406,5 +405,5 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             {"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False, allow_nan=False
         )
         files[index] = [InlineBytes(content.encode() + b"\n")]
-    kept = f"{whole_tree.KEY} keeps the _metadata of the state dict, and ckptool gives it back"
-    return Plan(files, checks, notes=(Note(whole_tree.KEPT, kept),) if set_on else ())
+    message = f"{whole_tree.KEY} keeps the _metadata of the state dict, and ckptool gives it back"
+    return Plan(files, checks, notes=(Note(whole_tree.KEPT, message),) if set_on else ())

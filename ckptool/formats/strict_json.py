@@ -23,11 +23,11 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
 _END = re.compile(r"\}[ \t\n\r]*")
 _MINUS_ZERO = re.compile(r"[\[:,][ \t\n\r]*-0")
-_CUT = "It was cut off, or changed by hand."
+_CUT = "It is truncated, or was edited by hand."
 
 
 def parse_object(raw: bytes, what: str) -> dict[str, Any]:
-    """The JSON object that `raw` is. `what` names it in errors (`model.safetensors: its header`).
+    """The JSON object in `raw`. `what` names it in errors (`model.safetensors: its header`).
 
     Raises `Ambiguous` for a name that is there twice, `Corrupt` for anything that is not an object in strict JSON.
     """
@@ -44,12 +44,12 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def members(raw: bytes, what: str, texts: str, take: Callable[[Pairs], bool]) -> Iterator[tuple[str, Any]]:
-    """Name and value of each member of the JSON object that `raw` is, one after the other.
+    """Name and value of each member of the JSON object in `raw`, one after the other.
 
     take: is offered many members at once where they can be, objects in them as tuples of pairs, and answers whether it
-    took them all; those are not given again. What it does not like comes one by one.
+    took them all; those are not given again. What it does not take comes one by one.
 
-    So many a value may be in `raw`, only one is in memory as an object: a hostile header would take thirty times its
+    However many values `raw` has, only one is in memory as an object: a hostile header would take thirty times its
     size. A value may have 65,536 characters; the one of the member called `texts` may be larger, and is an object of
     nothing but texts. Raises `Corrupt` for anything that is not strict JSON, `Ambiguous` for a name that is there twice
     in a value (whether `members` gave one twice is for the caller to see), `LimitExceeded` for more than a million
@@ -62,7 +62,7 @@ def members(raw: bytes, what: str, texts: str, take: Callable[[Pairs], bool]) ->
     for name in cursor.names(take):
         yield name, cursor.texts() if name == texts else cursor.value()
     if cursor.at != len(cursor.text):
-        raise cursor.wrong("something follows its end")
+        raise cursor.wrong("it goes on after its end")
 
 
 class _Cursor:
@@ -117,11 +117,11 @@ class _Cursor:
 
     def skip(self, pattern: re.Pattern[str]) -> str | None:
         """Steps over what the pattern matches; gives its group, or an empty text if it has none."""
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return found[1] if pattern.groups else " "
+        self.at = match.end()
+        return match[1] if pattern.groups else " "
 
     def string(self) -> str:
         if not self.text.startswith('"', self.at):
@@ -135,9 +135,9 @@ class _Cursor:
         return str(value)
 
     def value(self) -> Any:
-        for most in (_USUAL_VALUE, MAX_VALUE):
+        for limit in (_USUAL_VALUE, MAX_VALUE):
             try:
-                value, length = self.decoder.raw_decode(self.text[self.at : self.at + most])
+                value, length = self.decoder.raw_decode(self.text[self.at : self.at + limit])
             except (ValueError, RecursionError) as error:
                 problem = str(error)
             else:
@@ -146,14 +146,14 @@ class _Cursor:
         raise self.wrong(problem)
 
     def texts(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for name in self.names():
-            if name in found:
+            if name in texts:
                 raise Ambiguous(f"{self.what} names {name} twice", "Readers disagree about which one counts.")
-            found[name] = self.string()
-            if len(found) > MAX_TEXTS:
-                raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} texts")
-        return found
+            texts[name] = self.string()
+            if len(texts) > MAX_TEXTS:
+                raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} strings")
+        return texts
 
     def wrong(self, why: str) -> Corrupt:
         return Corrupt(f"{self.what} is not valid JSON at character {self.at:,} ({why[:100]})")
@@ -174,14 +174,14 @@ _PAIRS = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_no_constant)
 
 def _decoder(what: str) -> json.JSONDecoder:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        by_name = dict(pairs)
+        if len(by_name) != len(pairs):
             repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise Ambiguous(f"{what} names {repeated} twice", "Readers disagree about which one counts.")
-        return found
+        return by_name
 
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant, parse_int=_integer)
 
 
 def _half_a_pair(what: str) -> Corrupt:
-    return Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")
+    return Corrupt(f"{what} has strings that are not Unicode (half a surrogate pair)")

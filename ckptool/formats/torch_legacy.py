@@ -6,7 +6,7 @@ stream lies inside of other pickles, as what `torch.storage._load_from_bytes` is
 are what every torch since 1.4 opens, and can be mapped.
 
 The numbers and elements are little-endian on every machine: torch writes them so and reads them so since 0.1.10, and
-what `little_endian` says is looked at by none (torch/csrc/serialization.cpp, pytorch#26383).
+nobody looks at what `little_endian` says (torch/csrc/serialization.cpp, pytorch#26383).
 
 Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch 0.1.12 to 2.13; torch/storage.py
 (`_load_from_bytes`).
@@ -40,7 +40,7 @@ from ckptool.errors import (
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import Decoded, decode, decode_lazily, no_storage, protocol_notes, skeleton
-from ckptool.pickles.strings import whole
+from ckptool.pickles.strings import unstub
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-legacy"
@@ -101,31 +101,31 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         magic = small_pickle(data, 0, name)
         if run := next(uses(magic.aside()), None):
             what = f"{name}: its magic number is computed, by {run.name}"
-            why = "torch writes a number there; this file runs a program as soon as it is loaded."
+            why = "torch writes a plain number there; this file runs code as soon as it is loaded."
             raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
         if magic.root != MAGIC or type(magic.root) is not int:
-            what = f"{name} is laid out as torch's legacy files, but its magic number is {brief(magic.root, 80)}"
+            what = f"{name} is laid out like torch's legacy files, but its magic number is {brief(magic.root, 80)}"
             raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
         version = small_pickle(data, magic.end, name)
         if version.root != VERSION or type(version.root) is not int:
             what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
-            raise Corrupt(what, "No torch writes another.")
+            raise Corrupt(what, "No torch version writes any other.")
         info = small_pickle(data, version.end, name)
         little_endian, begin = machine_order(info.root, VERSION, name), info.end
         aside = [*magic.discarded, *version.discarded, *info.aside()]
-    made, tables = skeleton(data, begin, name=name), LegacyStorages()
-    decoded = decode_lazily(made, tables.load, builders_at(depth), name=name, file_bytes=data.length)
+    opcodes, tables = skeleton(data, begin, name=name), LegacyStorages()
+    decoded = decode_lazily(opcodes, tables.load, builders_at(depth), name=name, file_bytes=data.length)
     if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
-        what = f"{name}: a view of a storage stands by itself"
-        raise Unsupported(what, "torch keeps such a view in tensors only.")
-    keys = small_pickle(data, made.end, name)
+        what = f"{name}: a storage view outside of a tensor"
+        raise Unsupported(what, "torch keeps such views only in tensors.")
+    keys = small_pickle(data, opcodes.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
     except CkptoolError as error:
         raise error.within(name) from None
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     notes = [*decoded.notes, *protocol_notes(decoded)]
-    notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
+    notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be detected", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
     calls = (*aside, *decoded.discarded, *keys.aside())
@@ -133,14 +133,14 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
 
 
 def small_pickle(data: Data, at: int, name: str) -> Decoded:
-    """One of the pickles around the value, without storages; no call in it is understood. Its `end` counts as `at`."""
+    """One of the pickles around the value, without storages; no call in it is understood. `end`: a place in `data`."""
     window = data.read(at, min(_WINDOW, data.length - at))
     try:
-        found = decode(window, no_storage, {}, name=name)
-        return replace(found, end=at + found.end)
+        decoded = decode(window, no_storage, {}, name=name)
+        return replace(decoded, end=at + decoded.end)
     except CkptoolError:  # longer than the window, or wrong: then this says where
-        made = skeleton(data, at, name=name)
-    return replace(decode_lazily(made, no_storage, {}, name=name, file_bytes=data.length), end=made.end)
+        opcodes = skeleton(data, at, name=name)
+    return replace(decode_lazily(opcodes, no_storage, {}, name=name, file_bytes=data.length), end=opcodes.end)
 
 
 def machine_order(info: Any, version: int, name: str) -> bool:
@@ -151,7 +151,7 @@ def machine_order(info: Any, version: int, name: str) -> bool:
         fields.get("protocol_version") != version
         or type(little_endian) is not bool
         or type(sizes) is not dict
-        or any(type(size := sizes.get(kind)) is not int or size not in known for kind, known in _TYPE_SIZES.items())
+        or any(type(size := sizes.get(kind)) is not int or size not in valid for kind, valid in _TYPE_SIZES.items())
     ):
         raise Corrupt(f"{name}: its description of the machine that wrote it is invalid ({brief(info, 80)})")
     return little_endian
@@ -165,7 +165,7 @@ _DAMAGED = "The pickle was damaged."
 
 
 class LegacyStorages:
-    """Gives the storages for persistent ids, and their data when the keys are known that say where it is.
+    """Gives the storages for persistent ids, and their data once the list of keys says where it is.
 
     roots: those with data of their own.  views: of them, by keys of their own.
     """
@@ -183,9 +183,9 @@ class LegacyStorages:
             raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
-            raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
-        known, dtype = storage_class(cls)
-        if not known:
+            raise Corrupt("a storage's persistent id that torch would not write", _DAMAGED)
+        is_known, dtype = storage_class(cls)
+        if not is_known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
             raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
@@ -193,22 +193,22 @@ class LegacyStorages:
         size = numel * itemsize
         if (first := self.roots.get(key)) is None:
             first = self.roots[key] = StorageRef(Storage(Computed(size, _unplaced), location), dtype)
-        storage, is_bytes = first.storage, all(each is None or each.name == "u8" for each in (dtype, first.dtype))
-        alike = dtype is first.dtype or is_bytes or not size
-        if key in self.views or not alike or (location, size) != (storage.location, storage.nbytes):
+        storage, is_bytes = first.storage, all(kind is None or kind.name == "u8" for kind in (dtype, first.dtype))
+        fits = dtype is first.dtype or is_bytes or not size
+        if key in self.views or not fits or (location, size) != (storage.location, storage.nbytes):
             raise _contradiction(key, BadTensor if key in self.views else Corrupt)
         if view is None:
             return first if dtype is first.dtype else StorageRef(storage, dtype)
         name, offset, count = map(as_text, view) if type(view) is tuple and len(view) == 3 else (None, None, None)
         if type(name) is not str or type(offset) is not int or type(count) is not int:
-            raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
+            raise BadTensor("a storage view that torch would not write", _NO_TENSOR)
         if offset < 0 or count < 0 or offset + count > numel:
-            there = f"of a storage that has {numel:,}"
-            raise BadTensor(f"the view {name} is of the elements {offset:,} to {offset + count:,} {there}", _NO_TENSOR)
-        found = StorageView(storage, dtype, offset, count * itemsize)
-        if name in self.roots or self.views.setdefault(name, found) != found:
+            extent = f"of a storage that has {numel:,}"
+            raise BadTensor(f"the view {name} is of the elements {offset:,} to {offset + count:,} {extent}", _NO_TENSOR)
+        storage_view = StorageView(storage, dtype, offset, count * itemsize)
+        if name in self.roots or self.views.setdefault(name, storage_view) != storage_view:
             raise _contradiction(name, BadTensor if name in self.roots else Corrupt)
-        return found
+        return storage_view
 
     def place(self, data: Data, keys: Any, at: int) -> int:
         """Gives each storage its part of `data`, in the order of the keys, from byte `at`; the byte after the last."""
@@ -216,7 +216,7 @@ class LegacyStorages:
         if not all(type(key) is str for key in keys):
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         if sorted(keys) != sorted(self.roots):
-            raise Corrupt("the list of storages does not have each that is used, once", _MENDED)
+            raise Corrupt("the list of storages does not have each used key exactly once", _MENDED)
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key].storage.nbytes for key in keys[number : number + _AHEAD])
@@ -227,9 +227,9 @@ class LegacyStorages:
             if at + 8 <= data.length and (said := int.from_bytes(data.read(at, 8), "little", signed=True)) != numel:
                 raise Corrupt(f"the storage {key[:80]} should have {counted(numel, 'element')}; the data says {said:,}")
             if at + 8 + size > data.length:
-                begin, wanted = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
-                there = f"{wanted:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
-                raise Truncated(f"the storage {key} needs {there}", fix="Copy or download it again.")
+                begin, needed = (at + 8, size) if at + 8 <= data.length else (at, 8 + size)
+                extent = f"{needed:,} bytes from byte {begin:,}; {data.length - begin:,} are there"
+                raise Truncated(f"the storage {key} needs {extent}", fix="Copy or download it again.")
             storage.data = subrange(data, at + 8, size) if size else InMemory(b"")
             at += 8 + size
         return at
@@ -240,19 +240,19 @@ def _unplaced(offset: int, length: int) -> bytes:
 
 
 def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
-    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which counts.")
 
 
 def class_of(parts: tuple[Any, ...]) -> Global:
     """The class that `(class, file, source text)` in a persistent id names; nobody looks at the text."""
     if len(parts) != 3 or type(parts[0]) is not Global:
-        raise Corrupt("a persistent id of a module that is not as torch writes it", _DAMAGED)
+        raise Corrupt("a module's persistent id that torch would not write", _DAMAGED)
     return parts[0]
 
 
 def as_text(value: Any) -> Any:
     """Texts of a persistent id, which Python 2 and `encoding="bytes"` may have made bytes."""
-    value = whole(value)
+    value = unstub(value)
     return value.decode("ascii", "backslashreplace") if isinstance(value, bytes) else value
 
 
@@ -271,8 +271,8 @@ def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     if depth > MAX_NESTING:
         what = f"streams nested in bytes more than {MAX_NESTING} deep"
         raise LimitExceeded(what, "torch writes one; the file is probably malicious.")
-    found, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
+    checkpoint, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - end:,} bytes after its end", "Nothing reads them.")
-    # What it calls and throws away would not be seen from outside: the whole stays a call then, and is named.
-    return NotImplemented if found.discarded else found.tree
+    # Calls whose results it throws away would not be seen from outside: then all of it stays a call, which is named.
+    return NotImplemented if checkpoint.discarded else checkpoint.tree

@@ -43,8 +43,8 @@ def detect(head: bytes, source: Input) -> bool:
     if not isinstance(source, Source) or not is_tar(head):
         return False
     first = head[:100].partition(b"\0")[0].decode("latin-1")
-    found = [first, *(path.rpartition("/")[2] for path in record_paths(source))]
-    return any(name in MEMBERS for name in found[:2]) or len({name for name in found if name in MEMBERS}) > 1
+    names = [first, *(path.rpartition("/")[2] for path in record_paths(source))]
+    return any(name in MEMBERS for name in names[:2]) or len({name for name in names if name in MEMBERS}) > 1
 
 
 def read(source: Source) -> Checkpoint:
@@ -61,14 +61,14 @@ def read(source: Source) -> Checkpoint:
         if header.name not in MEMBERS:
             raise Corrupt(f"{name} is in it, which torch does not write", f"It writes {', '.join(MEMBERS)}.")
         if header.name in members:
-            raise Corrupt(f"{name} is in it twice", "Readers would disagree about which is right.")
+            raise Corrupt(f"{name} is in it twice", "Readers would disagree about which counts.")
         members[header.name] = FileRange(source, header.offset_data, header.size)
     if missing := [name for name in MEMBERS if name not in members]:
         raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(MEMBERS)}.")
     info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
     if not machine_order(info.root, VERSION, f"{source}: sys_info"):
         what = f"{source} was written on a big-endian machine"
-        raise Unsupported(what, "Archives as old as that are read from little-endian ones only.")
+        raise Unsupported(what, "Archives of that age are supported from little-endian machines only.")
     tables = _Tables()
     for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
         try:
@@ -76,16 +76,16 @@ def read(source: Source) -> Checkpoint:
         except CkptoolError as error:
             raise error.within(f"{source}: {name}") from None
     name, data = f"{source}: pickle", members["pickle"]
-    made = skeleton(data, name=name)
-    if made.end != data.length:
-        raise Corrupt(f"{name} has {data.length - made.end:,} bytes after its end")
-    decoded = decode_lazily(made, tables.load, BUILDERS, name=name, file_bytes=data.length)
+    opcodes = skeleton(data, name=name)
+    if opcodes.end != data.length:
+        raise Corrupt(f"{name} has {data.length - opcodes.end:,} bytes after its end")
+    decoded = decode_lazily(opcodes, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
     notes = [*decoded.notes]
-    what = "the format has checksums of its headers only: damage to its data cannot be noticed"
+    what = "the format has checksums of its headers only: damage to its data cannot be detected"
     notes.append(Note("no-checksums", what, COMPACT))
-    if left := source.size - archive.end:
-        notes.append(Note("trailing-bytes", f"{left:,} bytes after the archive are used by nothing", COMPACT))
+    if rest := source.size - archive.end:
+        notes.append(Note("trailing-bytes", f"{rest:,} bytes after the archive are used by nothing", COMPACT))
     if tables.trailing:
         what = f"{tables.trailing:,} bytes in the archive's files are used by nothing"
         notes.append(Note("unused-bytes", what, COMPACT))
@@ -94,23 +94,23 @@ def read(source: Source) -> Checkpoint:
 
 
 class _Member:
-    """A file of the archive, front to back. discarded: gets what its pickles call and throw away."""
+    """A file of the archive, front to back. discarded: collects what its pickles call and throw away."""
 
     def __init__(self, data: Data, discarded: list[Any]) -> None:
         self.data, self.discarded, self.at = data, discarded, 0
 
     @property
-    def left(self) -> int:
+    def rest(self) -> int:
         return self.data.length - self.at
 
     def pickle(self, what: str) -> Any:
-        found = small_pickle(self.data, self.at, what)
-        self.discarded += found.aside()
-        self.at = found.end
-        return found.root
+        decoded = small_pickle(self.data, self.at, what)
+        self.discarded += decoded.aside()
+        self.at = decoded.end
+        return decoded.root
 
-    def each(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """What to call each of the things that it counts, and the pickle that describes it."""
+    def entries(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """For each entry that it counts, what to call it, and the pickle that describes it."""
         count = self.pickle(f"the number of {kind}s")
         if type(count) is not int or not 0 <= count <= self.data.length:
             raise Corrupt(f"{brief(count, 80)} as the number of {kind}s", _DAMAGED)
@@ -120,9 +120,9 @@ class _Member:
 
     def take(self, size: int, what: str) -> Data:
         """The next bytes."""
-        if not 0 <= size <= self.left:
+        if not 0 <= size <= self.rest:
             why = "The file was cut off, or the number is wrong."
-            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.left:,} are left", why)
+            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.rest:,} are left", why)
         self.at += size
         return subrange(self.data, self.at - size, size)
 
@@ -145,15 +145,15 @@ class _Tables:
         key = as_text(pid)
         if isinstance(key, str) and re.fullmatch(r"-?\d{1,20}", key, re.ASCII):
             key = int(key)
-        found = self.values.get(key) if type(key) is int else None
-        if found is None:
+        value = self.values.get(key) if type(key) is int else None
+        if value is None:
             raise Corrupt(f"the value refers to the tensor {brief(key, 80)}, which is not in the file", _DAMAGED)
-        if isinstance(found, StorageView):
-            raise Unsupported("a view of a storage stands by itself", "torch keeps such a view in tensors only.")
-        return found
+        if isinstance(value, StorageView):
+            raise Unsupported("a storage view outside of a tensor", "torch keeps such views only in tensors.")
+        return value
 
     def read_storages(self, reader: _Member) -> None:
-        for what, fields in reader.each("storage"):
+        for what, fields in reader.entries("storage"):
             match fields:
                 case (key, str() | bytes() as location, Global() as kind):
                     _, dtype = storage_class(kind)
@@ -178,28 +178,28 @@ class _Tables:
             ):
                 raise BadTensor(f"the view {brief(view, 80)} is of no storage in the file, or goes beyond it", _DAMAGED)
             self._add(key, StorageView(ref.storage, ref.dtype, begin, size * ref.dtype.itemsize))
-        self.trailing += reader.left
+        self.trailing += reader.rest
 
     def read_tensors(self, reader: _Member) -> None:
-        for what, fields in reader.each("tensor"):
+        for what, fields in reader.entries("tensor"):
             # The number of dimensions was an int, of which 8 bytes were written: the other four can be anything.
             dimensions = reader.integers(1, what)[0] & 0xFFFFFFFF
             if dimensions > MAX_RANK:
                 raise Corrupt(f"{what} has {counted(dimensions, 'dimension')}; torch allows {MAX_RANK}", _DAMAGED)
             *sizes, offset = reader.integers(2 * dimensions + 1, what)
-            shape, stride, made = tuple(sizes[:dimensions]), tuple(sizes[dimensions:]), None
+            shape, stride, tensor = tuple(sizes[:dimensions]), tuple(sizes[dimensions:]), None
             match fields:
                 case (key, None, Global() as kind) if kind in BUILDERS:  # empty, of its type
-                    made = BUILDERS[kind](())
+                    tensor = BUILDERS[kind](())
                 case (key, int() | str() as storage, _):
                     ref = self.values.get(storage)
                     if not shape and isinstance(ref, StorageRef) and not ref.storage.nbytes:
                         shape, stride = (0,), (1,)  # what had no dimensions was empty then
-                    made = BUILDERS[_REBUILD]((ref, offset, shape, stride))
-            if not isinstance(made, TensorEntry):
+                    tensor = BUILDERS[_REBUILD]((ref, offset, shape, stride))
+            if not isinstance(tensor, TensorEntry):
                 raise Corrupt(f"{what} is no tensor, or a view of a storage that is not in the file", _DAMAGED)
-            self._add(key, made)
-        self.trailing += reader.left
+            self._add(key, tensor)
+        self.trailing += reader.rest
 
     def _add(self, key: Any, value: StorageRef | StorageView | TensorEntry) -> None:
         if not isinstance(key, (int, str)) or key in self.values:
@@ -230,13 +230,13 @@ def record_paths(source: Source) -> list[str]:
 
 
 def odd_kind(header: TarInfo) -> str | None:
-    """What an entry is that is no plain file, in words."""
-    plain = header.isreg() and not header.issparse()
-    return None if plain else _KINDS.get(header.type.decode("latin-1"), "no plain file")
+    """What kind of file an entry is, in words; None for a plain one."""
+    is_plain = header.isreg() and not header.issparse()
+    return None if is_plain else _KINDS.get(header.type.decode("latin-1"), "no plain file")
 
 
 class Tar:
-    """An archive as the file that `tarfile` reads: nothing but headers, none of them long.
+    """An archive as a file for `tarfile`, which reads nothing but headers, none of them long.
 
     end: of the archive, once all headers were read: after two blocks of zeros, and the zeros behind them.
     """
@@ -260,7 +260,7 @@ class Tar:
     def headers(self, *, cut: bool = False) -> Iterator[TarInfo]:
         """The headers in it, each with the attributes before it, up to the zeros that end it.
 
-        cut: the file behind the last one may be missing. Raises `Corrupt`, or `Truncated` for a file that is not whole
+        cut: the contents of the last file may be missing. Raises `Corrupt`, or `Truncated` for a file that is not whole
         and a header that does not match its checksum.
         """
         source = self.source
@@ -278,7 +278,7 @@ class Tar:
         at = archive.offset
         tail = source.read(at, min(2 * _BLOCK, source.size - at)) if at < source.size else b""
         if len(tail) < 2 * _BLOCK or source.size % _BLOCK or tail.strip(b"\0"):
-            what = f"{source}: at byte {at:,} is neither a header that matches its checksum nor the end of the archive"
+            what = f"{source}: at byte {at:,} there is neither a valid header nor the end of the archive"
             raise Truncated(what, _CUT)
         at += 2 * _BLOCK
         padding = source.read(at, min(source.size - at, 20 * _BLOCK))

@@ -103,7 +103,7 @@ def read_pickled(
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
     if not pickles and (lookalike := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
-        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch takes it for one, other readers do not.")
+        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:
         from ckptool.formats.unrecognized import other_zip
@@ -113,7 +113,7 @@ def read_pickled(
         raise Ambiguous(f"{source} has records outside its folder {root}: {outside[0]}")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
-        raise Ambiguous(f"{source} is a checkpoint that has records of a TorchScript program as well")
+        raise Ambiguous(f"{source} is a checkpoint that also has records of a TorchScript program")
     for record in records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
@@ -167,7 +167,7 @@ class RecordStorages:
     prefix: str
     big_endian: bool
     find: Find | None = None
-    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, of the first class of each
+    refs: dict[str, StorageRef] = field(default_factory=dict)  # by key, with the first class used for it
     typed: dict[tuple[str, DType | None], StorageRef] = field(default_factory=dict)  # of other element types
 
     def load(self, pid: Any) -> StorageRef:
@@ -220,7 +220,7 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
     if any(record.method for record in archive.records.values()):
         messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.has_checksums:
-        messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be noticed"
+        messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
     if storages.big_endian:
         messages["big-endian"] = "written on a big-endian machine"
     return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in messages.items()]
@@ -248,12 +248,12 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
             layout.add(root + name, InlineBytes(text))
     else:
-        anew = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
+        rewritten = {root + "data.pkl", root + marks.DEDUPLICATED_RECORD}
         if mark != origin.recovered:
-            anew.add(root + marks.RECOVERED_RECORD)
+            rewritten.add(root + marks.RECOVERED_RECORD)
         archive = origin.archive
         for record in archive.by_offset():
-            if record.name in anew or (record.name.startswith(root + "data/") and record not in keys.used):
+            if record.name in rewritten or (record.name.startswith(root + "data/") and record not in keys.used):
                 continue
             # A reader that knows only the record's directory entry has to know how large its descriptor is.
             is_usual = record.descriptor_size in (DESCRIPTOR.size, DESCRIPTOR64.size)
@@ -304,7 +304,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     archive, root, keys = origin.archive, origin.root, _Keys(origin)
     if archive.edits >= directory.MAX_EDITS:
         what = f"{archive.source} was edited in place {archive.edits} times already"
-        why = "Every edit leaves its old pickle and directory inside; it is time to write a new file."
+        why = "Every edit leaves its old pickle and directory inside; write a new file instead."
         raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
     layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)

@@ -39,7 +39,7 @@ def read(archive: Archive) -> Checkpoint:
     source = archive.source
     root, small, storages, decoded = read_pickled(archive, _BUILDERS, script=True)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
-        raise Ambiguous(f"{source} is a checkpoint that has the records of a TorchScript program as well")
+        raise Ambiguous(f"{source} is a checkpoint that also has the records of a TorchScript program")
     program = _Program(archive, root, storages.big_endian)
     tree = _tree(decoded.root, program.classes())
     path = source.file.path
@@ -53,8 +53,8 @@ def read(archive: Archive) -> Checkpoint:
         shown = command("show", f"{path}#{'attributes' if packed else 'constants'}")
         notes.append(Note("no-state-dict", f"its state dict is empty: {why}", shown))
     # Notes on the archive: that code is deflated is as it should be, and to write the file anew is not offered.
-    odd = [*archive.notes, *record_notes(archive, root, storages)]
-    notes += [replace(note, fix=()) for note in odd if note.code != "deflated"]
+    archive_notes = [*archive.notes, *record_notes(archive, root, storages)]
+    notes += [replace(note, fix=()) for note in archive_notes if note.code != "deflated"]
     metadata = {"class": decoded.root.name, **small}
     discarded = (*decoded.discarded, *program.runs())
     return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, extras=program.beside())
@@ -100,25 +100,25 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
         return {name: value for name, value in attributes.items() if _is_script(value)}
 
     names: dict[str, Any] = OrderedDict()
-    others: dict[str, Any] = {}
+    other_attributes: dict[str, Any] = {}
     for prefix, attributes in walk_modules(top, attributes_of, below):
         declared = owners[id(attributes)]
-        named = None if declared.buffers is None else declared.buffers | declared.parameters
+        declared_names = None if declared.buffers is None else declared.buffers | declared.parameters
         held = {name: tensor for name, value in attributes.items() if (tensor := detached(value))}
-        kept = {name: tensor for name, tensor in held.items() if named is None or name in named}
-        for name in sorted(kept, key=lambda name: name not in declared.parameters):
-            _add(names, prefix + name, kept[name])
+        state = {name: tensor for name, tensor in held.items() if declared_names is None or name in declared_names}
+        for name in sorted(state, key=lambda name: name not in declared.parameters):
+            _add(names, prefix + name, state[name])
         for name, value in attributes.items():
-            if name not in kept and attributes_of(value) is None:
-                _add(others, prefix + name, value)
+            if name not in state and attributes_of(value) is None:
+                _add(other_attributes, prefix + name, value)
     if attributes_of(top) is None:
-        others[""] = top
-    return {"state_dict": names, "attributes": others}
+        other_attributes[""] = top
+    return {"state_dict": names, "attributes": other_attributes}
 
 
 def _add(names: dict[str, Any], name: str, value: Any) -> None:
     if name in names:
-        raise Corrupt(f"two attributes called {name}", "Names of modules have no dots; the file is probably malicious.")
+        raise Corrupt(f"two attributes called {name}", "Module names have no dots; the file is probably malicious.")
     names[name] = value
 
 
@@ -145,25 +145,25 @@ class _Program:
         self.pickles: dict[str, Record] = {}
         for name, record in archive.records.items():
             inner = name.removeprefix(root)
-            known = inner.lower()  # torch finds records without regard to case
-            if known.startswith("code/") and known.endswith(".py"):
+            lowered = inner.lower()  # torch finds records without regard to case
+            if lowered.startswith("code/") and lowered.endswith(".py"):
                 self.files[inner[len("code/") :]] = record
-            elif known.startswith("extra/"):
+            elif lowered.startswith("extra/"):
                 self.extra[inner[len("extra/") :]] = record
-            elif known.endswith(".pkl") and "/" not in known and known != "data.pkl":
-                self.pickles[known.removesuffix(".pkl")] = record
+            elif lowered.endswith(".pkl") and "/" not in lowered and lowered != "data.pkl":
+                self.pickles[lowered.removesuffix(".pkl")] = record
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
         if size > (limit := inflated_limit(stored)):
             files = f"{counted(len(self.files), 'file')} of code {form(len(self.files), 'is', 'are')}"
-            why = f"At most {limit:,} are read from so few bytes; the file is probably malicious."
+            why = f"ckptool reads at most {limit:,} from so few bytes; the file is probably malicious."
             raise LimitExceeded(f"{archive.source}: its {files} {size:,} bytes when unpacked", why)
 
     def beside(self) -> dict[str, Callable[[], Any]]:
         """The program and its constants, to be shown, by name."""
-        found: dict[str, Callable[[], Any]] = {"code": self.code}
+        extras: dict[str, Callable[[], Any]] = {"code": self.code}
         if self.extra:
-            found["extra"] = lambda: self.texts(self.extra)
-        return found | {name: partial(self.unpickled, name) for name in self.pickles}
+            extras["extra"] = lambda: self.texts(self.extra)
+        return extras | {name: partial(self.unpickled, name) for name in self.pickles}
 
     def code(self) -> dict[str, Any]:
         """The program's text, as its files lie in folders."""
@@ -197,39 +197,39 @@ class _Program:
         except CkptoolError:
             yield Object(Global("constants", "pkl"), ("which cannot be read",))
         texts = {name: text for name, text in self.texts(self.files).items() if _SETSTATE in text}
-        look = sum(map(len, texts.values())) <= _MOST_TEXT
-        found, method = set[str](), f".{_SETSTATE}"
+        is_checked = sum(map(len, texts.values())) <= _MOST_TEXT
+        names, method = set[str](), f".{_SETSTATE}"
         for name, text in texts.items():
-            for part in re.split(r"(?m)^class ", text):
-                if _SETSTATE in part and not (look and _only_packs(f"class {part}")):
-                    owner = re.split(r"\W", part)[0]
-                    found.add(f"{name[:-3].replace('/', '.')}.{owner}")
+            for class_text in re.split(r"(?m)^class ", text):
+                if _SETSTATE in class_text and not (is_checked and _only_packs(f"class {class_text}")):
+                    owner = re.split(r"\W", class_text)[0]
+                    names.add(f"{name[:-3].replace('/', '.')}.{owner}")
         for node in visit(self.unpickled("bytecode")) if "bytecode" in self.pickles else ():
             if type(node) is tuple:
-                found |= {part.removesuffix(method) for part in node if type(part) is str and part.endswith(method)}
-        for name in sorted(found):
+                names |= {text.removesuffix(method) for text in node if type(text) is str and text.endswith(method)}
+        for name in sorted(names):
             yield Object(Global(name, _SETSTATE), (name,))
 
     def classes(self) -> dict[Global, _ScriptClass]:
         """The classes that the code declares; of each only the header is looked at."""
-        found: dict[Global, _ScriptClass] = {}
+        classes: dict[Global, _ScriptClass] = {}
         for name, text in self.texts(self.files).items():
             module = name[:-3].replace("/", ".")
-            for own, base, parameters, buffers in map(re.Match.groups, re.finditer(_HEADER, text)):
-                named = frozenset(re.findall(_QUOTED, parameters or ""))
-                kept = None if buffers is None else frozenset(re.findall(_QUOTED, buffers))
-                found[Global(module, own)] = _ScriptClass(base == "Module", named, kept)
-        return found
+            for class_name, base, parameters, buffers in map(re.Match.groups, re.finditer(_HEADER, text)):
+                parameter_names = frozenset(re.findall(_QUOTED, parameters or ""))
+                buffer_names = None if buffers is None else frozenset(re.findall(_QUOTED, buffers))
+                classes[Global(module, class_name)] = _ScriptClass(base == "Module", parameter_names, buffer_names)
+        return classes
 
 
 # What runs when an object is loaded --------------------------------------------------------------------------------
 
 # torch calls the `__setstate__` of any object's class in a pickle of the archive, whatever its state is (import.cpp,
-# `obj_loader`). That of torch's quantized layers takes the state apart and packs the weights; of such a one each
+# `obj_loader`). That of torch's quantized layers takes the state apart and packs the weights; in such a class each
 # statement is looked at.
 _SETSTATE = "__setstate__"
 _MOST = 1 << 15  # characters of a class whose program is looked at
-_MOST_TEXT = 1 << 19  # of all files with one: of quantized models some hundred thousand
+_MOST_TEXT = 1 << 19  # of all files with one; quantized models have some hundred thousand
 _STATEMENTS = (ast.Assign, ast.Expr, ast.If, ast.Return, ast.Pass, ast.expr_context)
 _VALUES = (ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Call)
 _CALLS = re.compile(r"ops\.quantized\.\w+_prepack(_fp16)?|ops\.prim\.RaiseException|torch\.(eq|ne)")
@@ -239,23 +239,23 @@ _TYPES |= {f"{PACKED}.{name}" for name in CLASSES}
 
 
 def _only_packs(text: str) -> bool:
-    """True for a class of which `__setstate__`, and the method that torch's layers call there, do nothing else."""
-    if len(text) > _MOST or any(odd in text for odd in ("#", "\t", "\\\n", "\r", "\f")):
+    """True for a class whose `__setstate__`, and the method that torch's layers call in it, do nothing but that."""
+    if len(text) > _MOST or any(mark in text for mark in ("#", "\t", "\\\n", "\r", "\f")):
         return False  # which torch's parser may see otherwise, and its printer does not write
     try:
         first, *functions = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    if not isinstance(first, ast.ClassDef) or not all(isinstance(each, ast.FunctionDef) for each in functions):
+    if not isinstance(first, ast.ClassDef) or not all(isinstance(function, ast.FunctionDef) for function in functions):
         return False
     methods = set[str]()
-    for each in first.body:
-        if isinstance(each, ast.FunctionDef):
-            is_called = each.name in (_SETSTATE, _OWN)
-            fits = each.name not in methods and (not is_called or _is_harmless(each, each.name == _SETSTATE))
-            methods.add(each.name)
+    for member in first.body:
+        if isinstance(member, ast.FunctionDef):
+            is_called = member.name in (_SETSTATE, _OWN)
+            fits = member.name not in methods and (not is_called or _is_harmless(member, member.name == _SETSTATE))
+            methods.add(member.name)
         else:
-            fits = _is_type(each.annotation) if isinstance(each, ast.AnnAssign) else isinstance(each, ast.Assign)
+            fits = _is_type(member.annotation) if isinstance(member, ast.AnnAssign) else isinstance(member, ast.Assign)
         if not fits:
             return False
     return _SETSTATE in methods
@@ -267,9 +267,9 @@ def _is_type(node: ast.expr | None) -> bool:
 
 
 def _is_harmless(method: ast.FunctionDef, calls_own: bool) -> bool:
-    own, *given = method.args.args or [ast.arg("")]
-    names = {each.arg for each in given}
-    for node in (part for statement in method.body for part in ast.walk(statement)):
+    first, *rest = method.args.args or [ast.arg("")]
+    names = {param.arg for param in rest}
+    for node in (child for statement in method.body for child in ast.walk(statement)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if node.keywords or not (_CALLS.fullmatch(name) or (calls_own and name == f"self.{_OWN}")):
@@ -279,5 +279,5 @@ def _is_harmless(method: ast.FunctionDef, calls_own: bool) -> bool:
         elif not isinstance(node, (*_STATEMENTS, *_VALUES)):
             return False
     return (
-        own.arg == "self" and names.isdisjoint({"self", "ops", "torch"}) and all(_is_type(a.annotation) for a in given)
+        first.arg == "self" and names.isdisjoint({"self", "ops", "torch"}) and all(_is_type(a.annotation) for a in rest)
     )

@@ -19,9 +19,9 @@ from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckp
 
 _READS = "ckptool reads what torch.save and safetensors write."
 _AS_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
-_PAGE = "The download gave a login page or an error message instead of the file."
+_PAGE = "The server sent a login page or an error message instead of the file."
 _AGAIN, _INSIDE = "Download it again, logged in.", "The checkpoint is inside."
-_PACKED = "torch.save writes none; models are packed this way to get past scanners that look for pickles."
+_PACKED = "torch.save writes none; models are packed like that to get past scanners that look for pickles."
 # The first bytes of a file, tried in this order; the error; what it is (`{}`: what the pattern has in a group), what
 # that means, and what to do: behind a colon the program that unpacks it.
 _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb"Rar!\x1a\x07", Unsupported,
         "a RAR archive, whatever its name says", _PACKED, "If you trust where it is from: unrar x"),
     (rb".{257}ustar", Unsupported,
-        "a tar archive, not one of torch's",
+        "a tar archive, but not one of torch's",
         "Its files are read one by one, when they are unpacked.", "See what is in it: tar tf"),
     (rb"\x89PNG", NotACheckpoint, "a PNG image, whatever its name says", "", ""),
     (rb"\x7fELF", NotACheckpoint, "an ELF program, whatever its name says", "", ""),
@@ -84,19 +84,19 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     """The error for a file or folder that no format reads, naming what it is as exactly as its first bytes allow."""
     if isinstance(source, Folder):
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
-        sought = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
+        expected = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
-        why = f"ckptool looked for {sought}. {held}"
+        why = f"ckptool looked for {expected}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:
-        if found := re.match(pattern, head, re.DOTALL):
-            said = " ".join(found[1].decode("utf-8", "replace").split()) if found.re.groups else ""
-            meant, colon, program = fix.partition(": ")
-            inside = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
-            out = inside if inside != source.path else f"{inside}.unpacked"
+        if match := re.match(pattern, head, re.DOTALL):
+            detail = " ".join(match[1].decode("utf-8", "replace").split()) if match.re.groups else ""
+            advice, colon, program = fix.partition(": ")
+            unpacked = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
+            out = unpacked if unpacked != source.path else f"{unpacked}.unpacked"
             files = () if program.startswith("git") else (source.path,)
             how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
-            return error(f"{source} is {what.format(said)}", why, f"{meant}{colon}{how}")
+            return error(f"{source} is {what.format(detail)}", why, f"{advice}{colon}{how}")
     if source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
         what = f"{source} is the data of a fairseq or Megatron data set, which the .idx file beside it describes"
         return Unsupported(what, _READS)
@@ -107,9 +107,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     if not head.strip(b"\0"):
         start = source.read(0, min(MAX_ZEROS, source.size))
         zeros = len(start) - len(start.lstrip(b"\0"))
-        more = " or more" if zeros == MAX_ZEROS < source.size else ""
-        what = f"{source}: the first {zeros:,}{more} of its {source.size:,} bytes are zero"
-        why = "Their space was reserved but never written, or their data was lost in a crash."
+        suffix = " or more" if zeros == MAX_ZEROS < source.size else ""
+        what = f"{source}: the first {zeros:,}{suffix} of its {source.size:,} bytes are zero"
+        why = "The space was reserved but never written, or the data was lost in a crash."
         return Corrupt(what, why, "Copy or download it again.")
     try:
         getincrementaldecoder("utf-8")().decode(head)
@@ -120,9 +120,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         what = f"{source} is not a checkpoint that ckptool knows"
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
     if re.match(_AS_TEXT + rb"[\[{]", head):
-        beside = command("scan", os.path.dirname(source.path) or os.curdir)
-        why = "An index, a configuration or an error message, not the tensors."
-        return NotACheckpoint(f"{source} is a JSON text", why, f"See which files with tensors are beside it: {beside}")
+        scan = command("scan", os.path.dirname(source.path) or os.curdir)
+        why = "It is an index, a configuration or an error message, not the tensors."
+        return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
 
 
@@ -132,7 +132,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 # holds, and how to unpack it.
 _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", Unsupported,
-        "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch understands.",
+        "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch can read.",
         "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"),
     (r"^[^/\n]*/\.data/extern_modules$", Unsupported, "a torch.package archive",
         "It holds source code that builds its objects; ckptool runs none of it.",
@@ -155,7 +155,7 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
     """The error for a zip archive that is no checkpoint, by the names of its records: what it is, and what to do."""
     names = sorted(set(records))
     error, what, why, fix = next(row for row in _ZIPS if re.search(row[0], "\n".join(names), re.MULTILINE))[1:]
-    inside = [name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"))]
-    held = f"It holds {listed(inside, 4)}." if inside else "It holds no file named like a checkpoint, and no data.pkl."
+    files = [name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"))]
+    held = f"It holds {listed(files, 4)}." if files else "It holds no file named like a checkpoint, and no data.pkl."
     unzip = f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
     return error(f"{source} is {what}", why or held, fix or unzip)

@@ -1,8 +1,8 @@
 """What a container of tensors cannot say of a tree: its pickle, in the container, for ckptool alone.
 
-It is the pickle of a torch file, but that the keys of storages say where in the container their bytes are: under which
-name, and of a tensor whose dimensions were brought into row-major order, how these lie in the storage. It is base64 in
-the metadata of safetensors (a whole tree, as `convert --all` writes it) and of the index of shards (what is set on a
+It is the pickle of a torch file, except that the keys of storages say where in the container their bytes are: under
+which name, and, for a tensor that was brought into row-major order, how its dimensions lie in the storage. It is base64
+in the metadata of safetensors (a whole tree, as `convert --all` writes it) and of the index of shards (what is set on a
 state dict), in a `dcp` folder a tensor. Decoded as any pickle: nothing runs.
 """
 
@@ -33,7 +33,7 @@ from ckptool.pickles.torch_objects import storage_class
 KEY = marks.PICKLE
 KEPT = "side-car"  # of the notes
 MAX_PICKLE = 64 << 20  # bytes
-RESERVED = "~storage/"  # begins the names of storages that no tensor is all of
+RESERVED = "~storage/"  # begins the names of storages that no tensor covers
 METADATA = "_metadata"
 _CHANGED = "Another program changed the tensors, or the pickle in the metadata."
 DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)  # of what another program wrote
@@ -45,7 +45,7 @@ def pickle_of(tree: Any, keys: Mapping[int, str]) -> bytes:
     if len(content) > MAX_PICKLE:
         what = f"{KEY} would have {len(content):,} bytes"
         fix = f"Write a torch file: {arg(container='torch-zip')}"
-        raise LimitExceeded(what, f"At most {MAX_PICKLE:,} are read.", fix)
+        raise LimitExceeded(what, f"ckptool reads at most {MAX_PICKLE:,}.", fix)
     return content
 
 
@@ -55,7 +55,7 @@ def key_of(name: str, axes: list[int] | None) -> str:
 
 
 class PickledStorages:
-    """The storages of a pickle, each once. values: what the container holds.  used: by the names it asked for.
+    """The storages of a pickle, each once. values: what the container holds.  used: those asked for, by name.
 
     A key has a name, and for a tensor whose dimensions lie in another order in the storage, that order (`axes`).
     """
@@ -63,37 +63,37 @@ class PickledStorages:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.used: dict[str, Storage] = {}
-        self._known: dict[str, Storage] = {}
+        self._loaded: dict[str, Storage] = {}
 
     def load(self, pid: Any) -> StorageRef:
         _, cls, key, location, count = pid
-        known, dtype = storage_class(cls)
-        if not known:
+        is_known, dtype = storage_class(cls)
+        if not is_known:
             raise TypeError("a storage")
-        if key not in self._known:
+        if key not in self._loaded:
             name, axes = json.loads(key)
             if name not in self.values:
-                raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
+                raise Conflict(f"there is no {name}, which the pickle refers to", _CHANGED)
             entry = self.values[name]
             if not isinstance(entry, TensorEntry):
                 raise TypeError("a storage")
             data, crc = entry.storage.data, entry.storage.crc
             if axes is not None:
                 if sorted(axes) != list(range(len(entry.shape))):
-                    raise Conflict("a tensor has another number of dimensions than the pickle says", _CHANGED)
+                    raise Conflict("the number of a tensor's dimensions differs from the pickle's", _CHANGED)
                 data, crc = row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), None
-            self._known[key] = self.used[name] = Storage(data, str(location), crc)
-            if self._known[key].nbytes // (dtype.itemsize if dtype else 1) != count:
-                raise Conflict(f"{name} has another size than the pickle says", _CHANGED)
-        return StorageRef(self._known[key], dtype)
+            self._loaded[key] = self.used[name] = Storage(data, str(location), crc)
+            if self._loaded[key].nbytes // (dtype.itemsize if dtype else 1) != count:
+                raise Conflict(f"{name} differs in size from what the pickle says", _CHANGED)
+        return StorageRef(self._loaded[key], dtype)
 
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
     """What a pickle says. Raises `Corrupt` and whatever the machine refuses."""
-    found = decode(content, storages.load, BUILDERS, name=name, file_bytes=len(content))
-    if found.end != len(content):
-        raise Corrupt(f"{name} has {len(content) - found.end:,} bytes after its end", "Another may be hidden there.")
-    return found
+    pickle = decode(content, storages.load, BUILDERS, name=name, file_bytes=len(content))
+    if pickle.end != len(content):
+        raise Corrupt(f"{name} has {len(content) - pickle.end:,} bytes after its end", "Another may be hidden there.")
+    return pickle
 
 
 # In safetensors ------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
 def pack(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as a flat dictionary of tensors that safetensors can hold, and the pickle that leads back.
 
-    A storage is the first tensor that is all of it, so that every reader sees the values; else bytes. Raises
+    A storage is stored as the first tensor that covers it, so that every reader sees the values; else as bytes. Raises
     `Unsupported` for objects of unknown classes, and for names that are not Unicode text.
     """
     unknown = [
@@ -116,8 +116,8 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         fix += f"or convert only the weights: without {arg(all=True)}"
         raise Unsupported(what, "Only a pickle can restore them, by running their code.", fix)
     tree = checkpoint.tree
-    flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
-    texts = {key for key in tree if type(key) is str} if flat else ()  # whose names no other address may take
+    is_flat = isinstance(tree, dict) and any(isinstance(value, TensorEntry) for value in tree.values())
+    texts = {key for key in tree if type(key) is str} if is_flat else ()  # whose names no other address may take
     stored: dict[str, TensorEntry] = {}
     keys: dict[int, str] = {}
 
@@ -136,9 +136,9 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         is_whole = not node.offset and 0 < node.nbytes == node.storage.nbytes and not any(node.flags.lazy)
         is_held = node.dtype.safetensors is not None and (node.dtype.name != "f4_e2m1fn_x2" or bool(node.shape))
         if is_whole and is_held and (node.is_contiguous or in_storage_order(node) is not None):
-            plain = flat and len(path) == 1 and type(path[0]) is str
+            is_entry = is_flat and len(path) == 1 and type(path[0]) is str
             axes = None if node.is_contiguous else storage_axes(node)
-            store(path[0] if plain else trees.address(path), node, axes)
+            store(path[0] if is_entry else trees.address(path), node, axes)
     for number, storage in enumerate(trees.storages(tree)):
         if id(storage) not in keys:
             store(f"{RESERVED}{number}", as_bytes(storage))
@@ -156,21 +156,21 @@ def unpack(
 ) -> tuple[Any, tuple[Any, ...], bool]:
     """The tree of a pickle, the calls in it that are neither inert nor in the tree, and whether it is a whole tree.
 
-    Else it says only what is set on the dictionary of the tensors, with those that are `tied`. Raises `Corrupt` for a
+    If not, it says only what is set on the dictionary of the tensors, `tied` ones included. Raises `Corrupt` for a
     damaged one, `Conflict` where the file disagrees with it, and whatever the machine refuses.
     """
     storages, name = PickledStorages(stored), f"{where}: its {KEY}"
     try:
-        found = decoded(base64.b64decode(text, validate=True), storages, name)
+        pickle = decoded(base64.b64decode(text, validate=True), storages, name)
     except CkptoolError:
         raise
     except DAMAGE as error:
         raise Corrupt(f"{name} is damaged ({type(error).__name__})", _CHANGED) from None
-    tree = found.root
+    tree = pickle.root
     if stored and type(tree) is OrderedDict and not tree:
         if not is_metadata(tree.metadata):
-            raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
-        return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), found.aside(), False
+            raise Corrupt(f"{name} was not written by ckptool", _CHANGED)
+        return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), pickle.aside(), False
     # The names of tensors that are of another type or shape in the container than in the tree, or in one of them alone.
     changed = stored.keys() ^ storages.used.keys()
     if not changed:
@@ -184,9 +184,9 @@ def unpack(
             if kind not in views.get(id(storage), ()) and not is_bytes:
                 changed.add(key)
     if changed:
-        what = f"{where}: its tensors and the pickle of its tree no longer agree ({listed(sorted(changed))})"
+        what = f"{where}: its tensors no longer match the pickle of its tree ({listed(sorted(changed))})"
         raise Conflict(what, _CHANGED)
-    return tree, found.discarded, True
+    return tree, pickle.discarded, True
 
 
 # What is set on a state dict -----------------------------------------------------------------------------------------

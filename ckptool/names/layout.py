@@ -11,8 +11,8 @@ models: [vit]  # that they are for, as `model_type` of a config.json says it
 rules: [...]
 
 `has`, `lacks` and `refuse` also take equations of sizes, with = or !=: "size('NAME', 0) = 3 * size('NAME', 1)"; those
-in `refuse` also of numbers of the configuration. `needs` has fields of the configuration with the values under which
-the rules are right, `{hidden_act: [silu]}`; of `a|b` the first that is there counts, and none is right.
+in `refuse` also of numbers in the configuration. `needs` has fields of the configuration with the values for which the
+rules are right, `{hidden_act: [silu]}`; of `a|b` the first that is there counts, and neither has to be.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Refused(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutSide:
-    """One side of a layout. has: names of which each matches a key, and equations.  lacks: those that do not hold.
+    """One side of a layout. has: names that match a key each, and equations that hold.  lacks: those that must not.
 
-    base: a prefix that the names may all be without: those of a model without its head, or in a file of its own.
+    base: a prefix that all names may lack: in a model without its head, or in a file of its own.
     needs: fields of the configuration, and the values that each may have, as texts.
     """
 
@@ -64,19 +64,19 @@ class LayoutSide:
 
     def is_of(self, node: Mapping[Any, Any]) -> bool:
         """True for a set of weights with the names of this side."""
-        has = bool(self.has) and all(_holds(each, node) for each in self.has)
-        return has and not any(_holds(each, node) for each in self.lacks)
+        has = bool(self.has) and all(_holds(text, node) for text in self.has)
+        return has and not any(_holds(text, node) for text in self.lacks)
 
     def check(self, node: Mapping[Any, Any], config: Mapping[str, Any]) -> None:
         """Raises `Conflict` for what the rules have no place for."""
         for pattern, why in self.refuse:
             matches = matcher(pattern)
-            found = [key for key in node if type(key) is str and matches(key)]
-            if found or (_EQUATION.fullmatch(pattern) and _holds(pattern, node, config)):
-                what = f"{listed(found, 2) or pattern}: {why}"
+            keys = [key for key in node if type(key) is str and matches(key)]
+            if keys or (_EQUATION.fullmatch(pattern) and _holds(pattern, node, config)):
+                what = f"{listed(keys, 2) or pattern}: {why}"
                 raise Conflict(what, f"The layout refuses {pattern}. Nothing was written.")
         for names, values in self.needs:
-            name = next((each for each in names.split("|") if _field(config, each)), "")
+            name = next((field for field in names.split("|") if _field(config, field)), "")
             if name and not _is_one_of(_field(config, name)[0], values):
                 what = f"{name} is {json.dumps(_field(config, name)[0], default=str)[:60]} in the configuration"
                 why = f"Values with which the layout is right: {listed(values)}. Nothing was written."
@@ -85,8 +85,8 @@ class LayoutSide:
 
     def bare(self) -> LayoutSide:
         """The side with its names without the base."""
-        has, lacks = (tuple(map(self._without_base, each)) for each in (self.has, self.lacks))
-        refuse = tuple(Refused(self._without_base(each), why) for each, why in self.refuse)
+        has, lacks = (tuple(map(self._without_base, texts)) for texts in (self.has, self.lacks))
+        refuse = tuple(Refused(self._without_base(pattern), why) for pattern, why in self.refuse)
         return replace(self, has=has, lacks=lacks, refuse=refuse)
 
     def _without_base(self, text: str) -> str:
@@ -105,7 +105,7 @@ def _field(config: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 
 def _is_one_of(value: Any, texts: Sequence[str]) -> bool:
     if isinstance(value, (list, tuple)):  # one for each block
-        return all(_is_one_of(each, texts) for each in value)
+        return all(_is_one_of(item, texts) for item in value)
     for text in texts if type(value) in (int, float) else ():
         with suppress(ValueError):
             if float(text) == value:
@@ -153,29 +153,29 @@ class LayoutRules:
     same_config: bool = False
 
     def side_of(self, node: Mapping[Any, Any], back: bool, config: Mapping[str, Any]) -> int:
-        """The place in `sides` of that which a set of weights is of. back: it is not to be the first.
-        config: beside them.
+        """The index in `sides` of the side that a set of weights is of. back: it must not be the first.
+        config: the one beside them.
 
-        Raises `NoMatch` for weights of neither side, or of that which they would become, `Conflict` for those that the
-        rules have no place for.
+        Raises `NoMatch` for weights of neither side, or of the side that they would become, `Conflict` for those that
+        the rules have no place for.
         """
         if not self.old.has and not self.new.has:
             return int(back)
         sides = enumerate(self.sides())
-        found = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
-        if not found:
+        matches = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
+        if not matches:
             raise self._not_of(node, self.sides()[back][0])
         model = config.get("model_type")
         if self.models and isinstance(model, str) and model not in self.models:
             what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
-            fix = f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
+            fix = f"If they do not, use the weights without that config.json, and {arg('set')} numbers"
             raise Conflict(what, why, fix)
-        found[0][1].check(node, config)
-        return found[0][0]
+        matches[0][1].check(node, config)
+        return matches[0][0]
 
     def rules_for(self, side: int) -> Translation:
-        """The rules for weights of a side, by its place in `sides`."""
+        """The rules for weights of a side, by its index in `sides`."""
         turned = self.sides()[side][1]
         rules = self.translation.reversed() if turned else self.translation
         base = (self.new if turned else self.old).base if side > 1 else ""
@@ -188,7 +188,7 @@ class LayoutRules:
         return replace(
             rules,
             rules=tuple(replace(rule, old=tuple(map(bare, rule.old))) for rule in rules.rules),
-            drop=tuple(dropping(each.text.removeprefix(base), each.place) for each in rules.drop),
+            drop=tuple(dropping(dropped.text.removeprefix(base), dropped.place) for dropped in rules.drop),
             unfill=tuple(replace(fill, new=tuple(map(bare, fill.new))) for fill in rules.unfill),
             tied=tuple((name.removeprefix(base), other.removeprefix(base)) for name, other in rules.tied),
         )
@@ -199,22 +199,22 @@ class LayoutRules:
         return tuple(self.translation.variables)
 
     def sides(self) -> list[tuple[LayoutSide, bool]]:
-        """The old side, the new one, and those that have a base without it; True for those of the new."""
-        both = [(self.old, False), (self.new, True)]
-        return both + [(side.bare(), turned) for side, turned in both if side.base]
+        """The old side, the new one, and those with a base also without it; True for those of the new."""
+        with_base = [(self.old, False), (self.new, True)]
+        return with_base + [(side.bare(), turned) for side, turned in with_base if side.base]
 
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
-        if any(each.is_of(node) for each, _ in self.sides()):  # of the first side, and it is not to be that
+        if any(candidate.is_of(node) for candidate, _ in self.sides()):  # of the first side, which it must not be
             what, reverse = f"the weights are already those of {self.old.name}", arg(reverse=True)
-            return NoMatch(what, f"{reverse} is the way from {self.new.name}.", f"Leave out {reverse}.")
+            return NoMatch(what, f"{reverse} converts from {self.new.name}.", f"Leave out {reverse}.")
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides()):
-            what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
+            what, why = "the keys begin with a wrapper's prefix", "Without it they fit the layout."
             return Conflict(what, why, f"Remove it first: {command('strip-module', FILE, out=OUT)}")
-        lacking = next((each for each in side.has if not _holds(each, node)), "")
+        lacking = next((text for text in side.has if not _holds(text, node)), "")
         without = f": there is no {lacking}" if lacking else ""
-        what = f"the weights are not of the layout {self.name}{without}"
+        what = f"the weights do not have the layout {self.name}{without}"
         have = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
         return NoMatch(what, f"{'; '.join(have)}. Nothing was written.")
 
@@ -228,13 +228,13 @@ def read_layout(path: str) -> LayoutRules:
         header = {scalar_text(key): value for key, value in node.value if scalar_text(key) in _HEADER}
     old, new = (_side(header[side], path) if side in header else LayoutSide("") for side in ("old", "new"))
     notes, models = (
-        tuple(map(scalar_text, items(header[each], path, "sequence"))) if each in header else ()
-        for each in ("notes", "models")
+        tuple(map(scalar_text, items(header[section], path, "sequence"))) if section in header else ()
+        for section in ("notes", "models")
     )
     translation = translation_of(node, path, _HEADER)
     if old.has or new.has:
         translation = replace(translation, of_layout=True, complete=True)
-    title, source = (scalar_text(header[each]) if each in header else "" for each in ("title", "source"))
+    title, source = (scalar_text(header[section]) if section in header else "" for section in ("title", "source"))
     return LayoutRules(name, title, source, old, new, notes, translation, path, models, "same_config" in header)
 
 
@@ -247,8 +247,8 @@ def _side(node: Any, path: str) -> LayoutSide:
         refused = tuple(Refused(scalar_text(key), scalar_text(why)) for key, why in refuse)
         base = scalar_text(parts["base"]) if "base" in parts else ""
         needed = tuple((scalar_text(key), tuple(map(scalar_text, values.value))) for key, values in needs)
-        own = tuple(map(scalar_text, has)), tuple(map(scalar_text, lacks))
-        return LayoutSide(scalar_text(parts["name"]), *own, refused, base, needed)
+        names = tuple(map(scalar_text, has)), tuple(map(scalar_text, lacks))
+        return LayoutSide(scalar_text(parts["name"]), *names, refused, base, needed)
     except (KeyError, TypeError, ValueError, AttributeError):
         where = f"{path}, line {node.start_mark.line + 1}"
         raise UsageError(f"{where}: a side has name, has, lacks, refuse, needs and base", "", LOOK) from None
@@ -297,19 +297,19 @@ def shipped_layout(name: str) -> LayoutRules:
 
 def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     """The rules in a file, or the layout of that name. Raises `FileProblem` for what is neither."""
-    given = os.fspath(name)
-    if given in shipped() and not os.path.isfile(given):
-        return shipped_layout(given)
-    if not os.path.lexists(given) and os.sep not in given and "." not in given:
-        what = f"{given!r} is neither a file nor a layout that ships"
+    path = os.fspath(name)
+    if path in shipped() and not os.path.isfile(path):
+        return shipped_layout(path)
+    if not os.path.lexists(path) and os.sep not in path and "." not in path:
+        what = f"{path!r} is neither a file nor a shipped layout"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
-    return read_layout(given)
+    return read_layout(path)
 
 
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(shipped_layout, shipped())
-    return [(each, turned) for each in layouts for side, turned in each.sides() if side.is_of(node)]
+    return [(layout, turned) for layout in layouts for side, turned in layout.sides() if side.is_of(node)]
 
 
 def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tuple[str, Command] | None:

@@ -35,23 +35,23 @@ Functions = Mapping[str, Callable[..., int | None]]
 
 
 class Unbound(UsageError):
-    """A name in an expression has no number. name: that.  of_rules: it is a variable of the rules."""
+    """A name in an expression has no number. name: that name.  of_rules: it is a variable of the rules."""
 
     name = ""
     of_rules = False
 
 
 def unbound(name: str, text: str, inner: str = "") -> Unbound:
-    """The error for a name in an expression; for a variable that stands for one, with the name in that."""
+    """The error for a name without a number in `text`; or, if `name` is a variable that is `text`, for `inner`."""
     within = f" in {text!r}" if text != name else ""
     either = f", or what it is computed of: {arg(set=f'{inner}=NUMBER')}" if inner else ""
-    found = Unbound(
+    error = Unbound(
         f"{name!r}{f', which is {text!r},' if inner else within} has no value",
-        "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
+        "It is not a variable of the names, the rules or the model's configuration.",
         f"Give it: {arg(set=f'{name}=NUMBER')}{either}",
     )
-    found.name, found.of_rules = name, bool(inner)
-    return found
+    error.name, error.of_rules = name, bool(inner)
+    return error
 
 
 class Arithmetic(NamedTuple):
@@ -94,26 +94,26 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 def _wrong(node: ast.AST, functions: tuple[str, ...]) -> str:
-    """A part of an expression that has no place in one; empty where all have."""
+    """The part of an expression that is not allowed in one, in words; empty if there is none."""
     match node:
         case ast.Constant(value=value) if type(value) is int and value <= MAX_NUMBER:
             return ""
         case ast.Name():
             return ""
         case ast.Attribute(value=value):
-            return "" if _dotted(value) else "a dot after what is no name"
+            return "" if _dotted(value) else "a dot after something that is not a name"
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _wrong(operand, functions)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in (*_OPERATORS, ast.Div):
             return _wrong(left, functions) or _wrong(right, functions)
         case ast.BoolOp(op=ast.Or(), values=values):
-            return next(filter(None, (_wrong(each, functions) for each in values)), "")
+            return next(filter(None, (_wrong(part, functions) for part in values)), "")
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in functions:
-            strings = [each for each in args if not (isinstance(each, ast.Constant) and type(each.value) is str)]
-            return next(filter(None, (_wrong(each, functions) for each in strings)), "")
+            expressions = [part for part in args if not (isinstance(part, ast.Constant) and type(part.value) is str)]
+            return next(filter(None, (_wrong(part, functions) for part in expressions)), "")
         case ast.Call():
             return f"the functions are {', '.join(functions)}" if functions else "there are no functions"
-    return f"{type(node).__name__.lower()} has no place in one"
+    return f"{type(node).__name__.lower()} is not allowed in one"
 
 
 def _dotted(node: ast.AST) -> str:
@@ -132,31 +132,31 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
         case ast.Constant(value=int(value)):
             return value
         case ast.Name() | ast.Attribute():
-            found = lookup(name := _dotted(node))
-            if found is None:
+            looked_up = lookup(name := _dotted(node))
+            if looked_up is None:
                 raise unbound(name, text)
-            return _bounded(found, text)
+            return _bounded(looked_up, text)
         case ast.UnaryOp(operand=operand):
             return -number(operand)
         case ast.BoolOp(values=values):  # the first that has a value; the error names what can be set
             errors = list[Unbound]()
-            for each in values:
+            for part in values:
                 try:
-                    return number(each)
+                    return number(part)
                 except Unbound as error:
                     errors.append(error)
             raise next((error for error in errors if error.of_rules), errors[-1])
         case ast.Call(func=ast.Name(id=called), args=args):
-            strings = [isinstance(each, ast.Constant) and isinstance(each.value, str) for each in args]
-            pairs: Any = zip(args, strings, strict=True)
-            result = functions[called](*(each.value if is_string else number(each) for each, is_string in pairs))
+            are_strings = [isinstance(part, ast.Constant) and isinstance(part.value, str) for part in args]
+            pairs: Any = zip(args, are_strings, strict=True)
+            result = functions[called](*(part.value if is_string else number(part) for part, is_string in pairs))
             if result is None:
                 raise unbound(ast.unparse(node), text)
             return _bounded(result, text)
     left, right, exact = number(node.left), number(node.right), isinstance(node.op, ast.Div)
     if (exact or isinstance(node.op, (ast.FloorDiv, ast.Mod))) and (right == 0 or (exact and left % right)):
         what = f"{left:,} cannot be divided by {right:,} in {text!r}"
-        raise UsageError(what, "The numbers do not fit each other, or not this checkpoint. Nothing was written.")
+        raise UsageError(what, "The numbers do not fit each other, or do not fit this checkpoint. Nothing was written.")
     return _bounded(left // right if exact else _OPERATORS[type(node.op)](left, right), text)
 
 
@@ -209,8 +209,8 @@ class Variable(NamedTuple):
 class Name:
     """One name of a rule. digits: the variables of the rule that are numbers, since arithmetic is done with them.
 
-    expression: the regular expression of a rule with `re:`, of the side that is filled in, too.  matches: the test of a
-    name that is only matched, as those of `--only`: `*` crosses dots, `re:` is searched for.
+    expression: the regular expression of a rule with `re:`, also on the side that is filled in.  matches: the test of a
+    name that is only matched, as in `--only`: `*` crosses dots, `re:` is searched for.
     """
 
     text: str
@@ -256,18 +256,18 @@ class Name:
 
     @cached_property
     def open_ended(self) -> int:
-        """How many variables may end in several places: each `*`, and those that neither a dot nor the end follows."""
+        """How many variables may end in several places: each `*`, and those not followed by a dot or the end."""
         pairs = zip(self.pieces, (*self.pieces[1:], "."), strict=False)
         return sum(
-            isinstance(each, Variable) and not (each.name and isinstance(after, str) and after.startswith("."))
-            for each, after in pairs
+            isinstance(piece, Variable) and not (piece.name and isinstance(after, str) and after.startswith("."))
+            for piece, after in pairs
         )
 
     def match(self, key: str, lookup: Lookup = lambda name: None, ranges: Mapping[str, int] = {}) -> Groups | None:
         """The texts of the variables in a key; None where it has another name.
 
-        ranges: how many values a variable has, where arithmetic has several. Raises `UsageError` where it has two
-        solutions, for a key that is too long, and what evaluating it raises.
+        ranges: how many values a variable has, where arithmetic has several. Raises `UsageError` where that has two
+        solutions and for a key that is too long, and what evaluating it raises.
         """
         if self.matches is not None:
             return {"": key} if self.matches(key) else None
@@ -275,7 +275,7 @@ class Name:
             what = (
                 f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
             )
-            raise UsageError(what, "They could match it in too many ways: write fewer of *.")
+            raise UsageError(what, "They could match it in too many ways: use fewer *.")
         match = self.pattern.fullmatch(key)
         if match is None:
             return None
@@ -286,39 +286,39 @@ class Name:
         ways = list(self._solutions(match, lookup, ranges))
         if len(ways) > 1:
             what = f"{key} is {self.text} in {counted(len(ways), 'way')}"
-            raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
+            raise UsageError(what, "The rules have to give the ranges of its variables: `ranges`.")
         return ways[0] if ways else None
 
     def _solutions(self, match: re.Match[str], lookup: Lookup, ranges: Mapping[str, int]) -> Iterator[dict[str, str]]:
-        """The ways to bind the unknown names of its sums so that these have the numbers of a match."""
+        """The ways to bind the unknown names in its sums so that these have the numbers in a match."""
         groups = {group: match[group] for group in self.variables}
-        sums = [(each, int(match[f"e{number}"])) for number, each in enumerate(self.sums)]
-        names = dict.fromkeys(name for each in self.sums for name in sorted(each.names))
+        sums = [(sum_, int(match[f"e{number}"])) for number, sum_ in enumerate(self.sums)]
+        names = dict.fromkeys(name for sum_ in self.sums for name in sorted(sum_.names))
         unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
         tried = [name for name in unknown if name in ranges]
         if (ways := prod(ranges[name] for name in tried)) > MAX_WAYS:
             what = f"{counted(ways, 'way')} to solve {self.sums[0].text}"
-            raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
+            raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has that many blocks.")
         for values in product(*(range(ranges[name]) for name in tried)):
-            known = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names}
-            known |= zip(tried, values, strict=True)
-            number = partial(_number, known, lookup)
-            for each, result in sums * (len(unknown) + 1):  # those without a range, where a sum has only one left
-                left = [name for name in each.names if name in unknown and name not in known]
-                if len(left) == 1 and (found := solved(each, result, left[0], number)) is not None:
-                    known[left[0]] = found
-            if known.keys() >= {*unknown} and all(each.value(number) == result for each, result in sums):
-                yield groups | {f"v_{name}": str(known[name]) for name in unknown}
+            numbers = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names}
+            numbers |= zip(tried, values, strict=True)
+            number = partial(_number, numbers, lookup)
+            for sum_, result in sums * (len(unknown) + 1):  # those without a range, where a sum has only one left
+                unsolved = [name for name in sum_.names if name in unknown and name not in numbers]
+                if len(unsolved) == 1 and (solution := solved(sum_, result, unsolved[0], number)) is not None:
+                    numbers[unsolved[0]] = solution
+            if numbers.keys() >= {*unknown} and all(sum_.value(number) == result for sum_, result in sums):
+                yield groups | {f"v_{name}": str(numbers[name]) for name in unknown}
 
     def fill(self, groups: Groups, lookup: Lookup = lambda name: None) -> str:
-        """The key with these in the places of the variables. Raises `UsageError` for a number below zero."""
+        """The key with these texts in place of the variables. Raises `UsageError` for a number below zero."""
         if self.expression is not None:
             match = self.expression.fullmatch(groups[""])
             return match.expand(self.text) if match else groups[""]
-        texts, known = list[str](), dict[str, str]()
+        texts, bound = list[str](), dict[str, str]()
 
         def number_of(name: str) -> int | None:
-            return int(known[name]) if name in known else lookup(name)
+            return int(bound[name]) if name in bound else lookup(name)
 
         for piece in self.pieces:
             if isinstance(piece, str):
@@ -327,20 +327,20 @@ class Name:
                 texts.append(groups[piece.group])
             else:
                 sum_ = parse_arithmetic(piece.name) if isinstance(piece, Variable) else piece
-                known = {name: groups[f"v_{name}"] for name in sum_.names if f"v_{name}" in groups}
+                bound = {name: groups[f"v_{name}"] for name in sum_.names if f"v_{name}" in groups}
                 if (number := sum_.value(number_of)) < 0:
                     shown = sum_.text
-                    for name, text in known.items() if len(known) == 1 else ():
+                    for name, text in bound.items() if len(bound) == 1 else ():
                         shown = shown.replace(name, text)
-                    why = "Layers are not numbered like that. Nothing was written."
+                    why = "Layer numbers start at 0. Nothing was written."
                     raise UsageError(f"{shown} is below zero", why)
-                widths = [len(text) for text in known.values() if text.startswith("0")]
-                texts.append(str(number).zfill(widths[0] if len(known) == 1 and widths else 0))
+                widths = [len(text) for text in bound.values() if text.startswith("0")]
+                texts.append(str(number).zfill(widths[0] if len(bound) == 1 and widths else 0))
         return "".join(texts)
 
 
-def _number(known: Mapping[str, int], lookup: Lookup, name: str) -> int | None:
-    return known[name] if name in known else lookup(name)
+def _number(numbers: Mapping[str, int], lookup: Lookup, name: str) -> int | None:
+    return numbers[name] if name in numbers else lookup(name)
 
 
 def split_names(side: str) -> list[str]:
@@ -396,8 +396,8 @@ def parse_name(text: str) -> Name:
 
 def parse_expressions(old: str, new: str) -> tuple[Name, Name]:
     """A regular expression without its `re:`, and its template. Raises `UsageError` where they do not fit."""
-    if found := re.search(r"(?<!\\)\{\w+\s*([+-]\s*\w+\s*)?\}", new):  # which would become text
-        raise UsageError(f"{found[0]} is for rules without re:; what a regular expression matched is \\1 or \\g<name>")
+    if braces := re.search(r"(?<!\\)\{\w+\s*([+-]\s*\w+\s*)?\}", new):  # which would become text
+        raise UsageError(f"{braces[0]} is for rules without re:; what a regular expression matched is \\1 or \\g<name>")
     try:
         expression = re.compile(old)
         probe = re.compile(f"{old}\n|", expression.flags).fullmatch("")  # the line break ends a comment of (?x)

@@ -40,7 +40,7 @@ MAX_RULES = 16 << 20  # bytes of a file of them
 
 
 def rules_tree(path: str, look: str) -> Any:
-    """The tree of a YAML file of rules, with its lines; nothing is constructed. look: a file of them.
+    """The tree of a YAML file of rules, with its lines; no object is constructed. look: for errors, such a file.
 
     Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
     """
@@ -71,7 +71,7 @@ def rules_tree(path: str, look: str) -> Any:
 
 
 def scalar_text(node: Any) -> str:
-    """The text of a YAML scalar as it was written; nothing for a list or mapping, which no rule can be."""
+    """The text of a YAML scalar as it was written; empty for a list or mapping, which no rule can be."""
     return node.value if isinstance(node.value, str) else ""
 
 
@@ -88,17 +88,17 @@ def items(node: Any, path: str, kind: str, look: str = LOOK) -> list[Any]:
     return list(node.value)
 
 
-def _once(node: Any, path: str, known: Collection[str] = (), look: str = LOOK) -> dict[str, Any]:
-    """The values of a mapping by their keys, none of which stands there twice. known: the keys that there are."""
-    found: dict[str, Any] = {}
+def _mapping(node: Any, path: str, allowed: Collection[str] = (), look: str = LOOK) -> dict[str, Any]:
+    """The values of a mapping by their keys, none of which may be there twice. allowed: the keys that may be there."""
+    values: dict[str, Any] = {}
     for key, value in items(node, path, "mapping", look):
         name = _name(key, path, look)
-        if name in found:
-            raise UsageError(f"{line_of(key, path)}: {name!r} stands there twice", "Only one can count.", look)
-        if known and name not in known:
-            raise UsageError(f"{line_of(key, path)}: {name!r} is none of {listed(list(known))}", "", look)
-        found[name] = value
-    return found
+        if name in values:
+            raise UsageError(f"{line_of(key, path)}: {name!r} appears twice", "Only one can count.", look)
+        if allowed and name not in allowed:
+            raise UsageError(f"{line_of(key, path)}: {name!r} is none of {listed(list(allowed))}", "", look)
+        values[name] = value
+    return values
 
 
 def _name(node: Any, path: str, look: str = JOIN_LOOK) -> str:
@@ -124,14 +124,14 @@ def renaming(texts: Iterable[str], path: str | None = None) -> tuple[Rule, ...]:
     translation = all_rules(texts, path)
     for rule in translation.rules:
         if not rule.only_renames:
-            raise rule.error("it changes tensors", "Here rules only rename.", _TRANSLATE)
+            raise rule.error("it changes tensors", "Here rules can only rename.", _TRANSLATE)
         (old,), (new,) = rule.old, rule.new
-        known = {*old.variables.values()} | {f"{{{name}}}" for each in old.sums for name in each.names}
-        wanted = [*new.variables.values(), *(f"{{{name}}}" for each in new.sums for name in sorted(each.names))]
-        if unbound := [each for each in wanted if each not in known]:
+        bound = {*old.variables.values()} | {f"{{{name}}}" for sum_ in old.sums for name in sum_.names}
+        used = [*new.variables.values(), *(f"{{{name}}}" for sum_ in new.sums for name in sorted(sum_.names))]
+        if unbound := [variable for variable in used if variable not in bound]:
             raise rule.error(f"{unbound[0]} is not on the left side", "Every variable on the right must be bound.")
     if not translation.only_renames:
-        raise UsageError(f"{path} has more than rules that rename", "Here rules only rename.", _TRANSLATE)
+        raise UsageError(f"{path} has rules that do more than rename", "Here rules can only rename.", _TRANSLATE)
     return translation.rules
 
 
@@ -149,12 +149,12 @@ def read_rules(path: str) -> Translation:
 
 
 def translation_of(node: Any, path: str, other: Sequence[str] = ()) -> Translation:
-    """The rules in a YAML tree. other: sections that are someone else's."""
+    """The rules in a YAML tree. other: sections that others read."""
     if getattr(node, "id", "") == "sequence":
         return Translation(_rules(node, path))
     if getattr(node, "id", "") != "mapping":
         raise UsageError(f"{path}, line 1: no rules", "A file of rules is a list, or has `rules:`.", LOOK)
-    sections = _once(node, path, (*_SECTIONS, *other))
+    sections = _mapping(node, path, (*_SECTIONS, *other))
     parts = {name: _SECTIONS[name](value, path) for name, value in sections.items() if name in _SECTIONS}
     parts["rules"] = (*parts.get("rules", ()), *parts.pop("optional", ()))
     return Translation(path=path, **parts)
@@ -165,37 +165,37 @@ def _rules(node: Any, path: str) -> tuple[Rule, ...]:
     if getattr(node, "id", "") == "mapping":
         texts = [(f"{scalar_text(old)} => {scalar_text(new)}", line_of(old, path)) for old, new in node.value]
     else:
-        texts = [(_rule_text(each), line_of(each, path)) for each in items(node, path, "sequence")]
+        texts = [(_rule_text(item), line_of(item, path)) for item in items(node, path, "sequence")]
     return tuple(rule for text, place in texts for rule in parse_rules(text, place))
 
 
 def _rule_text(node: Any) -> str:
     if getattr(node, "id", "") == "mapping" and len(node.value) == 1:  # `- a => b : transpose`, without quotes
-        return " : ".join(scalar_text(each) for each in node.value[0])
+        return " : ".join(scalar_text(part) for part in node.value[0])
     return scalar_text(node)
 
 
 def _optional(node: Any, path: str) -> tuple[Rule, ...]:
-    found: list[list[Rule]] = []
-    for each in items(node, path, "sequence"):
-        is_group = getattr(each, "id", "") == "sequence"
-        rules = _rules(each, path) if is_group else parse_rules(_rule_text(each), line_of(each, path))
-        found += [[*rules]] if is_group else [[rule] for rule in rules]
-    return tuple(replace(rule, group=group) for group, rules in enumerate(found, start=1) for rule in rules)
+    groups: list[list[Rule]] = []
+    for item in items(node, path, "sequence"):
+        is_group = getattr(item, "id", "") == "sequence"
+        rules = _rules(item, path) if is_group else parse_rules(_rule_text(item), line_of(item, path))
+        groups += [[*rules]] if is_group else [[rule] for rule in rules]
+    return tuple(replace(rule, group=group) for group, rules in enumerate(groups, start=1) for rule in rules)
 
 
 def _expressions(node: Any, path: str) -> dict[str, Arithmetic]:
-    found = {}
+    expressions = {}
     for key, value in items(node, path, "mapping"):
         try:
-            found[scalar_text(key)] = parse_arithmetic(scalar_text(value), FUNCTIONS)
+            expressions[scalar_text(key)] = parse_arithmetic(scalar_text(value), FUNCTIONS)
         except UsageError as error:
             raise error.within(line_of(key, path)) from None
-    return found
+    return expressions
 
 
 def _patterns(node: Any, path: str) -> tuple[Rule, ...]:
-    return tuple(dropping(scalar_text(each), line_of(each, path)) for each in items(node, path, "sequence"))
+    return tuple(dropping(scalar_text(item), line_of(item, path)) for item in items(node, path, "sequence"))
 
 
 def dropping(pattern: str, place: str = "") -> Rule:
@@ -211,19 +211,19 @@ _FILL = re.compile(r"(\S+)\s+=>\s+zeros\s+\[([^\]]*)\]\s+like\s+(\S+)")
 
 
 def _fills(node: Any, path: str) -> tuple[Rule, ...]:
-    found = []
-    for each in items(node, path, "sequence"):
-        match, place = _FILL.fullmatch(text := scalar_text(each)), line_of(each, path)
+    rules = []
+    for item in items(node, path, "sequence"):
+        match, place = _FILL.fullmatch(text := scalar_text(item)), line_of(item, path)
         if match is None:
             what = f"{place}: {text!r} is not of the form NEW => zeros [SIZE, …] like OLD"
             raise UsageError(what, "d0, d1, … are the sizes of the old tensor.", LOOK)
         new, sizes, old = match.groups()
         try:
             zeros = Operation("zeros", tuple(parse_arithmetic(size) for size in sizes.split(",") if size.strip()))
-            found += [Rule(text, place, (parse_name(old),), (parse_name(each),), (zeros,)) for each in split_names(new)]
+            rules += [Rule(text, place, (parse_name(old),), (parse_name(name),), (zeros,)) for name in split_names(new)]
         except UsageError as error:
             raise error.within(place) from None
-    return tuple(found)
+    return tuple(rules)
 
 
 # Rules that join ranks -----------------------------------------------------------------------------------------------
@@ -236,32 +236,32 @@ def read_join_rules(path: str) -> Translation:
         what = f"{path} has rules that change tensors, and convert only joins ranks"
         fix = f"Join and change in one step: {command('translate', FOLDER, rules_file=FILE, out=OUT)}"
         raise UsageError(what, "", fix)
-    found = _once(node, path, _JOIN, JOIN_LOOK)
-    return Translation((), path=path, **{name: _JOIN[name](each, path) for name, each in found.items()})
+    sections = _mapping(node, path, _JOIN, JOIN_LOOK)
+    return Translation((), path=path, **{name: _JOIN[name](value, path) for name, value in sections.items()})
 
 
 def _join(pattern: str, node: Any, path: str) -> Rule:
     """`PATTERN: WAY`, `PATTERN: {WAY: NUMBER}` or `PATTERN: {WAY: {NAME: NUMBER, …}}`."""
-    place, given = line_of(node, path), None
+    place, argument = line_of(node, path), None
     if getattr(node, "id", "") == "mapping" and len(node.value) == 1:
-        ((way, given),) = _once(node, path, look=JOIN_LOOK).items()
+        ((way, argument),) = _mapping(node, path, look=JOIN_LOOK).items()
     else:
         way = _name(node, path)
     if way not in JOIN_WAYS:
         raise UsageError(f"{place}: {way!r} is no way of joining", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
     needed = JOIN_WAYS[way].numbers
     values = {}
-    if getattr(given, "id", "") == "mapping":
-        values = _once(given, path, look=JOIN_LOOK)
-    elif given is not None:
-        values = {needed[0] if len(needed) == 1 else "": given}
+    if getattr(argument, "id", "") == "mapping":
+        values = _mapping(argument, path, look=JOIN_LOOK)
+    elif argument is not None:
+        values = {needed[0] if len(needed) == 1 else "": argument}
     texts = {name: _name(value, path) for name, value in values.items()}
     if texts.keys() != set(needed) or not all(text if name == "like" else _COUNT(text) for name, text in texts.items()):
         what = f"{place}: {way} takes {listed(needed) if needed else 'no numbers'}"
         raise UsageError(what, "Each is a whole number above zero." if needed else "", JOIN_LOOK)
     counts = {name: int(text) for name, text in texts.items() if name != "like" and text.isdigit()}
     if counts.get("heads", 0) % counts.get("kv_heads", 1):
-        raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
+        raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each serves the same number.")
     try:
         numbers = tuple(parse_arithmetic(texts[name]) for name in needed if name != "like")
         matched = Name(pattern, matches=matcher(pattern))
@@ -276,11 +276,11 @@ _COUNT = re.compile("[1-9][0-9]{0,11}|.*[^0-9].*", re.DOTALL).fullmatch  # a num
 def _prefixes(node: Any, path: str) -> tuple[str, ...]:
     """The names in a list, or one by itself."""
     names = node.value if getattr(node, "id", "") == "sequence" else [node]
-    return tuple(_name(each, path).removesuffix(".") for each in names)
+    return tuple(_name(item, path).removesuffix(".") for item in names)
 
 
 _JOIN: dict[str, Callable[[Any, str], Any]] = {
-    "join": lambda node, path: tuple(_join(*each, path) for each in _once(node, path, look=JOIN_LOOK).items()),
+    "join": lambda node, path: tuple(_join(*item, path) for item in _mapping(node, path, look=JOIN_LOOK).items()),
     "layers": _prefixes,
 }
 _SECTIONS: dict[str, Callable[[Any, str], Any]] = {

@@ -21,7 +21,7 @@ from ckptool.facts import dataclass, field, replace
 from ckptool.names.pattern import Arithmetic, Name, parse_arithmetic, parse_expressions, parse_name, split_names
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
-TAKEN_BEFORE = "no key, or only keys that an earlier rule takes"
+TAKEN_BEFORE = "no key, or only keys that an earlier rule matched"
 WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
 _ARROW = re.compile(r"\s*=>\s*")
 _BESIDE = re.compile(r"\s+beside\s+")
@@ -54,8 +54,8 @@ class Operation:
 
     def inverse(self) -> Operation | None:
         """The operation that undoes it; None where none does."""
-        found = self.kind.inverse
-        return replace(self, name=found, parts=0) if isinstance(found, str) else found(self) if found else None
+        inverse = self.kind.inverse
+        return replace(self, name=inverse, parts=0) if isinstance(inverse, str) else inverse(self) if inverse else None
 
     def __str__(self) -> str:
         lists = [f"[{', '.join(value.text for value in values)}]" for values in self.lists]
@@ -96,24 +96,24 @@ def parse_operation(text: str) -> Operation:
         "l" if word.startswith("[") else "r" if ":" in word else "f" if word == "from" else "n" for word in words
     ]
     if not re.fullmatch(kind.words, "".join(sorted(kinds))):
-        raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
+        raise UsageError(f"{text!r} is not valid for {name}", f"It is written: {kind.usage}")
     lists, numbers = (
-        [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in some] for some in ("lr", "n")
+        [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in letters] for letters in ("lr", "n")
     )
     return Operation(name, tuple(map(parse_arithmetic, numbers)), tuple(map(_list, lists)), over, of=of)
 
 
 def _words(text: str) -> list[str]:
     """The words of a text, those in brackets as one."""
-    depth, found, word = 0, list[str](), ""
+    depth, words, word = 0, list[str](), ""
     for letter in text:
         depth += (letter in "[(") - (letter in "])")
         if not letter.isspace() or depth > 0:
             word += letter
         elif word:
-            found.append(word)
+            words.append(word)
             word = ""
-    return [*found, word] if word else found
+    return [*words, word] if word else words
 
 
 END = Arithmetic("", frozenset(), None)  # of a slice: to the end of the dimension
@@ -186,9 +186,9 @@ class JoinWay(NamedTuple):
     """A way in which tensor-parallel ranks divide a tensor, as rules of `join` name it.
 
     numbers: the names of those that a rule gives; `like` is the name of a tensor instead.
-    axis: that is divided; None where each rank has all of it.  parts: the sizes, in proportion, of the blocks of a
-    rank's share that lie apart in the whole.  rows: of the whole, if the numbers say it.  rows_are: what those are;
-    empty where a share may have more, which is padding.
+    axis: the one that is divided; None where each rank has all of it.  parts: the relative sizes of the blocks of a
+    rank's share that lie apart in the whole.  rows: how many the whole has, if the numbers tell.  rows_are: what those
+    are; empty where a share may have more, which is padding.
     """
 
     numbers: tuple[str, ...] = ()
@@ -252,7 +252,7 @@ class Rule:
         inverse = [op.inverse() for op in reversed(self.chain)]
         if any(name.expression for name in self.old) or None in inverse:
             lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
-            raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
+            raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the inverse rule yourself.")
         chain = tuple(op for op in inverse if op is not None)
         turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
         return checked(turned)
@@ -281,11 +281,11 @@ class Rule:
     @cached_property
     def names(self) -> list[str]:
         """The names in the arithmetic of its operations."""
-        found = set[str]()
+        names = set[str]()
         for op in self.chain:
-            numbers = (*op.numbers, *(each for given in op.lists for each in given), *([op.of] if op.of else []))
-            found.update(name for each in numbers for name in each.names)
-        return sorted(found)
+            numbers = (*op.numbers, *(number for group in op.lists for number in group), *([op.of] if op.of else []))
+            names.update(name for number in numbers for name in number.names)
+        return sorted(names)
 
     @cached_property
     def operations(self) -> str:
@@ -296,14 +296,14 @@ class Rule:
 class Translation:
     """Rules, and what goes with them. drop: of the old side.  drop_new: of the new one, when it is reversed.
 
-    fill: make tensors of zeros, as large as they say, like those of an old name, where the new side has them alone; in
-    the shape of their operation d0, d1, … are the sizes of the old tensor.  unfill: the same, reversed.
+    fill: make tensors of zeros that only the new side has, of the given shape and otherwise like those of an old name;
+    in the shape, d0, d1, … are the sizes of the old tensor.  unfill: the same, reversed.
     tied: names of the old side for tensors that it has under other names: left out, and made again on the way back.
     tied_new: such names of the new side, whose files may lack them: left out on the way back.
     complete: what the rules have names for has to be there, for each block alike.
-    join: how ranks are joined before, each by an operation of `JOIN_WAYS`.  layers: prefixes of names, after which the
-    number of a layer stands.  of_layout: these need not match, as they are for any model of a
-    kind.  path: where they were read.
+    join: how ranks are joined first, each by an operation of `JOIN_WAYS`.  layers: prefixes of names that the number of
+    a layer follows.  of_layout: the rules need not match, as they are for any model of a kind.  path: where they were
+    read.
     """
 
     rules: tuple[Rule, ...]
@@ -338,9 +338,9 @@ class Translation:
 
 
 def parse_rules(text: str, place: str = "") -> list[Rule]:
-    """The rules that a text stands for: as many as names, where each name has its own on the other side.
+    """The rules that a text stands for: one for each name, where each has its own on the other side, else one.
 
-    Raises `UsageError` for one that cannot work, with its place.
+    Raises `UsageError`, with its place, for a rule that cannot work.
     """
     before, *chain = _CHAIN.split(text.strip(), maxsplit=1)
     before, *beside = _BESIDE.split(before, maxsplit=1)
@@ -349,40 +349,40 @@ def parse_rules(text: str, place: str = "") -> list[Rule]:
         cut = not place and text.rstrip().endswith("=")
         raise UsageError(
             f"{f'{place}: ' if place else ''}{text!r} is not a rule",
-            "A rule is OLD => NEW, both for the whole key."
+            "A rule is OLD => NEW, each a whole key."
             + " In a shell it needs quotes: without them > sends the output into a file." * cut,
             "For example: 'blocks.{n}.* => layers.{n}.*'",
         )
     try:
-        operations = tuple(parse_operation(each) for each in (chain[0].split("|") if chain else ()))
+        operations = tuple(parse_operation(part) for part in (chain[0].split("|") if chain else ()))
         if sides[0].startswith("re:"):
             old, new = ([name] for name in parse_expressions(sides[0][3:], sides[1]))
         else:
             old, new = ([parse_name(name) for name in split_names(side)] for side in sides)
-        other = (None, parse_name(beside[0]) if beside else None)
+        beside_names = (None, parse_name(beside[0]) if beside else None)
     except UsageError as error:
         what = f"{f'{place}: ' if place else ''}the rule {text!r} is invalid: {error.what}"
         raise UsageError(what, error.why or "Every variable on the right must be bound.", error.fix) from None
-    rule = Rule(text, place, tuple(old), tuple(new), operations, beside=other)
-    each = len(old) == len(new) > 1 and all(op.kind.each for op in operations)
-    pairs = zip(old, new, strict=True) if each else ()
-    return [checked(replace(rule, old=(one,), new=(two,))) for one, two in pairs] or [checked(rule)]
+    rule = Rule(text, place, tuple(old), tuple(new), operations, beside=beside_names)
+    one_to_one = len(old) == len(new) > 1 and all(op.kind.each for op in operations)
+    pairs = zip(old, new, strict=True) if one_to_one else ()
+    return [checked(replace(rule, old=(left,), new=(right,))) for left, right in pairs] or [checked(rule)]
 
 
 def checked(rule: Rule) -> Rule:
     """The rule, with the number of parts of each `split`, and the variables that are numbers. Raises `UsageError` where
     names and operations do not fit."""
     variables = [frozenset(name.variables) for name in rule.old]
-    if any(each != variables[0] for each in variables):
-        raise rule.error("the names on its left side have different variables", "They are taken together for each.")
+    if any(names != variables[0] for names in variables):
+        raise rule.error("the names on its left side have different variables", "They are matched together.")
     bound, count, chain = {group[2:] for group in variables[0] if group.startswith("v_")}, len(rule.old), []
-    bound |= {name for each in rule.old for sum_ in each.sums for name in sum_.names}
+    bound |= {name for old in rule.old for sum_ in old.sums for name in sum_.names}
     for place, op in enumerate(rule.chain):
-        last = not any(after.name in ("split", "unstack") and not after.over for after in rule.chain[place + 1 :])
+        is_last = not any(after.name in ("split", "unstack") and not after.over for after in rule.chain[place + 1 :])
         if op.over:
             if (op.over in bound) != (op.name == "stack"):
                 side = "left" if op.name == "stack" else "right"
-                what = f"`{op}` is over a variable that is on the {side} side alone"
+                what = f"`{op}` is over a variable that is only on the {side} side"
                 raise rule.error(what, "It is stacked or unstacked.")
             bound ^= {op.over}
         elif op.name in ("cat", "stack"):
@@ -392,20 +392,20 @@ def checked(rule: Rule) -> Rule:
         elif not op.kind.each:
             if count != 1:
                 raise rule.error(f"`{op}` takes one tensor, not {count}")
-            count = len(op.lists[0]) if op.lists else len(rule.new) if last else 0
+            count = len(op.lists[0]) if op.lists else len(rule.new) if is_last else 0
             op = replace(op, parts=count)
         chain.append(op)
     if count != len(rule.new):
-        made = counted(count, "tensor comes", "tensors come")
-        what = f"{made} out of it, and its right side has {counted(len(rule.new), 'name')}"
+        outputs = counted(count, "tensor comes", "tensors come")
+        what = f"{outputs} out of it, and its right side has {counted(len(rule.new), 'name')}"
         raise rule.error(what, "Each tensor has one name, in the same order.")
     stars = {group for name in rule.new for group in name.variables if group.startswith("star")}
     if stars - variables[0]:
-        few = sum(group.startswith("star") for group in variables[0])
-        raise rule.error(f"the right side has more * than the left ({few})", "Every one on the right must be bound.")
+        left = sum(group.startswith("star") for group in variables[0])
+        raise rule.error(f"the right side has more * than the left ({left})", "Every one on the right must be bound.")
     if not rule.over <= {group[2:] for group in variables[0]}:
         raise rule.error("`stack … over` a variable that is not on the left side")
-    digits = frozenset(name for each in (*rule.old, *rule.new) for sum_ in each.sums for name in sum_.names)
+    digits = frozenset(name for template in (*rule.old, *rule.new) for sum_ in template.sums for name in sum_.names)
     digits |= {op.over for op in chain if op.over}
     return replace(rule, chain=tuple(chain), old=tuple(replace(name, digits=digits) for name in rule.old))
 
@@ -419,8 +419,8 @@ def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str
             raise NoMatch(what, why, f"For all keys below it: {quoted(f'{old}.* => {new}.*')}")
         inner = f"*.{old} => *.{new}"
         with suppress(UsageError):
-            if arrow and any(first.match(key) is not None for first in parse_rules(inner)[0].old for key in keys):
-                raise NoMatch(what, why, f"For keys in which it comes later: {quoted(inner)}")
+            if arrow and any(name.match(key) is not None for name in parse_rules(inner)[0].old for key in keys):
+                raise NoMatch(what, why, f"For keys that contain it: {quoted(inner)}")
         raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
 
 

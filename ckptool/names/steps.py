@@ -48,10 +48,10 @@ class Scope:
         if name in self.given:
             self.used.add(name)
             return self.given[name]
-        if (found := self._found.get(name)) is not None:
-            if isinstance(found, UsageError):
-                raise found
-            return found
+        if (value_or_error := self._found.get(name)) is not None:
+            if isinstance(value_or_error, UsageError):
+                raise value_or_error
+            return value_or_error
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -59,20 +59,20 @@ class Scope:
 
     @property
     def functions(self) -> Functions:
-        def size(name: Any = None, axis: Any = None, *more: Any) -> int | None:
+        def size(name: Any = None, axis: Any = None, *extra: Any) -> int | None:
             shape = getattr(self.node.get(name), "shape", None) or ()
-            return shape[axis] if not more and type(axis) is int and -len(shape) <= axis < len(shape) else None
+            return shape[axis] if not extra and type(axis) is int and -len(shape) <= axis < len(shape) else None
 
-        def count(name: Any = "", *more: Any) -> int | None:
+        def count(name: Any = "", *extra: Any) -> int | None:
             """How many values the first variable of a name has among the keys; None where no key matches."""
             parsed = parse_name(str(name))
             group = next(iter(parsed.variables), None)
             matches = ((key, parsed.pattern.fullmatch(key)) for key in self.node if type(key) is str)
-            found = {match[group] if group else key for key, match in matches if match is not None}
-            return None if more else len(found) or None
+            values = {match[group] if group else key for key, match in matches if match is not None}
+            return None if extra else len(values) or None
 
-        def root(number: Any = None, *more: Any) -> int | None:
-            return isqrt(number) if not more and type(number) is int and number >= 0 else None
+        def root(number: Any = None, *extra: Any) -> int | None:
+            return isqrt(number) if not extra and type(number) is int and number >= 0 else None
 
         return {"size": size, "count": count, "root": root}
 
@@ -89,18 +89,18 @@ class Scope:
 
         return lambda expression: expression.value(lookup)
 
-    def refuse_unused(self, known: Collection[str]) -> None:
+    def refuse_unused(self, names: Collection[str]) -> None:
         """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
-        if idle := [name for name in self.given if name not in known]:
+        if idle := [name for name in self.given if name not in names]:
             what = f"{arg(set=idle[0])}: no rule has a variable of that name"
-            raise UsageError(what, f"The rules have {listed(sorted(known)) or 'none'}.")
+            raise UsageError(what, f"The rules have {listed(sorted(names)) or 'none'}.")
 
 
 # Steps ---------------------------------------------------------------------------------------------------------------
 
 Overs = tuple[tuple[str, int], ...]
-"""The numbers of the variables that a step puts together: of one of its tensors."""
-_TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
+"""The variables that a step puts together, with their numbers for one of its tensors."""
+_TOGETHER = "They become one tensor, but one of them is missing. Nothing was written."
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Step:
     """One use of a rule: for one value of the variables that its sides share.
 
     inputs: the keys, for each value of the variables that are put together.  outputs: the new keys.  shapes: of the
-    tensors, in the order of `keys`.  lost: what `--reverse` would not give back.
+    tensors, in the order of `keys`.  lost: what `--reverse` would not restore.
     """
 
     rule: Rule
@@ -127,7 +127,7 @@ class Step:
         return {**self.groups, **{f"v_{name}": str(number) for name, number in overs}}
 
     def names(self, lookup: Lookup, overs: Overs = ()) -> list[str]:
-        """The new names, of one of the tensors that come out of it where these have numbers of their own."""
+        """The new names; those of one of the tensors that come out of it, where each has numbers of its own."""
         groups = self.with_numbers(overs)
         return [name.fill(groups, lookup) for name in self.rule.new]
 
@@ -142,12 +142,12 @@ def steps_of(
 ) -> tuple[list[Step], list[str]]:
     """The steps for some names, each taken by the first rule that matches it, and the names that no rule takes.
 
-    scope, ranges: of the numbers in names.  there: all names, of which some rules want one beside theirs.
+    scope, ranges: of the numbers in names.  there: all names, as some rules want another one beside theirs.
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
     """
     scope = scope or Scope({}, {}, {}, {})
     candidates = [(*name.ends, rule, number) for rule in rules for number, name in enumerate(rule.old)]
-    found, rest = dict[object, Step](), list[str]()
+    steps, rest = dict[object, Step](), list[str]()
     for key in names:
         for begin, end, rule, number in candidates:
             if not (key.startswith(begin) and key.endswith(end)):
@@ -162,33 +162,33 @@ def steps_of(
             if overs:
                 groups = {group: text for group, text in groups.items() if group[2:] not in rule.over}
             place = (id(rule), *sorted(groups.items()))
-            if place not in found:
-                found[place] = Step(rule, groups, {})
-            keys = found[place].inputs.setdefault(overs, [None] * len(rule.old))
+            if place not in steps:
+                steps[place] = Step(rule, groups, {})
+            keys = steps[place].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
-                raise rule.error(what, "The rule takes one of them.")
+                raise rule.error(what, "The rule takes only one.")
             keys[number] = key
             break
         else:
             rest.append(key)
-    for step in found.values():  # one may lack some of the tensors that belong together
+    for step in steps.values():  # one may lack some of the tensors that belong together
         rule = step.rule
         for overs, keys in step.inputs.items():
             if None in keys:
                 lacking = rule.old[keys.index(None)].fill(step.with_numbers(overs))
-                here = listed([key for key in keys if key is not None], 3)
-                raise rule.error(f"there is {here}, but no {lacking}", _TOGETHER, kind=Conflict)
+                present = listed([key for key in keys if key is not None], 3)
+                raise rule.error(f"there is {present}, but no {lacking}", _TOGETHER, kind=Conflict)
         over = sorted(rule.over)
         counts = [1 + max(dict(overs)[name] for overs in step.inputs) for name in over]
         if over and len(step.inputs) != prod(counts):
-            few = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
-            each = (tuple(zip(over, values, strict=True)) for values in product(*few))
-            first = next(overs for overs in each if overs not in step.inputs)
-            missing = ", ".join(f"{name} = {number}" for name, number in first)
+            spans = (range(min(count, len(step.inputs) + 1)) for count in counts)  # among which one is missing
+            possible = (tuple(zip(over, values, strict=True)) for values in product(*spans))
+            absent = next(overs for overs in possible if overs not in step.inputs)
+            missing = ", ".join(f"{name} = {number}" for name, number in absent)
             what = f"there is nothing for {missing}, of {counted(prod(counts), 'tensor')}"
             raise rule.error(what, _TOGETHER, kind=Conflict)
-    return [*found.values()], rest
+    return [*steps.values()], rest
 
 
 def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule, str]]:
@@ -196,14 +196,14 @@ def renamed(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, tuple[Rule
 
     Raises `UsageError`, which points at the rule, where a number would be below zero.
     """
-    found = {}
+    renames = {}
     for step in steps_of(rules, names)[0]:
         (name,) = step.keys
         try:
-            found[name] = step.rule, step.rule.new[0].fill(step.groups)
+            renames[name] = step.rule, step.rule.new[0].fill(step.groups)
         except UsageError as error:
             raise step.rule.within(error, [name]) from None
-    return found
+    return renames
 
 
 def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], str]:
@@ -211,13 +211,13 @@ def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], st
 
     Raises `NoMatch` for a rule that takes none of the keys.
     """
-    found = renamed(rules, keys)
-    used = {rule.origin for rule, _ in found.values()}
+    renames = renamed(rules, keys)
+    used = {rule.origin for rule, _ in renames.values()}
     idle = [rule for rule in rules if rule.origin not in used]
     hidden = any(renamed([rule], keys) for rule in idle)
-    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY, keys)
+    refuse_idle(idle, "no key", "Earlier rules matched all of its keys." if hidden else WHOLE_KEY, keys)
 
     def rename(key: str) -> str:
-        return (found if key in keys else renamed(rules, [key])).get(key, (None, key))[1]
+        return (renames if key in keys else renamed(rules, [key])).get(key, (None, key))[1]
 
     return rename

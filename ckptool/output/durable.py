@@ -28,14 +28,14 @@ from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
 from ckptool.output.sink import Feed, Progress, Sink, reserve
 
-ATTEMPTS = 100  # to make a temporary file that no other run takes for one that was left
+ATTEMPTS = 100  # to make a temporary file that no other run takes for a leftover
 
 
 def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool = False) -> str:
     """The path that a write to `target` replaces (a link's own target); raises if it cannot or must not be written.
 
-    sweep: what killed runs left beside it is removed, even where it is refused since it exists. Raises `OutputExists`
-    where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
+    sweep: what killed runs left beside it is removed, even where writing is refused since it exists. Raises
+    `OutputExists` where something is there and `overwrite` is false, `FileProblem` for a folder or a missing one.
     """
     path = os.fspath(target)
     if is_url(path):
@@ -56,16 +56,16 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if stat.S_ISDIR(mode) or not os.path.basename(path):
-        what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which is not there'}"
+        what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which does not exist'}"
         how = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
-        raise FileProblem(what, "A file was to be written there.", how)
+        raise FileProblem(what, "The output is a file.", how)
     if mode and not stat.S_ISREG(mode):
-        raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
+        raise FileProblem(f"cannot write {path}: it is not a regular file", "Writing a checkpoint takes random access.")
     if sweep:
         sweep_folder(folder_of(real))
     if mode and not overwrite:
         fix = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
-        raise OutputExists(f"{path} exists already", fix=fix)
+        raise OutputExists(f"{path} already exists", fix=fix)
     return real
 
 
@@ -80,13 +80,13 @@ def replace_file(
     feed: Feed | None = None,
     sync_folder: bool = True,
 ) -> tuple[Note, ...]:
-    """Writes a plan of one file, or bytes, to `target`, durably. Returns what is to be known of the new file.
+    """Writes a plan of one file, or bytes, to `target`, durably. Returns notes on the new file.
 
     inputs: must not have changed by the time of the commit.  verify: called with the complete temporary file; it raises
     to refuse.
-    feed: told what is written, on the way.  sync_folder: False where the name of another file, synced next, makes it
-    durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match its checksum);
-    then nothing is changed.
+    feed: called with all that is written.  sync_folder: False where syncing the folder for another file, written next,
+    makes this name durable too. Raises `OutputExists`, `DiskFull`, `FileProblem`, `Corrupt` (an input does not match
+    its checksum); then nothing is changed.
     """
     plan = Plan({"": [InlineBytes(plan)]}) if isinstance(plan, bytes) else plan
     if is_url(path := os.fspath(target)):
@@ -127,10 +127,10 @@ def replace_file(
 
 
 def settle(fd: int) -> None:
-    """Waits until everything is on the disk. Raises `OSError` if any is not; it must not be asked again then.
+    """Waits until everything is on the disk. Raises `OSError` if anything is not; it must not be called again then.
 
-    Some file systems (NFS, quotas) report what went wrong when a file is closed. Closing a second descriptor asks them,
-    while the first keeps the lock.
+    Some file systems (NFS, quotas) report what went wrong when a file is closed. Closing a second descriptor makes them
+    do so, while the first keeps the lock.
     """
     os.fsync(fd)
     os.close(os.dup(fd))
@@ -148,17 +148,17 @@ def make_folder(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise file_problem(error, path, "make the folder") from error
-    for made in reversed(missing):
-        sync_folder_of(made)
+    for created in reversed(missing):
+        sync_folder_of(created)
 
 
 def _untouched(target: str) -> str:
-    """What became of the target of a write that failed."""
+    """What became of the target of a failed write, in words."""
     return f"Nothing else was changed: {target} is as it was." if os.path.lexists(target) else "Nothing was written."
 
 
 def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
-    """The error for a failed write, with what was not touched."""
+    """The error for a failed write, which says what was not touched."""
     if isinstance(error, CkptoolError):
         return error
     name = os.fspath(target)
@@ -183,12 +183,12 @@ _ROOM = f"Make room, or write to another disk with {arg('out')}."
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "the limit on file sizes was reached",
+    errno.EFBIG: "the file size limit was reached",
 }
 
 
 def check_space(needed: int, target: str) -> None:
-    """Raises `DiskFull` where `needed` bytes have no room beside the target."""
+    """Raises `DiskFull` if there is no room for `needed` bytes beside the target."""
     status = os.statvfs(folder_of(target))
     free = status.f_bavail * status.f_frsize
     if status.f_blocks and needed > free:  # special file systems count no blocks at all
@@ -209,7 +209,7 @@ def folder_of(target: str) -> str:
 
 
 def hidden_name(target: str, end: str = "") -> str:
-    """A path beside a target, with a digest of its name (a long name leaves no room for more); else of a temporary."""
+    """A path beside a target: a digest of its name (it may be too long to extend), and `end` or one for a temporary."""
     digest = hashlib.sha256(os.path.basename(target).encode("utf-8", "surrogateescape")).hexdigest()
     return os.path.join(folder_of(target), f".ckptool-{digest[:16]}-{end or secrets.token_hex(8) + '.tmp'}")
 
@@ -233,7 +233,7 @@ def temporary_for(target: str, make: Callable[[str], int] | None = None) -> tupl
 
 
 def close(fd: int) -> None:
-    """Closes a file of which nothing is wanted any more."""
+    """Closes a file that is not needed any more."""
     if fd >= 0:
         with suppress(OSError):
             os.close(fd)
@@ -242,7 +242,7 @@ def close(fd: int) -> None:
 def _lock(fd: int) -> bool | None:
     """Marks a file as owned by this process while it lives. False if another owns it, None without locks.
 
-    It never waits: the lock of a machine that is gone may stay for ever.
+    It never waits: the lock of a machine that is gone may never be released.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,7 +283,7 @@ def opened(path: str) -> int:
 
 def remove(path: str, fd: int = -1) -> None:
     """Removes a temporary file, or a temporary folder with the files in it, but nothing that somebody else put under
-    the name meanwhile. fd: it, where it is open."""
+    the name meanwhile. fd: its descriptor, if it is open."""
     try:
         status = os.lstat(path)
         if fd >= 0 and not os.path.samestat(status, os.fstat(fd)):
@@ -302,20 +302,20 @@ def remove(path: str, fd: int = -1) -> None:
         os.rmdir(path)
     except OSError:
         return  # someone else was quicker, or the folder became read-only: the next run sweeps
-    except BaseException:  # a signal: first what was begun
+    except BaseException:  # a signal: first finish the removal
         remove(path, fd)
         raise
 
 
 def sync_folder_of(target: str) -> tuple[Note, ...]:
-    """Makes the name itself survive a power cut. Returns a note where the disk says that it may not."""
+    """Makes the name itself survive a power cut. Returns a note if the disk reports that it may not."""
     fd = -1
     try:
         fd = os.open(folder_of(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
     except OSError as error:
-        why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo its name"
-        message = f"{target} is complete and visible, but its durability is uncertain: {why}"
+        why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo the rename"
+        message = f"{target} is complete, but may not be durable: {why}"
         return (Note("not-synced", message),)
     finally:
         close(fd)
@@ -337,7 +337,7 @@ def keep_attributes(old: str, fd: int) -> list[str]:
         status = os.stat(old)
     except FileNotFoundError:
         return []
-    mine, lost = os.fstat(fd), list[str]()
+    new_status, lost = os.fstat(fd), list[str]()
 
     def attempt(what: str, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -350,7 +350,7 @@ def keep_attributes(old: str, fd: int) -> list[str]:
         if name not in _attribute_names(fd) or os.getxattr(fd, name) != value:
             os.setxattr(fd, name, value)
 
-    if status.st_gid != mine.st_gid:
+    if status.st_gid != new_status.st_gid:
         attempt(f"its group ({status.st_gid})", os.fchown, fd, -1, status.st_gid)
     names = _attribute_names(old)
     for name in names:
@@ -359,10 +359,10 @@ def keep_attributes(old: str, fd: int) -> list[str]:
     if ACCESS_LIST not in names and ACCESS_LIST in _attribute_names(fd):  # it came from the folder
         attempt(ACCESS_LIST, os.removexattr, fd, ACCESS_LIST)
     mode = stat.S_IMODE(status.st_mode)
-    if lost or status.st_uid != mine.st_uid:
+    if lost or status.st_uid != new_status.st_uid:
         mode &= ~(stat.S_ISUID | stat.S_ISGID)  # which would hand somebody else's rights on
     os.fchmod(fd, mode)
-    if status.st_uid != mine.st_uid:  # last: afterwards it may not be ours to change
+    if status.st_uid != new_status.st_uid:  # last: afterwards it may not be ours to change
         attempt(f"its owner ({status.st_uid})", os.fchown, fd, status.st_uid, -1)
     return lost
 
@@ -376,6 +376,6 @@ def _attribute_names(place: str | int) -> list[str]:
 
 def attribute_notes(target: str, lost: Iterable[str]) -> tuple[Note, ...]:
     """A note of what could not be kept, if anything."""
-    found = list(dict.fromkeys(lost))
-    message = f"{target} was replaced by a file that you own: {listed(found)} could not be kept"
-    return (Note("attributes-lost", message),) if found else ()
+    attributes = list(dict.fromkeys(lost))
+    message = f"{target} was replaced by a file that you own: {listed(attributes)} could not be kept"
+    return (Note("attributes-lost", message),) if attributes else ()

@@ -64,23 +64,23 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
-            what, why = f"cannot write {path}: it is a file", "A folder of several files was to be written there."
+            what, why = f"cannot write {path}: it is a file", "The output is a folder of several files."
             raise FileProblem(what, why, f"Choose another name; or write one file: {arg(container='safetensors')}")
-        held = os.listdir(real)
+        names = os.listdir(real)
     except FileNotFoundError:
         try:
             return check_target(real, overwrite=overwrite)
         except FileProblem:
             if not os.path.isdir(real):
                 raise
-        # Another writer gave a folder this name meanwhile.
+        # Another writer has given a folder this name meanwhile.
         return check_folder(target, overwrite=overwrite, replaceable=replaceable)
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
-    if held and not overwrite:
-        what = f"the folder {path} exists already, with {counted(len(held), 'file')} in it"
+    if names and not overwrite:
+        what = f"the folder {path} already exists, with {counted(len(names), 'file')} in it"
         raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}, or choose another name.")
-    _refuse_foreign(path, real, held, replaceable.__contains__)
+    _refuse_foreign(path, real, names, replaceable.__contains__)
     return real
 
 
@@ -93,23 +93,23 @@ def _real_path(target: str | os.PathLike[str]) -> str:
         raise file_problem(error, path, "write") from error
 
 
-def _refuse_foreign(shown: str, folder: str, held: Iterable[str], may_go: Callable[[str], Any]) -> None:
+def _refuse_foreign(shown: str, folder: str, names: Iterable[str], may_go: Callable[[str], Any]) -> None:
     """Raises `Conflict` for a folder that holds files beside those that may go."""
     foreign = [
         name
-        for name in sorted(held)
+        for name in sorted(names)
         if not may_go(name) or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
     ]
     if foreign:
-        what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted with it"
-        why = "Only files of the checkpoint in it may be deleted; it was left as it is."
+        what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted, too"
+        why = "Only the checkpoint's own files in it may be deleted; it was left as it is."
         raise Conflict(what, why, "Write to a new folder; or remove those files first.")
 
 
 class NewFolder:
-    """A folder beside `target`, in which others write files and sync them; `commit` gives it its name.
+    """A folder beside `target`, in which callers write and sync files; `commit` gives it its name.
 
-    What killed runs left is cleared away first.  path: of the new folder, or of the old one that it replaced; `close`
+    What killed runs left is removed first.  path: of the new folder, or of the old one that it replaced; `close`
     removes it.  Raises `DiskFull`, `FileProblem`.
     """
 
@@ -124,12 +124,12 @@ class NewFolder:
             self.path, self.fd = temporary_for(self.target, _new_folder)
 
     def commit(self, may_go: Callable[[str], Any], overwrite: bool = True) -> tuple[Note, ...]:
-        """Gives it its name, durably. may_go: tells the names that may go with a folder it replaces."""
+        """Gives it its name, durably. may_go: whether a name may go with the folder that it replaces."""
         with write_problems(self.shown):
             try:
                 os.fsync(self.fd)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # it has no such notion
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # folders cannot be synced there
                     raise
             # In one step: `close` removes what is at the path by then, the old folder, which is not the open one.
             self.path, fd, self.fd = _commit(self.path, self.target, may_go, overwrite), self.fd, -1
@@ -137,7 +137,7 @@ class NewFolder:
         return sync_folder_of(self.target)
 
     def close(self) -> None:
-        """Removes what has no name: the new folder, or the one that it replaced."""
+        """Removes what is under a temporary name: the new folder, or the one that it replaced."""
         if self.path:
             remove(self.path, self.fd)
         close(self.fd)
@@ -186,27 +186,27 @@ def write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> lis
 
     Returns what could not be kept of the files in the folder that is replaced.
     """
-    done, checks, lost = 0, plan.checks, []
+    written, checks, lost = 0, plan.checks, []
     for name, segments in plan.files.items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise AssertionError(f"{name!r} is not the name of a file")
+            raise AssertionError(f"{name!r} is not a file name")
         size = sum(segment.length for segment in segments)
         fd = os.open(name, NEW, 0o666, dir_fd=folder.fd)
         try:
             lost += keep_attributes(os.path.join(folder.target, name), fd)
             reserve(fd, size)
             sink = Sink(fd, 0, plan.nbytes, progress)
-            sink.done = done
+            sink.written = written
             sink.write(segments, checks)
             settle(fd)
         finally:
             close(fd)
-        done, checks = done + size, []
+        written, checks = written + size, []
     return lost
 
 
 def remove_folder(path: str, removable: Callable[[str], Any]) -> None:
-    """Removes a folder with files of these names, which loses its own name first; one with others in it stays."""
+    """Removes a folder of files with such names, renaming it first; one with other files in it stays."""
     try:
         _refuse_foreign(path, path, os.listdir(path), removable)
         old = hidden_name(path)
@@ -221,7 +221,7 @@ def remove_folder(path: str, removable: Callable[[str], Any]) -> None:
 def move_folder(temporary: str, target: str) -> None:
     """Gives a complete folder, which others have written beside the target, the target's name, durably.
 
-    All in it is synced first. A folder that is there already goes at the same moment. Raises `DiskFull`, `FileProblem`.
+    All in it is synced first. It replaces a folder that is there already in one step. Raises `DiskFull`, `FileProblem`.
     """
     with write_problems(target):
         for place, _, names in os.walk(temporary):
@@ -253,7 +253,7 @@ def _new_folder(path: str) -> int:
 def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, overwrite: bool = True) -> str:
     """Gives a new folder its name. Returns the path of the old one, to be removed, or "".
 
-    may_go: tells the names that may go with the old one; None for all.
+    may_go: whether a name may go with the old one; None for all.
     """
     new = os.stat(temporary)
     try:
@@ -273,10 +273,10 @@ def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, ov
             os.rename(temporary, target)
         if may_go is not None:
             try:
-                held = os.listdir(old)
+                names = os.listdir(old)
             except FileNotFoundError:
-                return ""  # under a temporary's name, and nobody's: another writer cleared it away already
-            _refuse_foreign(target, old, held, may_go)
+                return ""  # under a temporary name, without a lock: another writer has removed it already
+            _refuse_foreign(target, old, names, may_go)
     except BaseException:
         # A rename failed; or a file was put into the old folder at the last moment, or may have been.
         if os.path.exists(target) and os.path.samestat(os.stat(target), new):
@@ -306,7 +306,7 @@ def _exchange(one: str, other: str) -> bool:
 
 
 def _put_back(target: str) -> None:
-    """Undoes what a run left that was killed between two renames; removes what one left that was killed after them."""
+    """Puts the old folder back after a run that was killed between two renames; removes it after one killed later."""
     aside = hidden_name(target, ASIDE)
     if not os.path.isdir(aside):
         return

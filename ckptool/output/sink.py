@@ -22,31 +22,31 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt
 
 Progress = Callable[[int, int], None]
-"""Told the bytes written so far, and in all."""
+"""Called with the bytes written so far, and in all."""
 Feed = Callable[[int, "bytes | bytearray | memoryview"], None]
 
 SMALL = 64 << 10  # shorter ranges are read and gathered: a system call for each would cost more than the copy
 GATHER = 1 << 20
-LARGE = 256 << 10  # written from where it is, without being gathered
-VIEW = 2 << 20  # of what is in memory
+LARGE = 256 << 10  # longer data are written from where they are, without being gathered
+VIEW = 2 << 20  # asked of a `view` at once, which is in memory already
 BEHIND = 2  # pieces that may wait to be written
 COMPUTE = 512 << 10  # asked of a `Computed` at once: what it works on stays in the processor's cache
 
 
 class Sink:
-    """Writes one plan's segments into an open file, from byte `at`. feed: told all but copied ranges, and where they
-    are written; nobody changes them afterwards."""
+    """Writes one plan's segments into an open file, from byte `at`. feed: called with all bytes but copied ranges, and
+    where they are written; nobody changes them afterwards."""
 
     def __init__(self, fd: int, at: int, total: int, progress: Progress | None, feed: Feed | None = None) -> None:
         self.fd, self.feed = fd, feed
         self.at = at  # where the next segment goes
-        self.total, self.done, self.progress = total, 0, progress  # the bytes of all files, for `progress`
+        self.total, self.written, self.progress = total, 0, progress  # the bytes of all files, for `progress`
         # What lies before `at` and is not written yet: short segments, or a range of an input that the next may go on.
         self.pending: bytearray | FileRange = bytearray()
         self.late: list[tuple[int, Deferred]] = []
-        self.checked: set[int] = set()  # the ids of storages that are summed up by themselves
-        self.jobs: deque[Future[None]] = deque()  # sums that are added up meanwhile
-        self.pieces: deque[Future[None]] = deque()  # that the writer has not written yet
+        self.checked: set[int] = set()  # the ids of storages that are summed up on their own
+        self.jobs: deque[Future[None]] = deque()  # sums that are being added up
+        self.pieces: deque[Future[None]] = deque()  # those that the writer has not written yet
         self.summers = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) - 1)), thread_name_prefix="crc")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="write")
         self.cancelled = False
@@ -63,26 +63,26 @@ class Sink:
                     if not data.file.far:
                         self._copy(data, crc)
                         continue
-                    data = Computed(data.length, data.read)  # it comes once, and is summed up on the way
+                    data = Computed(data.length, data.read)  # it is fetched once, and summed up on the way
                 if isinstance(data, Computed):
                     self._computed(data, crc)
                 elif isinstance(data, InlineBytes):
                     self._take(data.content, crc)
                 else:
-                    # Made at once if all before it is known; else its place is kept, and it is written at the end. So
-                    # it is, too, after another one whose place is kept: it may be made of what that one adds up.
+                    # Made at once if all before it is known; else its place is kept, and it is written at the end; also
+                    # if it follows another whose place is kept, as it may be made of what that one adds up.
                     for waiting in (self.jobs, self.pieces):
                         while waiting and waiting[0].done():
                             waiting.popleft().result()
                     is_known = not (self.jobs or self.pieces or self.late)
                     self.late += [] if is_known else [(self.at, data)]
-                    self._take(made(data) if is_known else bytes(data.length))
+                    self._take(late_bytes(data) if is_known else bytes(data.length))
             self._flush()
             for waiting in (self.jobs, self.pieces):
                 while waiting:
                     waiting.popleft().result()
             for at, late in self.late:
-                self._write(made(late), at)
+                self._write(late_bytes(late), at)
         finally:
             self.cancelled = True
             for threads in (self.summers, self.writer):
@@ -109,13 +109,13 @@ class Sink:
         """Computes a segment piece by piece. A large piece is written, and summed up, while the next is computed."""
         for storage in data.inputs:
             self._check(storage)
-        done = 0
-        while done < data.length:
-            size = data.length - done
-            part = data.read(done, min(COMPUTE, size)) if data.view is None else data.view(done, min(VIEW, size))
+        offset = 0
+        while offset < data.length:
+            size = data.length - offset
+            part = data.read(offset, min(COMPUTE, size)) if data.view is None else data.view(offset, min(VIEW, size))
             if not part:
-                raise Corrupt(f"{data.length:,} bytes were expected, {done:,} came")
-            done += len(part)
+                raise Corrupt(f"{data.length:,} bytes were expected, {offset:,} arrived")
+            offset += len(part)
             if len(part) >= LARGE and self.feed is None:
                 self._flush()
                 self.pieces.append(self.writer.submit(self._write, part, self.at, crc))
@@ -132,13 +132,13 @@ class Sink:
         elif crc is not None:
             crc.check()
 
-    def _wait(self, most: int = 0) -> None:
-        while len(self.pieces) > most:
+    def _wait(self, limit: int = 0) -> None:
+        while len(self.pieces) > limit:
             self.pieces.popleft().result()
 
     def _take(self, data: bytes | memoryview, crc: Crc | None = None) -> None:
-        """Takes the next bytes: short ones are gathered, long ones are written from where they are. crc: of all of
-        them."""
+        """Takes the next bytes: short ones are gathered, long ones are written from where they are. crc: of these
+        bytes, complete."""
         if isinstance(self.pending, FileRange) or len(data) >= LARGE:
             self._flush()
         self.at += len(data)
@@ -173,9 +173,9 @@ class Sink:
             crc.update(data)
 
     def _passed(self, size: int) -> None:
-        self.done += size
+        self.written += size
         if self.progress is not None:
-            self.progress(self.done, self.total)
+            self.progress(self.written, self.total)
 
     # Checksums ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Sink:
             self._sum(storage.data, Crc(expected=storage.crc, name=name_of(storage.data)))
 
     def _sum(self, data: Data, crc: Crc) -> None:
-        # What is computed may keep its place in a stream, so nobody else reads it; what is small is not worth a thread.
+        # Computed data may keep its place in a stream, so no other thread may read it; small data is not worth one.
         if isinstance(data, Computed) or data.length < SMALL:
             self._sum_up(data, crc)
         else:
@@ -205,7 +205,7 @@ class Sink:
         crc.check()
 
 
-def made(late: Deferred) -> bytes:
+def late_bytes(late: Deferred) -> bytes:
     """The bytes of a late segment, which are as many as were planned."""
     data = late.make()
     if len(data) != late.length:
@@ -227,23 +227,23 @@ _CANNOT = {getattr(errno, name) for name in "EXDEV EINVAL ENOSYS EOPNOTSUPP EPER
 
 def copy_range(source: Source, offset: int, fd: int, at: int, length: int, progress: Callable[[int], None]) -> None:
     """Copies `length` bytes of `source` from `offset` to byte `at` of `fd`; `progress` gets each piece's size."""
-    done, in_kernel = 0, hasattr(os, "copy_file_range")
-    while done < length:
+    written, in_kernel = 0, hasattr(os, "copy_file_range")
+    while written < length:
         copied = 0
         if in_kernel:
             try:
-                size, place = min(PIECE, length - done), source.begin + offset + done
-                copied = os.copy_file_range(source.descriptor(), fd, size, place, at + done)
+                size, place = min(PIECE, length - written), source.begin + offset + written
+                copied = os.copy_file_range(source.descriptor(), fd, size, place, at + written)
             except OSError as error:
                 if error.errno not in _CANNOT:
                     raise
             in_kernel = copied > 0  # some file systems answer 0 instead of an error
         if not copied:
-            data = source.read(offset + done, min(BUFFER, length - done))
-            write_all(fd, data, at + done)
+            data = source.read(offset + written, min(BUFFER, length - written))
+            write_all(fd, data, at + written)
             copied = len(data)
-        start_writeback(fd, at + done, copied)
-        done += copied
+        start_writeback(fd, at + written, copied)
+        written += copied
         progress(copied)
 
 

@@ -1,8 +1,8 @@
-"""Files and folders elsewhere: written here first, whole and proven, then sent.
+"""Remote files and folders: written locally first, complete and verified, then sent.
 
-A store shows an object when all of it has come: there a file is sent under its own name, in parts, which are given up
-where one fails. Elsewhere it is sent under a hidden name, and renamed. A hub takes all files of a folder in one commit;
-elsewhere they are sent in the plan's order, in which the index is last, and taken back where one fails.
+A store shows an object only when all of it has arrived: there a file is sent under its own name, in parts, which are
+dropped if one fails. Elsewhere it is sent under a hidden name, and renamed. A hub takes all files of a folder in one
+commit; elsewhere they are sent in the plan's order, in which the index is last, and removed again if one fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
         fix = f"Write to s3://, gs:// or hf://, or write a file and upload it: {arg(out=FILE)}"
         raise UsageError(f"cannot write {url}: a web server only serves files", "Nothing was written.", fix)
     if "#" in url:
-        raise UsageError(f"cannot write {url}", "In a URL # begins an address.", "Choose a name without #.")
+        raise UsageError(f"cannot write {url}", "In a URL, # begins an address.", "Choose a name without #.")
     with _problems(url):
         fs, place = file_system(url)
         fs.invalidate_cache()
@@ -66,16 +66,16 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
                 raise
         held = fs.ls(place, detail=False) if names and kind == "directory" else [place] * bool(kind)
         if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
-            held = [each for each in held if posixpath.basename(each) in names]
+            held = [path for path in held if posixpath.basename(path) in names]
     if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
         what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
         raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
     if held and names and fs.protocol != "hf":
-        why = "Its files could only be replaced one by one: until the last, it would be a mix of two checkpoints."
-        what = f"the folder {url} exists already, with {counted(len(held), 'file')} in it"
+        why = "Its files could only be replaced one by one: until the last, they would be a mix of two checkpoints."
+        what = f"the folder {url} already exists, with {counted(len(held), 'file')} in it"
         raise OutputExists(what, why, "Choose another name, or remove the folder first.")
     if held and not overwrite:
-        raise OutputExists(f"{url} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+        raise OutputExists(f"{url} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
     return fs, place, bool(held)
 
 
@@ -91,18 +91,18 @@ def upload(
     """Writes a plan to a URL, by way of a temporary folder of the user's own: a file, or a folder where it has several.
 
     inputs: must not have changed until all is read.  verify: called with the file or folder before it is sent.
-    progress: half of it is told when all is written here. Raises what `check_upload` and writing here raise; then
-    nothing is left there. There are no notes.
+    progress: at half when all is written locally. Raises what `check_upload` and writing locally raise; then nothing
+    is left at the URL. There are no notes.
     """
     url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
     check_upload(url, overwrite=overwrite, names=names)
     name, size, tell = "" if names else posixpath.basename(url), plan.nbytes, progress or (lambda done, total: None)
-    here = os.path.join(tempfile.gettempdir(), "ckptool")
-    folder = NewFolder(here)  # which clears away what killed runs left
+    local = os.path.join(tempfile.gettempdir(), "ckptool")
+    folder = NewFolder(local)  # which removes what killed runs left
     try:
         try:
             with write_problems(url):
-                check_space(size, here)
+                check_space(size, local)
                 folder.begin()
                 os.fchmod(folder.fd, 0o700)
                 with unchanged(*inputs):
@@ -111,21 +111,21 @@ def upload(
                     if verify is not None:
                         verify(os.path.join(folder.path, name))
         except DiskFull as error:
-            what = f"cannot write {url}: it is put together in {os.path.dirname(here)} first, where it has no room"
-            raise DiskFull(what, "Nothing was sent.", "Make room, or set TMPDIR to a folder that has it.") from error
+            what = f"cannot write {url}: it is written to {os.path.dirname(local)} first, which is full"
+            raise DiskFull(what, "Nothing was sent.", "Make room there, or set TMPDIR to another folder.") from error
         fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
-        paths = {os.path.join(folder.path, each): f"{place}/{each}" if names else place for each in files.files}
+        paths = {os.path.join(folder.path, file): f"{place}/{file}" if names else place for file in files.files}
         with _problems(url):
             if fs.protocol == "hf":
                 from huggingface_hub import CommitOperationAdd
                 from huggingface_hub.utils import disable_progress_bars
 
                 disable_progress_bars()
-                found = [fs.resolve_path(each) for each in paths.values()]
-                added = [CommitOperationAdd(to.path_in_repo, path) for path, to in zip(paths, found, strict=True)]
-                at, said = found[0], f"Upload {posixpath.basename(found[0].path_in_repo)} with ckptool"
+                targets = [fs.resolve_path(path) for path in paths.values()]
+                added = [CommitOperationAdd(to.path_in_repo, path) for path, to in zip(paths, targets, strict=True)]
+                repo, message = targets[0], f"Upload {posixpath.basename(targets[0].path_in_repo)} with ckptool"
                 fs._api.create_commit(
-                    at.repo_id, added, commit_message=said, repo_type=at.repo_type, revision=at.revision
+                    repo.repo_id, added, commit_message=message, repo_type=repo.repo_type, revision=repo.revision
                 )
             else:
                 _send(fs, paths, existed, lambda sent: tell((size + sent) // 2, size))
@@ -140,9 +140,9 @@ def upload(
 
 
 def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], None]) -> None:
-    """Sends files, each to its place; takes back what was sent where one fails."""
-    store = next((each for each in _STORES if is_kind(fs, each)), "")
-    sent, done, folder = list[str](), 0, fs._parent(next(iter(places.values())))
+    """Sends files, each to its place; removes what was sent if one fails."""
+    store = next((protocol for protocol in _STORES if is_kind(fs, protocol)), "")
+    sent, sent_before, folder = list[str](), 0, fs._parent(next(iter(places.values())))
     is_new = not store and not fs.exists(folder)
     try:
         if is_new:
@@ -152,11 +152,11 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
             part = max(PART, (size // MOST_PARTS // GRAIN + 1) * GRAIN)
             bounds = {"chunksize": part, "max_concurrency": AT_ONCE}
             sent.append(place if store else f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
-            _put(fs, path, sent[-1], done, tell, {name: bounds[name] for name in _STORES.get(store, ())})
+            _put(fs, path, sent[-1], sent_before, tell, {name: bounds[name] for name in _STORES.get(store, ())})
             if not store:
                 sent.append(place)
                 fs.mv(sent[-2], place)
-            done += size
+            sent_before += size
     except BaseException:
         for place in reversed(sent):
             with suppress(Exception):
@@ -168,8 +168,8 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
         raise
 
 
-def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
-    """Sends one file. A signal ends it between two parts, so that those which were sent are given up."""
+def _put(fs: Any, path: str, place: str, sent_before: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
+    """Sends one file. A signal ends it between two parts, so that the store drops those that were sent."""
     from fsspec.callbacks import Callback
 
     stopped = list[BaseException]()
@@ -177,7 +177,7 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
     def passed(_: int, sent: int) -> None:
         if stopped:
             raise InterruptedError
-        tell(done + sent)
+        tell(sent_before + sent)
 
     callback = Callback(hooks={"sent": passed})
     if not fs.async_impl:
@@ -185,7 +185,7 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
         return
     job = None
     try:
-        with signals_held():  # until it is known what has to be waited for
+        with signals_held():  # until `job` says what has to be waited for
             job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
         job.result()
     except BaseException as error:
@@ -197,7 +197,7 @@ def _put(fs: Any, path: str, place: str, done: int, tell: Callable[[int], None],
 
 @contextmanager
 def _problems(url: str) -> Iterator[None]:
-    """Raises an error with words in place of a file system's."""
+    """Raises one of our errors in place of a file system's."""
     try:
         yield
     except CkptoolError:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run, and this one's place among them. group: by which they talk; None for the usual one."""
+    """The processes of a run, and this one's rank. group: their process group; None for torch's default group."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class World:
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """True if the flag is set in any process: all of them decide alike."""
+        """True if the flag is set in any process, so that all of them decide alike."""
         if not self.distributed:
             return flag
         return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
@@ -76,32 +76,32 @@ class World:
         """The values of all processes, in the order of their ranks, in each of them."""
         if not self.distributed:
             return [value]
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first process, in all of them."""
         return self.gather(value)[0]
 
     def each(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` gives in every process, for all of them; what it raises in one is raised in all."""
-        failed: Exception | None = None
-        found: Any = None
+        """The results of `work` in all processes, in each of them; what it raises in one is raised in all."""
+        failure: Exception | None = None
+        result: Any = None
         try:
-            found = work()
+            result = work()
         except Exception as error:
             if not self.distributed:
                 raise
-            failed = error
-        words = failed and f"{type(failed).__name__}: {failed}".partition("\n")[0]
-        each = self.gather((found, words))
-        if wrong := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(each) if words]:
-            raise failed or RunFailed(wrong[0], "Its own message says why.")
-        return [found for found, _ in each]
+            failure = error
+        words = failure and f"{type(failure).__name__}: {failure}".partition("\n")[0]
+        outcomes = self.gather((result, words))
+        if failures := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(outcomes) if words]:
+            raise failure or RunFailed(failures[0], "Its own message says why.")
+        return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives in the first process, for all of them; what it raises there is raised in all."""
+        """The result of `work` in the first process, in all of them; what it raises there is raised in all."""
         return self.each(lambda: work() if self.is_first else None)[0]
 
     def with_own_group(self) -> World:
@@ -129,10 +129,9 @@ def device_of(name: str, key: str = "device") -> torch.device:
 
 @contextmanager
 def world_of(config: Config) -> Iterator[World]:
-    """The world of a run: joined on the way in, left on the way out; without torchrun it is one process.
+    """The world of a run: joined on entry, left on exit; without torchrun it is one process.
 
-    Raises `UsageError` where torchrun started several processes for a strategy of one, `RunFailed` where they do not
-    meet.
+    Raises `UsageError` if torchrun started several processes for a strategy of one, `RunFailed` if they cannot connect.
     """
     size = _number("WORLD_SIZE")
     if config.strategy not in TOGETHER:
@@ -146,33 +145,33 @@ def world_of(config: Config) -> Iterator[World]:
         device = torch.device("cuda", _number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     library: Any = torch.distributed
-    place: dict[str, Any] = {"rank": _number("RANK"), "world_size": size}
+    options: dict[str, Any] = {"rank": _number("RANK"), "world_size": size}
     address = [os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT")]
     launched = size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     try:
         if not launched:
-            place["store"] = library.HashStore()
+            options["store"] = library.HashStore()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
+            # torchrun's store outlives a restart of its processes, and has the addresses of those that are gone.
             start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT')}"
-            place["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
-        library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
+            options["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
+        library.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFailed(
             f"the processes of this run could not connect: {str(error).partition(chr(10))[0]}",
-            f"They connect at {':'.join(address)}, as torchrun sets it. Nothing was trained." if launched else "",
+            f"They connect at {':'.join(address)}, as set by torchrun. Nothing was trained." if launched else "",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
             f"or one: {arg(set='strategy=single')}",
         ) from error
     try:
         yield World(library.get_rank(), library.get_world_size(), device, True)
     finally:
-        gc.collect()  # what DDP holds, and a cycle keeps, needs the group when it is freed
+        gc.collect()  # objects of DDP in reference cycles need the group when they are freed
         library.destroy_process_group()
 
 
 def _number(name: str) -> int:
-    """A number that torchrun sets for each process that it starts, or that of the only one."""
+    """A number that torchrun sets in the environment of each process; without torchrun that of a single process."""
     text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
     if not text.isdecimal():
         raise UsageError(f"{name} is {text!r} in the environment, not a number", "torchrun sets it.", f"unset {name}")
@@ -180,7 +179,7 @@ def _number(name: str) -> int:
 
 
 def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """The model on its device, or its parts on theirs: of modules (split), or of tensors among processes (fsdp)."""
+    """The model on its device, or divided: its modules among devices (split), its tensors among processes (fsdp)."""
     if config.strategy == "fsdp":
         return divide(model, config.fsdp.match if config.fsdp else None, world)
     if config.split is None:
@@ -190,22 +189,22 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
 
 
 def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """The model as the strategy runs it. Parameters that are frozen now are not among those that processes exchange."""
-    made: Any = model
-    if how := config.train.compile:
-        made = torch.compile(model, backend="inductor" if how is True else how)
+    """The model as the strategy runs it. Gradients of parameters that are frozen now are not exchanged."""
+    runner: Any = model
+    if backend := config.train.compile:
+        runner = torch.compile(model, backend="inductor" if backend is True else backend)
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if config.strategy == "dp" and world.device.type == "cuda":
-        first = world.device.index or 0
-        return nn.DataParallel(made, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
+        index = world.device.index or 0
+        return nn.DataParallel(runner, [index, *(i for i in range(torch.cuda.device_count()) if i != index)])
     if config.strategy == "ddp" and learns:
         ids = [world.device.index] if world.device.type == "cuda" else None
         # Without find_unused_parameters, gradients move to other buckets after the first step; a resumed run then
         # adds them in another order, and from three processes on the last bits differ.
-        return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=True)
+        return nn.parallel.DistributedDataParallel(runner, device_ids=ids, find_unused_parameters=True)
     if config.split is not None:
-        return Pipeline(made, config.split.microbatches)
-    return made  # type: ignore[no-any-return]
+        return Pipeline(runner, config.split.microbatches)
+    return runner  # type: ignore[no-any-return]
 
 
 def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -220,8 +219,8 @@ def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
     """Divides the parameters of a model among all processes, by FSDP2: those of each chosen module, then the rest.
 
-    match: patterns of modules (default: its children, those of a list one by one). Of modules that share weights with
-    others, and of what is in no chosen one, the model itself takes care.
+    match: patterns of modules (default: its children, those of a list one by one). Parameters of modules that share
+    weights with others, and of modules that are not chosen, are divided with the model itself.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -232,8 +231,8 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
         owners.setdefault(id(parameter), []).append(name)
     for name in _children(model) if match is None else outermost(modules_matching(model, match, "fsdp.match")):
         module = model.get_submodule(name)
-        places = [place for parameter in module.parameters() for place in owners[id(parameter)]]
-        if places and all(place.startswith(name + ".") for place in places):
+        paths = [path for parameter in module.parameters() for path in owners[id(parameter)]]
+        if paths and all(path.startswith(name + ".") for path in paths):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -248,14 +247,14 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
 
 def _children(model: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # without a forward of its own
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # has no forward of its own
             yield from _children(child, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:
-    """Puts each part of a model on its device, and moves tensors between them; the output comes back to `home`.
+    """Puts each part of a model on its device, and moves tensors between them; the output returns to `home`.
 
     Modules stay where they are in the model, so names and state dict do not change. Parts follow the order in which
     modules are defined; an outer module belongs to the part where it begins, and a module with weights tied to an
@@ -264,11 +263,11 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     devices = [device_of(name, "split.devices") for name in settings.devices]
     modules = dict(model.named_modules())
     names = list(modules)
-    places = [names.index(cut) if cut in names else 0 for cut in settings.at]
-    if places != sorted(set(places)) or 0 in places:
+    cuts = [names.index(cut) if cut in names else 0 for cut in settings.at]
+    if cuts != sorted(set(cuts)) or 0 in cuts:
         what = f"split.at: {', '.join(settings.at)} are not modules in the order of the model"
         raise UsageError(what, f"In its order they are {listed(names[1:], 12)}.")
-    part_of = {id(module): bisect(places, number) for number, module in enumerate(modules.values())}
+    part_of = {id(module): bisect(cuts, number) for number, module in enumerate(modules.values())}
     placed: set[int] = set()
     for module in modules.values():
         device = devices[part_of[id(module)]]
@@ -280,18 +279,18 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     for module in modules.values():
         inside = {part_of[id(part)] for part in module.modules()}
         if len(inside) == 1:
-            own = next(module.parameters(), None)
-            device = devices[inside.pop()] if own is None else own.device
+            weight = next(module.parameters(), None)
+            device = devices[inside.pop()] if weight is None else weight.device
             move = lambda module, args, kwargs, device=device: to_device((args, kwargs), device)  # noqa: E731
             module.register_forward_pre_hook(move, with_kwargs=True)
     model.register_forward_hook(lambda module, inputs, output: to_device(output, home))
 
 
 class Pipeline(nn.Module):
-    """Runs a model on the parts of a batch one after the other, and puts their outputs together.
+    """Runs a model on the micro-batches of a batch one after the other, and concatenates their outputs.
 
     On GPUs the parts of the model work at the same time: a micro-batch is in the second while the next is in the first.
-    With several, BatchNorm sees each of them by itself, and dropout draws for each.
+    With several, BatchNorm sees each micro-batch by itself, and dropout draws for each.
     """
 
     def __init__(self, model: nn.Module, microbatches: int) -> None:
@@ -299,15 +298,15 @@ class Pipeline(nn.Module):
         self.module, self.microbatches = model, microbatches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, form = tree_flatten((args, kwargs))
-        size = next((len(value) for value in given if _has_rows(value)), 1)
+        leaves, spec = tree_flatten((args, kwargs))
+        size = next((len(value) for value in leaves if _has_rows(value)), 1)
         if min(self.microbatches, size) == 1:
             return self.module(*args, **kwargs)
         bounds = sorted({size * number // self.microbatches for number in range(self.microbatches + 1)})
         outputs = []
         for begin, end in pairwise(bounds):
-            rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in given]
-            part, named = tree_unflatten(rows, form)
+            rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in leaves]
+            part, named = tree_unflatten(rows, spec)
             outputs.append(self.module(*part, **named))
         return tree_map(lambda *rows: torch.cat(rows), *outputs)
 
@@ -320,8 +319,8 @@ def _has_rows(value: Any) -> bool:
 
 
 def is_divided(value: Any) -> bool:
-    """True for a tensor of which each process has a part."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and none of them is there before it
+    """True for a tensor of which each process has a part (a DTensor)."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and there are none before the import
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
@@ -330,9 +329,9 @@ def has_divided(tree: Any) -> bool:
     return _holds(tree, is_divided)
 
 
-def _holds(node: Any, wanted: Callable[[Any], bool]) -> bool:
+def _holds(node: Any, is_match: Callable[[Any], bool]) -> bool:
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
-    return wanted(node) or any(_holds(part, wanted) for part in parts)
+    return is_match(node) or any(_holds(part, is_match) for part in parts)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -348,56 +347,56 @@ def with_local(value: torch.Tensor, part: torch.Tensor) -> Any:
 
 
 def divided_like(value: Any, like: Any) -> Any:
-    """A tensor of a checkpoint as the live one is: its part in this process, where that is divided."""
+    """A tensor of a checkpoint in the form of the live one `like`: its part in this process, if that is divided."""
     if not isinstance(value, (TensorEntry, torch.Tensor)) or is_divided(value):
         return value
     if not is_divided(like) or tuple(value.shape) != tuple(like.shape):
         return to_torch(value) if isinstance(value, TensorEntry) else value
     mesh = like.device_mesh
-    for place, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
+    for coordinate, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
         if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise RunFailed(f"a tensor is divided as {placement}, which is not resumed", "FSDP2 divides by Shard.")
+            raise RunFailed(f"a tensor has the placement {placement}, which cannot be resumed", "FSDP2 uses Shard.")
         if placement.is_shard():  # as torch.chunk divides: the last parts are smaller, or empty
             length = value.shape[placement.dim]
-            begin, end = (min(length, number * -(-length // count)) for number in (place, place + 1))
+            begin, end = (min(length, number * -(-length // count)) for number in (coordinate, coordinate + 1))
             value = value.narrow(placement.dim, begin, end - begin)
     part = to_torch(value) if isinstance(value, TensorEntry) else value.clone()
     return with_local(like, part.to(like.device))
 
 
 def state_like(state: Mapping[str, Any], live: Mapping[str, Any]) -> Any:
-    """A state dict of a checkpoint, its tensors divided as those of the live one, which gives its versions, too."""
+    """A state dict of a checkpoint with its tensors divided as the live one's, and the live one's version metadata."""
     if not has_divided(dict(live)) and not any(isinstance(value, TensorEntry) for value in state.values()):
         return state
-    made: Any = OrderedDict((name, divided_like(value, live.get(name))) for name, value in state.items())
-    made._metadata = getattr(live, "_metadata", None)
-    return made
+    divided: Any = OrderedDict((name, divided_like(value, live.get(name))) for name, value in state.items())
+    divided._metadata = getattr(live, "_metadata", None)
+    return divided
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
 def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
-    """Writes a tree into a folder, synced; every process of a group its own parts. Raises in all what one meets."""
+    """Writes a tree into a folder, synced; every process of a group its own parts. Raises one's error in all."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class Planner(DefaultSavePlanner):
-        """Names the values of a tree as torch does, but what has no tensor in it is one object, even an empty one."""
+        """Names the values of a tree as torch does, but a subtree without tensors, even an empty one, is one object."""
 
         def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-            found = list(_values(state_dict))
-            self.mappings = {".".join(map(str, path)): path for path, _ in found}
-            if len(self.mappings) < len(found):
-                raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys by dots.")
-            self.state_dict = dict(zip(self.mappings, (value for _, value in found), strict=True))
+            leaves = list(_values(state_dict))
+            self.mappings = {".".join(map(str, path)): path for path, _ in leaves}
+            if len(self.mappings) < len(leaves):
+                raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys with dots.")
+            self.state_dict = dict(zip(self.mappings, (value for _, value in leaves), strict=True))
             self.is_coordinator = is_coordinator
 
     try:
         writer: Any = FileSystemWriter(folder, sync_files=True)
-        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
+        writer.storage_meta = lambda: None  # leaves out a random number, and the folder's temporary name
         planner = Planner(dedup_save_to_lowest_rank=True)
         save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
@@ -414,12 +413,12 @@ def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
         yield path, node
         return
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        # Interned: a pickle tells two equal texts from one that is there twice.
+        # Interned: in a pickle two equal texts differ from one that occurs twice.
         yield from _values(value, (*path, sys.intern(str(key)) if isinstance(node, dict) else key))
 
 
 def read_divided(path: str, parts: Callable[[str], bool]) -> dict[str, Any]:
-    """The tree of a folder. parts: tells the keys whose tensors stay entries, of which `divided_like` reads parts."""
+    """The tree of a folder. parts: True for keys whose tensors stay entries, of which `divided_like` reads parts."""
     tree = formats.read(path).tree
     return {key: _live(value) if parts(key) else build(Checkpoint(value, "")) for key, value in tree.items()}
 

@@ -1,15 +1,15 @@
-"""Models merged into one, in bounded memory while it is written: formulas for a piece of one tensor, given the same
-piece of each model.
+"""Models merged into one, in bounded memory as the result is written: each formula computes a piece of one tensor from
+the same piece of that tensor in every model.
 
-`mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` weighted differences from a base, of
-which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) random ones:
+`mean` and `slerp` add up weighted tensors; `task-arithmetic`, `ties` and `dare` add up weighted differences from a
+base, of which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03099) a random choice:
 
     ties  as mergekit has it: the sign that most of the weighted differences have, divided by the agreeing weights
-    dare  as in the paper and in peft: what is kept is divided by the density
+    dare  as in the paper and in peft: the differences kept are divided by the density
 
-Sums of a mean are kept in f64, those of 8- and 16-bit floats in f32; differences are computed in f32 (in f64 for f64),
-where mergekit has the type of the tensors. All are rounded once at the end as torch rounds. Counters and booleans have
-no mean: they are the last file's.
+Means are summed in f64, those of 8- and 16-bit floats in f32; differences are computed in f32 (in f64 for f64), where
+mergekit uses the tensors' own type. Every result is rounded once, at the end, as torch rounds. Counters and booleans
+have no mean: they are the last file's.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from ckptool.formats import DEFAULT
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
-_SMALL = 1 << 14  # patterns that are sorted instead
+_SMALL = 1 << 14  # up to so many patterns are sorted instead
 _LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 Read = Callable[[int, str], "Array"]
-"""`(number, name)`: the piece of this source as numbers, in the scratch array called `name`."""
+"""`(number, name)`: the piece of source `number` as numbers, in the scratch array called `name`."""
 Piece = Callable[[Read, int], "Array"]
-"""`(read, start)`: the piece of the result from element `start`."""
-Kept = Callable[["Array", int, int], "Array"]
-"""`(delta, number, start)`: the differences of a file from element `start`, zeros for those that are left out."""
+"""`(read, start)`: the piece of the result that begins at element `start`."""
+Select = Callable[["Array", int, int], "Array"]
+"""`(delta, number, start)`: a file's differences from element `start` on, with zeros for those that are left out."""
 Deltas = Callable[[int], "Array"]
-"""`(number)`: the differences of a file from the base, zeros for those that are left out; in one memory for all."""
+"""`(number)`: a file's differences from the base, zeros for those left out; every call reuses the same array."""
 
 
 class Method(NamedTuple):
-    """A formula, the options that it takes, and the bytes of an element from which on it computes in f64."""
+    """A formula, the options that it takes, and the element size in bytes from which on it computes in f64."""
 
     formula: Callable[[_Merged], Piece]
     takes: tuple[str, ...]
@@ -56,8 +56,8 @@ class Method(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How models are merged. weights: of each file.  densities: of each file's differences, the share that is kept.
-    scale: of their sum."""
+    """How models are merged. weights: one for each file.  densities: the fraction of each file's differences that is
+    kept.  scale: factor of their sum."""
 
     method: str
     weights: Sequence[float]
@@ -69,18 +69,18 @@ class Merge(NamedTuple):
     def settings(self) -> list[str]:
         """The options that count for its method, as text."""
         density = ", ".join(f"{density:g}" for density in self.densities)
-        every = {"scale": f"lambda {self.scale:g}", "density": f"density {density}", "seed": f"seed {self.seed}"}
-        return [text for name, text in every.items() if name in METHODS[self.method].takes]
+        texts = {"scale": f"lambda {self.scale:g}", "density": f"density {density}", "seed": f"seed {self.seed}"}
+        return [text for name, text in texts.items() if name in METHODS[self.method].takes]
 
     def density(self, number: int) -> float:
         return self.densities[number % len(self.densities)]
 
 
 class _Merged:
-    """One tensor of all sources: what a formula may read before its first piece, and then the pieces.
+    """One tensor in all sources: what a formula may read before its first piece, and then the pieces.
 
-    count: its numbers.  name: what it is called in all of them.  Not a closure: a checkpoint may have one of these for
-    each of its tensors.
+    count: how many numbers it has.  name: its name in all of them.  Not a closure: a checkpoint may have one of these
+    for each of its tensors.
     """
 
     __slots__ = ("count", "dtype", "entries", "formula", "how", "kind", "name")
@@ -92,10 +92,10 @@ class _Merged:
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
 
-    def piece(self, place: int, *blocks: Array) -> Array:
+    def piece(self, index: int, *blocks: Array) -> Array:
         if self.formula is None:
             self.formula = METHODS[self.how.method].formula(self)
-        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        start = index * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
         total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
         return rounded(total, self.dtype) if self.dtype.name != "f64" else total
 
@@ -107,27 +107,27 @@ class _Merged:
         numpy.copyto(values, numbers(raw, self.dtype, "merge values"))
         return values
 
-    def fold(self, take: Callable[..., Any], *chosen: int) -> None:
-        """`take` gets all numbers of these sources side by side, a piece at a time, until it gives True."""
+    def fold(self, take: Callable[..., Any], *sources: int) -> None:
+        """Calls `take` with the numbers of these sources side by side, a piece at a time, until it returns True."""
 
         def take_numbers(_: int, *blocks: Array) -> Any:
             return take(*(self._numbers(block, f"merge source {number}") for number, block in enumerate(blocks)))
 
-        fold(take_numbers, *(self.entries[number] for number in chosen))
+        fold(take_numbers, *(self.entries[number] for number in sources))
 
 
 # Formulas ------------------------------------------------------------------------------------------------------------
 
 
-def _mean(of: _Merged, shares: Sequence[float] = ()) -> Piece:
-    """The weighted sum. shares: other weights than its own."""
+def _mean(merged: _Merged, other_weights: Sequence[float] = ()) -> Piece:
+    """The weighted sum. other_weights: used in place of the merge's own."""
     import numpy
 
-    weights = shares or of.how.weights
+    weights = other_weights or merged.how.weights
 
     def piece(read: Read, start: int) -> Array:
         total = read(0, "merge total")
-        # The shares of equal values add up to that value, but in f64 nothing would round away what 1/n lacks.
+        # The mean of equal values is that value, but in f64 nothing rounds away the error of weights such as 1/n.
         exact = total.dtype.itemsize == 8 and abs(math.fsum(weights) - 1) < 1e-12
         first = total.copy() if exact else total
         equal = numpy.full(len(first), exact)
@@ -143,8 +143,8 @@ def _mean(of: _Merged, shares: Sequence[float] = ()) -> Piece:
     return piece
 
 
-def _slerp(of: _Merged) -> Piece:
-    """The point between two tensors on the arc, at the share that the second has of the weights."""
+def _slerp(merged: _Merged) -> Piece:
+    """The point on the arc between two tensors, at the second one's fraction of the weights."""
     import numpy
 
     sums = [0.0, 0.0, 0.0]
@@ -153,16 +153,16 @@ def _slerp(of: _Merged) -> Piece:
         for number, (a, b) in enumerate(((x, x), (y, y), (x, y))):
             sums[number] += float(numpy.add.reduce(numpy.multiply(a, b, dtype=numpy.float64)))
 
-    of.fold(add, 0, 1)
+    merged.fold(add, 0, 1)
     norms = [math.sqrt(total) if math.sqrt(total) > 1e-8 else 1.0 for total in sums[:2]]
-    near = sums[2] / norms[0] / norms[1]
-    t = of.how.weights[1] / sum(of.how.weights)
-    shares = [1 - t, t]
-    if abs(near) <= _PARALLEL:
-        angle = math.acos(near)
-        # To as many digits as all mathematical libraries agree in.
-        shares = [round(math.sin(part * angle) / math.sin(angle), 12) for part in shares]
-    return _mean(of, shares)
+    cosine = sums[2] / norms[0] / norms[1]
+    t = merged.how.weights[1] / sum(merged.how.weights)
+    weights = [1 - t, t]
+    if abs(cosine) <= _PARALLEL:
+        angle = math.acos(cosine)
+        # To as many digits as all mathematical libraries agree on.
+        weights = [round(math.sin(weight * angle) / math.sin(angle), 12) for weight in weights]
+    return _mean(merged, weights)
 
 
 def _weighted_sum(delta: Deltas, weights: Sequence[float]) -> Array:
@@ -170,10 +170,10 @@ def _weighted_sum(delta: Deltas, weights: Sequence[float]) -> Array:
     return cast(Array, total)
 
 
-def _added(
-    of: _Merged, mixed: Callable[[Deltas, Sequence[float]], Array] = _weighted_sum, kept: Kept | None = None
+def _task_arithmetic(
+    merged: _Merged, combine: Callable[[Deltas, Sequence[float]], Array] = _weighted_sum, select: Select | None = None
 ) -> Piece:
-    """The base, and what is made of the differences of the files from it, scaled. kept: leaves some of them out."""
+    """The base plus the scaled combination of the files' differences from it. select: leaves some of them out."""
     import numpy
 
     def piece(read: Read, start: int) -> Array:
@@ -182,128 +182,131 @@ def _added(
         def delta(number: int) -> Array:
             values = read(number + 1, "merge delta")
             numpy.subtract(values, base, out=values)
-            return kept(values, number, start) if kept else values
+            return select(values, number, start) if select else values
 
-        total = mixed(delta, [base.dtype.type(weight) for weight in of.how.weights])
-        numpy.multiply(total, base.dtype.type(of.how.scale), out=total)
+        total = combine(delta, [base.dtype.type(weight) for weight in merged.how.weights])
+        numpy.multiply(total, base.dtype.type(merged.how.scale), out=total)
         return numpy.add(base, total, out=total)
 
     return piece
 
 
-def _dare(of: _Merged) -> Piece:
-    """Of each file random differences, which depend on the tensor's name alone, scaled up to make up for the others."""
+def _dare(merged: _Merged) -> Piece:
+    """Random differences of each file, chosen by the tensor's name alone, scaled up to make up for those left out."""
     import numpy
 
-    def kept(delta: Array, number: int, start: int) -> Array:
-        density = of.how.density(number)
-        if density < 1:  # random bits of the counter that is the place (Philox, 32 bits each)
-            words = f"{of.how.seed}\0{number}\0{of.name}".encode("utf-8", "surrogatepass")
-            key = int.from_bytes(hashlib.sha256(words).digest()[:16], "little")
+    def select(delta: Array, number: int, start: int) -> Array:
+        density = merged.how.density(number)
+        if density < 1:  # random bits by a counter, the element's place (Philox, 32 bits each)
+            text = f"{merged.how.seed}\0{number}\0{merged.name}".encode("utf-8", "surrogatepass")
+            key = int.from_bytes(hashlib.sha256(text).digest()[:16], "little")
             counter, skip = divmod(start, 8)
             random = numpy.random.Philox(key=key, counter=counter).random_raw(-(-(skip + len(delta)) // 2))
-            drawn = random.astype("<u8", copy=False).view("<u4")[skip : skip + len(delta)]
-            chosen = drawn < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
-            numpy.multiply(delta, chosen, out=delta)
+            words = random.astype("<u8", copy=False).view("<u4")[skip : skip + len(delta)]
+            keep = words < numpy.uint32(min(round(density * 2**32), 2**32 - 1))
+            numpy.multiply(delta, keep, out=delta)
             numpy.divide(delta, delta.dtype.type(density), out=delta)
         return delta
 
-    return _added(of, kept=kept)
+    return _task_arithmetic(merged, select=select)
 
 
-def _ties(of: _Merged) -> Piece:
-    """Of each file the largest differences; of those, the ones whose sign is elected."""
+def _ties(merged: _Merged) -> Piece:
+    """The largest differences of each file, and of those the ones that have the elected sign."""
     import numpy
 
-    # Of each file the bit pattern of the smallest magnitude that is kept, and the last place where it is.
-    cuts = [_cut(of, number, max(1, int(of.how.density(number) * of.count))) for number in range(len(of.how.weights))]
+    # For each file the bit pattern of the smallest magnitude that is kept, and the last place where it is kept.
+    thresholds = [
+        _threshold(merged, number, max(1, int(merged.how.density(number) * merged.count)))
+        for number in range(len(merged.how.weights))
+    ]
 
-    def kept(delta: Array, number: int, start: int) -> Array:
-        smallest, last = cuts[number]
+    def select(delta: Array, number: int, start: int) -> Array:
+        smallest, last = thresholds[number]
         patterns = _magnitudes(delta)
         keep = patterns > smallest
-        also = min(len(patterns), max(0, last + 1 - start))
-        keep[:also] |= patterns[:also] == smallest
+        end = min(len(patterns), max(0, last + 1 - start))
+        keep[:end] |= patterns[:end] == smallest
         return numpy.multiply(delta, keep, out=delta)
 
-    return _added(of, _elected, kept)
+    return _task_arithmetic(merged, _elected_sum, select)
 
 
-def _elected(delta: Deltas, weights: Sequence[float]) -> Array:
-    """The sum of the weighted differences that have the sign of all of it, divided by their weights."""
+def _elected_sum(delta: Deltas, weights: Sequence[float]) -> Array:
+    """The sum of the weighted differences that have the sign of the total, divided by their weights."""
     import numpy
 
     weighted = [delta(number) * weight for number, weight in enumerate(weights)]
     votes: Any = sum(weighted)
     sign = numpy.where(votes >= 0, votes.dtype.type(1), votes.dtype.type(-1))
-    agree = [each * sign > 0 for each in weighted]
-    total: Any = sum(each * mask for each, mask in zip(weighted, agree, strict=True))
-    shares: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
-    shares[shares == 0] = 1
-    total /= shares
-    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    agree = [term * sign > 0 for term in weighted]
+    total: Any = sum(term * mask for term, mask in zip(weighted, agree, strict=True))
+    divisors: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
+    divisors[divisors == 0] = 1
+    total /= divisors
+    numpy.copyto(total, votes, where=votes != votes)  # NaN in one file is NaN in the result
     return cast(Array, total)
 
 
-def _cut(of: _Merged, number: int, keep: int) -> tuple[int, int]:
-    """The bit pattern of the smallest of the `keep` largest differences of a file, and the last place where it is
-    kept: of equal ones, the first are.
+def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
+    """The bit pattern of the smallest of a file's `count` largest differences, and the last place where it is kept: of
+    equal ones, the first are.
 
-    Unless there are few, it is found digit by digit, in a pass for each.
+    Unless the tensor is small, the pattern is found digit by digit, with one pass for each.
     """
     import numpy
 
-    if keep >= of.count:
-        return 0, of.count
+    if count >= merged.count:
+        return 0, merged.count
 
-    def patterns(take: Callable[[Array], Any]) -> None:
-        of.fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number + 1)
+    def scan(take: Callable[[Array], Any]) -> None:
+        merged.fold(lambda base, values: take(_magnitudes(numpy.subtract(values, base, out=values))), 0, number + 1)
 
-    if of.count <= _SMALL:
-        few: list[Array] = []
-        patterns(lambda found: few.append(found.copy()))
-        place = int(numpy.argsort(~few[0], kind="stable")[keep - 1])
-        return int(few[0][place]), place
-    cut, left, place, width = 0, keep, 0, 64 if of.kind == "f8" else 32
+    if merged.count <= _SMALL:
+        copies: list[Array] = []
+        scan(lambda magnitudes: copies.append(magnitudes.copy()))
+        index = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
+        return int(copies[0][index]), index
+    threshold, remaining, index, width = 0, count, 0, 64 if merged.kind == "f8" else 32
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
 
-        def add(found: Array, shift: int = shift, cut: int = cut, counts: Array = counts) -> None:
-            above = found if shift + _DIGIT == width else found[found >> (shift + _DIGIT) == cut]
-            digits = scratch("merge digits", "i8", len(above))
-            numpy.right_shift(above, shift, out=digits, casting="unsafe")
+        def add(magnitudes: Array, shift: int = shift, threshold: int = threshold, counts: Array = counts) -> None:
+            matches = magnitudes if shift + _DIGIT == width else magnitudes[magnitudes >> (shift + _DIGIT) == threshold]
+            digits = scratch("merge digits", "i8", len(matches))
+            numpy.right_shift(matches, shift, out=digits, casting="unsafe")
             digits &= (1 << _DIGIT) - 1
             counts += numpy.bincount(digits, minlength=1 << _DIGIT)
 
-        patterns(add)
+        scan(add)
         larger = counts[::-1].cumsum()[::-1] - counts  # those with a larger digit
-        digit = int(numpy.flatnonzero(larger < left)[0])
-        cut, left = cut << _DIGIT | digit, left - int(larger[digit])
+        digit = int(numpy.flatnonzero(larger < remaining)[0])
+        threshold, remaining = threshold << _DIGIT | digit, remaining - int(larger[digit])
 
-    def last(found: Array) -> bool:
-        nonlocal place, left
-        equal = numpy.flatnonzero(found == cut)
-        is_last = len(equal) >= left
-        place, left = place + int(equal[left - 1] if is_last else len(found)), left - len(equal)
+    def last(magnitudes: Array) -> bool:
+        nonlocal index, remaining
+        equal = numpy.flatnonzero(magnitudes == threshold)
+        is_last = len(equal) >= remaining
+        index, remaining = index + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
         return is_last
 
-    patterns(last)
-    return cut, place
+    scan(last)
+    return threshold, index
 
 
 def _magnitudes(delta: Array) -> Array:
-    """Whole numbers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
+    """Integers in the order of the magnitudes: the bit patterns without their signs. NaN is the largest."""
     import numpy
 
     patterns = delta.view(f"u{delta.itemsize}")
     mask = patterns.dtype.type((1 << (8 * delta.itemsize - 1)) - 1)
-    found: Array = numpy.bitwise_and(patterns, mask, out=scratch("merge magnitudes", patterns.dtype.str, len(patterns)))
-    return found
+    bits: Array = numpy.bitwise_and(patterns, mask, out=scratch("merge magnitudes", patterns.dtype.str, len(patterns)))
+    return bits
 
 
 METHODS = {
     "mean": Method(_mean, ("ema",), 4),
-    "task-arithmetic": Method(_added, ("base", "scale"), 8),
+    "task-arithmetic": Method(_task_arithmetic, ("base", "scale"), 8),
     "slerp": Method(_slerp, ("t",), 4),
     "ties": Method(_ties, ("base", "scale", "density"), 8),
     "dare": Method(_dare, ("base", "scale", "density", "seed"), 8),
@@ -313,64 +316,64 @@ METHODS = {
 # Options -------------------------------------------------------------------------------------------------------------
 
 
-def merge_of(method: str, files: int, given: Mapping[str, Any]) -> Merge:
-    """The way to merge so many files. Raises `UsageError` for what does not go together, or is out of range.
+def merge_of(method: str, files: int, arguments: Mapping[str, Any]) -> Merge:
+    """How to merge that many files. Raises `UsageError` for options that do not go together or are out of range.
 
-    given: `base`, `density`, `scale`, `t`, `seed`, `ema` and `weights`, None where the user gave none.
+    arguments: `base`, `density`, `scale`, `t`, `seed`, `ema` and `weights`, None where the user gave none.
     """
     if method not in METHODS:
         raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
-    asked = {name: value for name, value in given.items() if value is not None}
-    density, t, decay = asked.get("density", 0.5), asked.get("t"), asked.get("ema")
+    options = {name: value for name, value in arguments.items() if value is not None}
+    density, t, decay = options.get("density", 0.5), options.get("t"), options.get("ema")
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
-    for what, why in _problems(method, files, asked, densities):
+    for what, why in _problems(method, files, options, densities):
         raise UsageError(what, why, "See ckptool average --help")
-    weights = asked.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
+    weights = options.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
     if t is not None:
         weights = [1 - t, t]
     if decay is not None:  # a moving average over the files in order
         weights = [decay ** (files - 1), *((1 - decay) * decay ** (files - 1 - n) for n in range(1, files))]
-    return Merge(method, list(weights), densities, asked.get("scale", 1.0), asked.get("seed", 0))
+    return Merge(method, list(weights), densities, options.get("scale", 1.0), options.get("seed", 0))
 
 
 def _problems(
-    method: str, files: int, asked: Mapping[str, Any], densities: Sequence[float]
+    method: str, files: int, options: Mapping[str, Any], densities: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a way to merge so many files, and why."""
-    scale, t = asked.get("scale", 1.0), asked.get("t", 0.5)
+    """What is wrong with the options for merging that many files, and why."""
+    scale, t = options.get("scale", 1.0), options.get("t", 0.5)
     has_base = "base" in METHODS[method].takes
-    if has_base and "base" not in asked:
-        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
+    if has_base and "base" not in options:
+        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from a base."
     if method == "slerp" and files != 2:
         yield f"{arg(method='slerp')} was given {counted(files, 'file')}", "It takes two."
     if files < 2 - has_base:
-        yield "average needs at least two files", f"With {arg('base')}, one."
+        yield "average needs at least two files", f"With {arg('base')}, one is enough."
     if not math.isfinite(scale):
         yield f"{_LAMBDA} {scale} is not a finite number", ""
     if not 0 <= t <= 1:
         yield f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."
     if len(densities) not in (1, files):
-        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "One, or one each."
+        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "Give one, or one per file."
     if not all(1e-9 <= density <= 1 for density in densities):
         yield f"{arg('density')} {','.join(f'{density:g}' for density in densities)} is not from 1e-9 to 1", ""
-    for name in (name for name in asked if name != "weights" and name not in METHODS[method].takes):
-        those = listed([other for other, way in METHODS.items() if name in way.takes])
-        yield f"{arg(method=method)} does not take {_LAMBDA if name == 'scale' else arg(name)}", f"It is for {those}."
+    for name in (name for name in options if name != "weights" and name not in METHODS[method].takes):
+        methods = listed([other for other, way in METHODS.items() if name in way.takes])
+        yield f"{arg(method=method)} does not take {_LAMBDA if name == 'scale' else arg(name)}", f"It is for {methods}."
     for one, other in (("t", "weights"), ("ema", "weights")):
-        if one in asked and other in asked:
+        if one in options and other in options:
             yield f"{arg(one)} and {arg(other)} were both given", "They are mutually exclusive."
-    if not 0 <= asked.get("ema", 0.5) < 1:
-        yield f"a decay of {asked['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
-    weights = asked.get("weights", [1.0] * files)
+    if not 0 <= options.get("ema", 0.5) < 1:
+        yield f"a decay of {options['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
+    weights = options.get("weights", [1.0] * files)
     if len(weights) != files:
-        given = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
-        yield given, "Each file has one, in the same order."
+        what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
+        yield what, "Give one per file, in the same order."
     if not math.isfinite(sum(weights)):
-        yield f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum."
+        yield f"the weights add up to {sum(weights)}", "Each has to be a finite number, and so does their sum."
     if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
         yield (
-            "slerp was given weights that are negative, or 0 in all",
-            "The second one's share is the place on the arc.",
+            "slerp was given weights that are negative or add up to 0",
+            "The second file's share is the position on the arc.",
         )
 
 
@@ -380,11 +383,11 @@ def _problems(
 def average(
     nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
-    """State dicts with the same keys, shapes and types, merged; how many tensors were; and what is the last one's, with
-    why. Reads nothing yet.
+    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and
+    which entries are the last one's, each with the reason. Reads nothing yet.
 
-    nodes: where `how` has a base, that is the first.
-    Raises `Conflict` naming what they do not agree in, `Unsupported` for tensors that have no plain values.
+    nodes: where `how` has a base, it comes first.
+    Raises `Conflict` naming what they disagree on, `Unsupported` for tensors that have no plain values.
     """
     last = nodes[-1]
     others = zip(nodes[:-1], names, strict=False)
@@ -395,66 +398,66 @@ def average(
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
         if wrapped and all(keys == plain[-1] for keys in plain):
             strip = command("strip-module", wrapped[0], out=OUT)
-            raise Conflict(what, why, f"Only a prefix differs; take it off: {strip}")
-        raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
-    first: dict[Any, str] = {}  # of the names of a tensor that has several, whatever order they are in
-    whole: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages of all files: the largest tensor over them
+            raise Conflict(what, why, f"Only a prefix differs; remove it: {strip}")
+        raise Conflict(what, why, f"See all differences: {command('diff', names[0], names[-1])}")
+    first_names: dict[Any, str] = {}  # of a tensor with several names the first by sorting, whatever order they are in
+    largest: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages in all files: the largest tensor on them
     for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
         entries = [node[key] for node in nodes]
-        first.setdefault(last[key].view, name)
+        first_names.setdefault(last[key].view, name)
         if all(entry.is_contiguous and not any(entry.flags.lazy) for entry in entries):
-            over = whole.setdefault(tuple(id(entry.storage) for entry in entries), entries)
-            over[:] = entries if entries[-1].numel > over[-1].numel else over
-    made: dict[tuple[Any, ...], TensorEntry] = {}
-    again: dict[int, TensorEntry] = {}
+            current = largest.setdefault(tuple(id(entry.storage) for entry in entries), entries)
+            current[:] = entries if entries[-1].numel > current[-1].numel else current
+    results: dict[tuple[Any, ...], TensorEntry] = {}
+    by_object: dict[int, TensorEntry] = {}
     tree = same_kind(last, {})
-    kept, averaged = dict[str, str](), 0
+    from_last, averaged = dict[str, str](), 0
     for key, value in last.items():
         kind = value.kind if isinstance(value, Composite) else ""
         array = None if isinstance(value, (TensorEntry, Composite)) else array_entry(value)
         if array is not None and array.dtype.is_float:
             kind = "an array of numpy"
-        alone = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
-        if kind and not all(diff(one, Checkpoint({"": value}, DEFAULT), statistics=False).same for one in alone):
-            what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
+        earlier = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
+        if kind and not all(diff(other, Checkpoint({"": value}, DEFAULT), statistics=False).same for other in earlier):
+            what = f"{key!s} is a special tensor ({kind}); its mean cannot be computed"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
             fix += "torch.from_numpy(array)"
-            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", fix)
+            raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not isinstance(value, TensorEntry):
-            kept[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
+            from_last[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
         elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
-            kept[str(key)] = f"of type {value.dtype.name}"
-        else:  # names that are one tensor in every file stay one; what is the same part of one in every file, too
+            from_last[str(key)] = f"of type {value.dtype.name}"
+        else:  # names of one tensor in every file stay tied; so does what is the same part of one in every file
             averaged += 1
             entries = [node[key] for node in nodes]
-            of = whole.get(tuple(id(entry.storage) for entry in entries), [])
-            places = {_place(*pair) for pair in zip(entries, of, strict=False)}
+            sources = largest.get(tuple(id(entry.storage) for entry in entries), [])
+            places = {_place_inside(*pair) for pair in zip(entries, sources, strict=False)}
             is_part = len(places) == 1 and None not in places
-            of = of if is_part else entries
-            view = tuple(entry.view for entry in of)
-            if view not in made:
-                merged = _Merged(of, how, first[of[-1].view])
-                made[view] = each(merged.piece, *of, dtype=value.dtype)
-            entry = made[view]
+            sources = sources if is_part else entries
+            view = tuple(entry.view for entry in sources)
+            if view not in results:
+                merged = _Merged(sources, how, first_names[sources[-1].view])
+                results[view] = each(merged.piece, *sources, dtype=value.dtype)
+            entry = results[view]
             if is_part:
-                entry = replace(entry, shape=value.shape, stride=value.stride, offset=value.offset - of[-1].offset)
+                entry = replace(entry, shape=value.shape, stride=value.stride, offset=value.offset - sources[-1].offset)
             # What is one object stays one.
             flags = value.flags._replace(conj=False, neg=False)
-            tree[key] = again.setdefault(id(value), replace(entry, flags=flags))
-    return tree, averaged, kept
+            tree[key] = by_object.setdefault(id(value), replace(entry, flags=flags))
+    return tree, averaged, from_last
 
 
-def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
-    """Where in a contiguous tensor another over its storage is, and in which order; None if not all of it is there."""
+def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
+    """The stride and offset of a tensor in a contiguous one on the same storage; None if not all of it is inside."""
     (begin, end), (first, last) = part.span(), whole.span()
-    is_there = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy
-    return (part.stride, part.offset - whole.offset) if is_there else None
+    is_inside = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy
+    return (part.stride, part.offset - whole.offset) if is_inside else None
 
 
 def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> Iterator[str]:
-    for here, there, where in ((node, last, name), (last, node, other)):
-        if only := [str(key) for key in here if key not in there]:
+    for left, right, where in ((node, last, name), (last, node, other)):
+        if only := [str(key) for key in left if key not in right]:
             yield f"{len(only):,} only in {where} ({listed(only, 2)})"
     for key, value in last.items():
         before = node.get(key)

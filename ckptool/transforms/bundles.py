@@ -46,7 +46,7 @@ def container_of(checkpoint: Checkpoint) -> str:
 def refuse_container(what: str, name: str, example: str) -> None:
     """Raises `UsageError` for a container that cannot hold plain values."""
     if name not in CONTAINERS:
-        why = f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        why = f"It is {' or '.join(CONTAINERS)}: those also hold values other than tensors."
         raise UsageError(f"{what} {name}", why, f"For example: {example}")
 
 
@@ -54,9 +54,9 @@ def refuse_container(what: str, name: str, example: str) -> None:
 
 
 def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
-    """Raises `Conflict` for names that are not those of files everywhere, or that one file system takes for one.
+    """Raises `Conflict` for names that cannot be file names everywhere, or that some file system takes for the same.
 
-    among: names that are there besides, which only must not clash with these.
+    among: names already in use, which only must not clash with these.
     """
     fix = f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
@@ -67,21 +67,21 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
         else:
             fits = type(name) is int and name >= 0
         if not fits:
-            raise Conflict(f"a member cannot be called {_shown(name)}", _NAME, fix)
+            raise Conflict(f"a member cannot be called {_quoted(name)}", _NAME, fix)
         if (folded := _folded(name)) in taken:
-            what = f"two members are called {_shown(name)}"
+            what = f"two members are called {_quoted(name)}"
             if (other := taken[folded]) != name:
-                what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
+                what = f"{_quoted(other)} and {_quoted(name)} are the same name where case or Unicode form is ignored"
             raise Conflict(what, "One member would replace the other. Nothing was written.", fix)
         taken[folded] = name
 
 
 def _folded(name: Any) -> str:
-    """A name as file systems without case, or with normalised Unicode, have it."""
+    """A name as file systems that ignore case or normalise Unicode see it."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", str(name)).casefold())
 
 
-def _shown(name: Any) -> str:
+def _quoted(name: Any) -> str:
     return ascii(name)[:200] if type(name) is str and not name.isascii() else repr(name)[:200]
 
 
@@ -89,9 +89,9 @@ def _shown(name: Any) -> str:
 
 
 def bundled(members: Mapping[Any, Any], like: Any = None, *, live: bool = False) -> Any:
-    """The tree of a bundle: every member with containers of its own, storages shared where they were.
+    """The tree of a bundle: every member has containers of its own; shared storages stay shared.
 
-    like: the tree of a bundle that this one replaces, whose type it keeps.  live: tensors stay the same objects.
+    like: the tree of the bundle that this one replaces, whose type it keeps.  live: tensors stay the same objects.
     """
     leaf = None if live else lambda node: node.with_storage(node.storage)
     return same_kind(like, {name: rebuild(tree, leaf) for name, tree in members.items()})
@@ -102,55 +102,55 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     tree, where = checkpoint.tree, checkpoint.source or "the checkpoint"
     if not isinstance(tree, dict):
         what = f"{where} is not a bundle: it is of type {type(tree).__name__}"
-        raise UsageError(what, "A bundle is a dictionary with names as keys.")
-    if one := one_thing(checkpoint):
+        raise UsageError(what, "A bundle is a dictionary of names.")
+    if kind := one_thing(checkpoint):
         why = "Its entries are the tensors of one model or optimizer."
         fix = f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT"
-        raise UsageError(f"{where} is not a bundle, but {one}", why, fix)
+        raise UsageError(f"{where} is not a bundle, but {kind}", why, fix)
     return dict(tree)
 
 
 def one_thing(checkpoint: Checkpoint) -> str:
-    """What the whole of a dictionary is: `one set of model weights`; empty where it is several things."""
-    whole = [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]
-    return f"one set of {whole[0].detail or whole[0].kind}" if whole else ""
+    """What a dictionary is as a whole, such as `one set of model weights`; empty where it holds several things."""
+    roots = [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]
+    return f"one set of {roots[0].detail or roots[0].kind}" if roots else ""
 
 
 def changed(
     members: Mapping[Any, Any], drop: Sequence[str] = (), rename: Mapping[str, str] | None = None
 ) -> dict[Any, Any]:
-    """The members without those that `drop` names, others called as `rename` says (old: new), in their order.
+    """The members without those that `drop` names, others renamed as `rename` says (old: new), in their order.
 
-    Raises `UsageError` for a name that is not there, `Conflict` for a new one that cannot be, or clashes.
+    Raises `UsageError` for a name that is not there, `Conflict` for a new one that is impossible or clashes.
     """
-    gone = [key_of(members, name) for name in drop]
-    moved = {key_of(members, old): new for old, new in (rename or {}).items()}
-    if both := [name for name in gone if name in moved]:
-        raise UsageError(f"{_shown(both[0])} is to be dropped and renamed", "Only one can apply.")
-    kept = [(moved.get(name, name), tree) for name, tree in members.items() if name not in gone]
-    check_names(moved.values(), [name for name in members if name not in gone and name not in moved])
-    return dict(kept)
+    dropped = [key_of(members, name) for name in drop]
+    renamed = {key_of(members, old): new for old, new in (rename or {}).items()}
+    if overlap := [name for name in dropped if name in renamed]:
+        raise UsageError(f"{_quoted(overlap[0])} is to be dropped and renamed", "Only one can apply.")
+    items = [(renamed.get(name, name), tree) for name, tree in members.items() if name not in dropped]
+    check_names(renamed.values(), [name for name in members if name not in dropped and name not in renamed])
+    return dict(items)
 
 
 def key_of(members: Mapping[Any, Any], name: str) -> Any:
     """The key of the member called `name`; raises `UsageError` for none, `Ambiguous` for 0 and '0'."""
-    found = [key for key in members if str(key) == name]
-    if len(found) > 1:
-        available = f"Available: {listed([repr(key) for key in found])}."
-        raise Ambiguous(f"{_shown(name)} names {counted(len(found), 'member')}", available)
-    if not found:
+    keys = [key for key in members if str(key) == name]
+    if len(keys) > 1:
+        available = f"Available: {listed([repr(key) for key in keys])}."
+        raise Ambiguous(f"{_quoted(name)} names {counted(len(keys), 'member')}", available)
+    if not keys:
         available = f"Available: {listed(list(members), 12)}." if members else "There are no members."
-        raise UsageError(f"there is no member {_shown(name)}", available)
-    return found[0]
+        raise UsageError(f"there is no member {_quoted(name)}", available)
+    return keys[0]
 
 
 # What a member is ----------------------------------------------------------------------------------------------------
 
 
 def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[dict[str, Any]]:
-    """A row for each member. bytes: of its storages, each counted once, also those that another member has too.
+    """A row for each member. bytes: of its storages, each counted once, including those shared with another member.
 
-    file: where it came from, or the file that it went to, as `origins` has it; of a plain value, what it is.
+    file: where it came from or went to, from `origins`; for a plain value, the value itself.
     """
     kinds: dict[Any, list[str]] = defaultdict(list)
     for root in find_state_dicts(Checkpoint(tree, "")):
@@ -183,12 +183,12 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """True for a value that JSON gives back: scalars, short lists and dictionaries of them, nothing in two places.
+    """True for a value that survives JSON: scalars, short lists and dictionaries of them, nothing in two places.
 
-    Not for an optimizer, though one without state is nothing else.
+    Not for an optimizer, though one without state is no more than that.
     """
     nodes, seen = [(value, 0)], set[int]()
-    for node, depth in nodes:  # what is in them comes behind
+    for node, depth in nodes:  # what they contain is appended
         if len(nodes) > _MAX_PARTS or depth > _MAX_DEPTH or id(node) in seen:
             return False
         if type(node) in (list, dict):
@@ -208,19 +208,19 @@ def is_plain(value: Any) -> bool:
 
 
 def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
-    """The addresses of tensors on one storage, for each storage of several members.
+    """The addresses of the tensors on each storage that several members share.
 
-    Raises `Ambiguous` where such an address leads to two tensors (keys 0 and "0").
+    Raises `Ambiguous` where such an address is the name of two tensors (keys 0 and "0").
     """
     users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
-    meant: dict[str, set[int]] = defaultdict(set)
-    for path, place, storage in _places(tree):
+    storages_at: dict[str, set[int]] = defaultdict(set)
+    for path, place, storage in _storage_places(tree):
         users[id(storage)].append((path[:1], place))
-        meant[place].add(id(storage))
-    ties = tuple(tuple(place for _, place in each) for each in users.values() if len({of for of, _ in each}) > 1)
-    if twice := [place for group in ties for place in group if len(meant[place]) > 1]:
-        what = f"{twice[0]} leads to two tensors, one of which is shared with another member"
-        raise Ambiguous(what, "What is shared could not be recorded.")
+        storages_at[place].add(id(storage))
+    ties = tuple(tuple(place for _, place in group) for group in users.values() if len({name for name, _ in group}) > 1)
+    if ambiguous := [place for group in ties for place in group if len(storages_at[place]) > 1]:
+        what = f"{ambiguous[0]} is the name of two tensors, one of which is shared with another member"
+        raise Ambiguous(what, "The sharing could not be recorded.")
     return ties
 
 
@@ -229,22 +229,22 @@ def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any,
 
     Addresses that lead nowhere are passed over: the tensor is gone.
     """
-    at = {place: storage for _, place, storage in _places(tree)}
-    one: dict[int, Storage] = {}
+    storage_at = {place: storage for _, place, storage in _storage_places(tree)}
+    replacements: dict[int, Storage] = {}
     for group in ties:
-        names = [place for place in group if place in at]
-        tied = list({id(at[place]): at[place] for place in names}.values())
-        same = list(equal([(storage.location, storage) for storage in tied]))
-        if len(tied) > 1 and [len(storages) for storages in same] != [len(tied)]:
-            what = f"{listed(names)} were one tensor in the bundle, and differ now"
+        names = [place for place in group if place in storage_at]
+        tied = list({id(storage_at[place]): storage_at[place] for place in names}.values())
+        groups = list(equal([(storage.location, storage) for storage in tied]))
+        if len(tied) > 1 and [len(storages) for storages in groups] != [len(tied)]:
+            what = f"{listed(names)} were one tensor in the bundle, but differ now"
             why = "Tied again, one of them would lose its values. Nothing was written."
             raise Conflict(what, why, 'To keep both, take them out of "ties" in bundle.json.')
-        one.update((id(storage), tied[0]) for storage in tied)
-    return map_storages(tree, lambda storage: one.get(id(storage), storage)) if one else tree
+        replacements.update((id(storage), tied[0]) for storage in tied)
+    return map_storages(tree, lambda storage: replacements.get(id(storage), storage)) if replacements else tree
 
 
-def _places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
-    """The storages in a tree, each with an address; those of a tensor made of several are numbered."""
+def _storage_places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
+    """The storages in a tree, each with an address; the storages of one composite tensor are numbered."""
     for path, node in walk(tree):
         parts = list(stored_parts(node))
         for number, part in enumerate(parts):
@@ -252,21 +252,21 @@ def _places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
 
 
 def refuse_unnamed(like: Any) -> None:
-    """Raises `Unsupported` for what a bundle has beside its members: attributes of its dictionary."""
+    """Raises `Unsupported` for attributes of the bundle's dictionary, which are in none of its members."""
     if isinstance(like, OrderedDict) and like.attributes:
-        what = "the bundle's dictionary has attributes of its own, which no file of a member can hold"
+        what = "the bundle's dictionary has attributes of its own, which no member's file can hold"
         raise Unsupported(what, f"They are: {listed(list(like.attributes))}.")
 
 
 def equal(candidates: Sequence[tuple[Any, Storage]]) -> Iterator[list[Storage]]:
-    """Groups of storages of one kind with the same sha256; those that no checksum equals are not read."""
-    alike: dict[Any, list[Storage]] = defaultdict(list)
+    """Groups of storages of one kind with the same sha256; one whose checksum no other has is not read."""
+    by_kind: dict[Any, list[Storage]] = defaultdict(list)
     for kind, storage in candidates:
-        alike[kind].append(storage)
-    for group in alike.values():
+        by_kind[kind].append(storage)
+    for group in by_kind.values():
         sums = Counter(storage.crc for storage in group)  # None: the container has no checksums
-        same: dict[bytes, list[Storage]] = defaultdict(list)
-        for storage in over(group, lambda each: each.nbytes):
+        by_digest: dict[bytes, list[Storage]] = defaultdict(list)
+        for storage in over(group, lambda storage: storage.nbytes):
             if len(group) > 1 and (sums[storage.crc] > 1 or None in sums):
-                same[sha256_of(storage.data).digest()].append(storage)
-        yield from (equals for equals in same.values() if len(equals) > 1)
+                by_digest[sha256_of(storage.data).digest()].append(storage)
+        yield from (equals for equals in by_digest.values() if len(equals) > 1)

@@ -31,7 +31,7 @@ from ckptool.facts import dataclass, replace, size
 
 @dataclass(slots=True)
 class CastTally:
-    """The losses of a cast among the values that have passed; each element counts once, however often it is read.
+    """The losses of a cast, over the values read so far; each element counts once, however often it is read.
 
     changed: the new type has no such value (NaN counts as equal to NaN).  overflowed: finite before, infinite or NaN
     now.  underflowed: not zero before, zero now.  The errors are the largest over elements that are finite before and
@@ -47,9 +47,9 @@ class CastTally:
 
 
 def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTally | None = None) -> Storage:
-    """The storage with every element in another floating type, so that shapes, strides and offsets of its views stay.
+    """The storage with every element in another floating type; shapes, strides and offsets of its views stay valid.
 
-    Bytes at the end that make no whole element are dropped.
+    Trailing bytes that are no whole element are dropped.
     """
     if source is target:
         return storage
@@ -71,7 +71,7 @@ class _Converted:
         before = numbers(raw, self.old, "cast before")
         after = rounded(before, self.new) if floats else before.astype(self.new.to_numpy())
         if self.tally is not None:
-            # `seen` has the sorted ends of ranges: an even place among them lies outside of every range.
+            # `seen` holds the sorted bounds of the ranges counted so far: an even index is outside of every range.
             stop = start + len(before)
             first, last = bisect_left(self.seen, start), bisect_right(self.seen, stop)
             opening, closing = [start] if first % 2 == 0 else [], [stop] if last % 2 == 0 else []
@@ -129,7 +129,7 @@ _WHOLE = ("int", "uint", "bool")
 
 
 def conversion(old: DType | None, new: DType | None) -> str | None:
-    """`same`, `exact` (each value of the old type is one of the new), `lossy`, or None where it is not done."""
+    """`same`, `exact` (the new type has every value of the old one), `lossy`, or None where it is not supported."""
     if old is new:
         return SAME
     if old is None or new is None:
@@ -139,7 +139,7 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
     elif old.kind in _WHOLE and (new.kind in _WHOLE or new.name in ("f32", "f64")):
         import numpy
 
-        # To numpy f64 holds i64, too.
+        # numpy counts i64 as safe in f64, too.
         is_exact = numpy.can_cast(old.to_numpy(), new.to_numpy()) and (old.itemsize, new.name) != (8, "f64")
     elif {old.name, new.name} == {"c64", "c128"}:
         is_exact = new.name == "c128"
@@ -149,7 +149,7 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
 
 
 def compact(entry: TensorEntry) -> TensorEntry:
-    """The same values in row-major order over a storage that has nothing else; as it is where it is that already.
+    """The same values in row-major order on a storage of their own; the entry itself where that is so already.
 
     Raises `Conflict` for an expanded view, which may stand for any number of values.
     """
@@ -165,24 +165,24 @@ def compact(entry: TensorEntry) -> TensorEntry:
 def recast(
     entry: TensorEntry, new: DType, tally: CastTally | None = None, storage: Storage | None = None
 ) -> TensorEntry:
-    """The same view of its storage in another floating type. storage: that, where it was cast before."""
+    """The same view of its storage in another floating type. storage: the cast storage, where it exists already."""
     storage = storage or cast_storage(entry.storage, entry.dtype, new, tally)
     negative = entry.flags.neg and new.name != "f8_e8m0fnu"  # a type without sign
     return replace(entry, storage=storage, dtype=new, flags=entry.flags._replace(neg=negative))
 
 
 def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) -> TensorEntry:
-    """The tensor as another type, computed when it is read. Only for pairs that `conversion` has a word for."""
+    """The tensor in another type, computed when it is read. Only for pairs that `conversion` supports."""
     if entry.dtype is new:
         return entry
     if entry.dtype.is_float and new.is_float:
         return recast(compact(entry), new, tally)
-    made = each(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
-    return made.with_flags(entry.flags)
+    result = each(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
+    return result.with_flags(entry.flags)
 
 
 def cast_lazily(tensor: TensorEntry | Composite, new: DType) -> TensorEntry:
-    """A tensor of any layout in another type, computed when it is read. Raises `UsageError` where torch has to."""
+    """A tensor of any layout in another type, computed when it is read. Raises `UsageError` where that needs torch."""
     if not isinstance(tensor, TensorEntry) or conversion(tensor.dtype, new) is None:
         what = f"{tensor!r} is not cast to {new.name} without torch"
         raise UsageError(what, "", f"In memory: entry.torch().to(torch.{new.torch})")
@@ -203,8 +203,8 @@ class Cast(NamedTuple):
     """A cast: the checkpoint, and for each storage the name of its first tensor, its old type and a tally.
 
     tensors: how many, by their names; bytes_before, bytes_after: of their storages, each counted once.
-    The tallies fill while the values pass on their way to the output.  skipped: floating tensors that were left as they
-    are, and why.
+    The tallies fill up as the values are read for the output.  skipped: floating tensors that were left as they are,
+    and why.
     """
 
     checkpoint: Checkpoint
@@ -216,17 +216,17 @@ class Cast(NamedTuple):
     skipped: tuple[tuple[str, str], ...]
 
 
-def parse_dtype(given: object) -> DType:
+def parse_dtype(value: object) -> DType:
     """The floating type that is meant (`bf16`, `float16`, `torch.bfloat16`, torch's and numpy's own); raises
     `UsageError` for another."""
     try:
-        dtype = dtype_of(given)
+        dtype = dtype_of(value)
     except UsageError:
-        if not isinstance(given, str):
+        if not isinstance(value, str):
             raise
         dtype = None
     if dtype is None or not dtype.is_float:
-        what = f"{given if isinstance(given, str) else repr(given)!r} is not a floating-point dtype"
+        what = f"{value if isinstance(value, str) else repr(value)!r} is not a floating-point dtype"
         fix = "Available: f64, f32, f16, bf16, f8_e4m3fn, f8_e5m2, …"
         raise UsageError(what, "Casts are between floating-point dtypes.", fix)
     return dtype
@@ -246,7 +246,7 @@ def cast_roots(
     """
     keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
     chosen: dict[int, TensorEntry] = {}
-    slots: set[tuple[int, str]] = set()  # which entries of which dictionaries; one tensor may stand in several
+    slots: set[tuple[int, str]] = set()  # which entries of which dictionaries; one tensor may be in several
     names: dict[int, str] = {}
     skipped: list[tuple[str, str]] = []
     for root in roots:
@@ -263,8 +263,8 @@ def cast_roots(
     before: dict[int, TensorEntry] = {}
     for entry in chosen.values():
         if before.setdefault(id(entry.storage), entry).dtype is not entry.dtype:
-            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
-            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
+            what = f"the storage of {names[id(entry.storage)]} is viewed as two dtypes"
+            raise Conflict(what, "It is unclear which of the two its elements are.")
     for path, node in walk(checkpoint.tree):
         for segment, part in children(node):
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]

@@ -1,7 +1,6 @@
 """Quantized weights as the numbers that they stand for: (codes - zero points) · scale in f32, rounded once at the end.
 
-`conventions.quantized` has turned every format to the weight's own rows, as strided views; what unpacks
-these is `_codes`.
+`conventions.quantized` presents every format as strided views by the weight's own rows; `_codes` unpacks them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds a row
 def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     """The weight itself in a floating type, computed while it is read. Reads nothing yet.
 
-    Reading raises `Corrupt` for an index outside of its table, `Ambiguous` for zero points of GPTQ that the
-    configuration does not settle.
+    Reading raises `Corrupt` for an index outside its table, `Ambiguous` for zero points of GPTQ that the
+    configuration does not say.
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
     matrix: tuple[int, ...] = prod(shape[:-1]), shape[-1]
@@ -59,22 +58,22 @@ def _scaled(weight: QuantizedWeight) -> Numbers:
     offset = cache(lambda: _gptq_offset(weight) if weight.facts.get("stored") == "gptq" else 0)
 
     def rows(start: int, stop: int) -> Array:
-        # Which rows of the table of scales these rows of the weight need, and which of them each.
+        # For each of these rows of the weight, the row of the table of scales that it needs.
         block, grid = weight.block[:-1], weight.grid[:-1]
         places = numpy.unravel_index(numpy.arange(start, stop), weight.shape[:-1])
-        at = numpy.ravel_multi_index(tuple(each // size for each, size in zip(places, block, strict=True)), grid)
-        first, last = int(at.min()), int(at.max()) + 1
+        groups = numpy.ravel_multi_index(tuple(place // size for place, size in zip(places, block, strict=True)), grid)
+        first, last = int(groups.min()), int(groups.max()) + 1
         with numpy.errstate(all="ignore"):
             values: Array = codes(start, stop).astype(single)
             if zeros is not None:
-                points = zeros(first, last).astype(single)[at - first] + single(offset())
-                values -= _for_columns(weight, points)
+                points = zeros(first, last).astype(single)[groups - first] + single(offset())
+                values -= _per_column(weight, points)
             elif middle:
                 values -= single(middle)
-            scales = _table(parts["scale"], first, last)
+            scales = _table_rows(parts["scale"], first, last)
             if "global" in parts:
                 scales = scales / TensorValues(parts["global"]).read(0, 1)
-            values *= _for_columns(weight, scales[at - first])
+            values *= _per_column(weight, scales[groups - first])
             if weight.codes == "int8":
                 values *= single(_INT8)
         return values
@@ -82,26 +81,26 @@ def _scaled(weight: QuantizedWeight) -> Numbers:
     return rows
 
 
-def _for_columns(weight: QuantizedWeight, table: Array) -> Array:
-    """A number for each column, of one for each group of columns."""
+def _per_column(weight: QuantizedWeight, table: Array) -> Array:
+    """A number for each column, from one for each group of columns."""
     import numpy
 
     columns, groups, index = weight.shape[-1], table.shape[-1], weight.parts.get("g_idx")
     if groups == 1:
         return table
     if index is not None:
-        at = TensorValues(index).read(0, columns)
-        if (at >= 0).all():  # -1: not in use, the columns are in their order
-            if at.max() >= groups:
-                raise Corrupt(f"{weight.name}: its index of groups reaches {int(at.max())} of {groups}")
-            return table[:, at]
+        column_groups = TensorValues(index).read(0, columns)
+        if (column_groups >= 0).all():  # -1: not in use, the groups follow the order of the columns
+            if column_groups.max() >= groups:
+                raise Corrupt(f"{weight.name}: its index of groups reaches {int(column_groups.max())} of {groups}")
+            return table[:, column_groups]
     return numpy.repeat(table, weight.block[-1], axis=1)[:, :columns]
 
 
 # Codes ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(entry: TensorEntry, start: int, stop: int) -> Array:
+def _table_rows(entry: TensorEntry, start: int, stop: int) -> Array:
     """Some rows of a small table, which may be seen transposed."""
     part = entry.narrow(0, start, stop - start)
     return TensorValues(part).read(0, part.numel).reshape(part.shape)
@@ -111,25 +110,25 @@ def _codes(weight: QuantizedWeight, role: str) -> Numbers:
     """Rows of the codes of a weight, or of its zero points, as numbers."""
     part, bits, awq = weight.parts[role], weight.bits, weight.codes == "awq"
     matrix = part.reshape((prod(part.shape[:-1]), part.shape[-1]))
-    raw = partial(_table, part) if role == "zeros" else TensorValues(matrix).rows
+    raw = partial(_table_rows, part) if role == "zeros" else TensorValues(matrix).rows
     if weight.codes == "fp4":
         return lambda start, stop: e2m1(raw(start, stop))
     if awq or (weight.codes == "bits" and role == "zeros"):
-        return partial(_down, raw, part.shape[0], bits, awq)
+        return partial(_unpacked_rows, raw, part.shape[0], bits, awq)
     return raw if weight.codes != "bits" else lambda start, stop: unpacked(raw(start, stop), bits, weight.shape[-1])
 
 
-def _down(raw: Numbers, height: int, bits: int, awq: bool, start: int, stop: int) -> Array:
-    """Streams of bits down the columns: 32 rows are as many words as a number has bits."""
+def _unpacked_rows(raw: Numbers, height: int, bits: int, awq: bool, start: int, stop: int) -> Array:
+    """Numbers packed down the columns: 32 rows take as many words as a number has bits."""
     import numpy
 
     words = raw(start // 32 * bits, min(-(-stop // 32) * bits, height))
     if 32 % bits == 0:
         shifts = numpy.array(_AWQ if awq else range(32 // bits), numpy.uint32)[:, None] * bits
-        found = (words.view(numpy.uint32)[:, None] >> shifts & (1 << bits) - 1).reshape(-1, words.shape[1])
+        codes = (words.view(numpy.uint32)[:, None] >> shifts & (1 << bits) - 1).reshape(-1, words.shape[1])
     else:
-        found = unpacked(words.T, bits, len(words) * 32 // bits).T
-    return found[start % 32 :][: stop - start]
+        codes = unpacked(words.T, bits, len(words) * 32 // bits).T
+    return codes[start % 32 :][: stop - start]
 
 
 def unpacked(words: Array, bits: int, count: int) -> Array:
@@ -142,16 +141,16 @@ def unpacked(words: Array, bits: int, count: int) -> Array:
         parts = words.view(numpy.uint8)[..., None] >> numpy.arange(0, 8, bits, dtype=numpy.uint8)
         return (parts & numpy.uint8(mask)).reshape(len(words), -1)[:, :count]
     word, shift = numpy.divmod(numpy.arange(count) * bits, 32)
-    both = words[:, numpy.minimum(word + 1, words.shape[1] - 1)].astype(numpy.uint64)
-    both <<= 32
-    both |= words[:, word]
-    both >>= shift.astype(numpy.uint64)
-    both &= mask
-    return both.astype(numpy.uint8)
+    pairs = words[:, numpy.minimum(word + 1, words.shape[1] - 1)].astype(numpy.uint64)
+    pairs <<= 32
+    pairs |= words[:, word]
+    pairs >>= shift.astype(numpy.uint64)
+    pairs &= mask
+    return pairs.astype(numpy.uint8)
 
 
 def e2m1(raw: Array) -> Array:
-    """The floats of 4 bits in bytes, the low nibble first; the last dimension twice as long."""
+    """The 4-bit floats in bytes, the low nibble first; the last dimension becomes twice as long."""
     import numpy
 
     table = numpy.array([*_E2M1, *(-value for value in _E2M1)], numpy.float32)
@@ -167,8 +166,8 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
     low, high, rows = largest, 0, weight.shape[0]
     points, step = _codes(weight, "zeros"), max(32, (1 << 18) // zeros.shape[1] // 32 * 32)
     for row in range(0, rows, step):
-        found = points(row, min(row + step, rows))
-        low, high = min(low, int(found.min())), max(high, int(found.max()))
+        zero_points = points(row, min(row + step, rows))
+        low, high = min(low, int(zero_points.min())), max(high, int(zero_points.max()))
     name, symmetric, forms = weight.name, weight.facts["symmetric"], weight.facts["forms"]
     if symmetric is not False and low == high and low in (middle - 1, middle):
         return middle - low
@@ -176,9 +175,9 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
         return 0
     if not symmetric and forms and high < largest:
         return 1
-    what = f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for"
-    why = f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are."
-    fix = 'Say it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".'
+    what = f"{name}: zero points of {low} to {high}, and a configuration that does not say what they mean"
+    why = f"Symmetric weights have {middle}. GPTQ's first version stores them minus one, its second as is."
+    fix = 'Set it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".'
     raise Ambiguous(what, why, fix)
 
 
@@ -193,7 +192,7 @@ def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
     codes, offset = weight.parts["codes"].row_major(), numpy.float32(facts.get("nested_offset") or 0)
 
     def nested(start: int, stop: int) -> Array:
-        scale = _of_blocks(parts["nested_absmax"], facts["nested_blocksize"], start, stop)
+        scale = _per_element(parts["nested_absmax"], facts["nested_blocksize"], start, stop)
         return parts["nested_map"](0, 256)[parts["absmax"](start, stop)] * scale + offset
 
     largest = nested if "nested_absmax" in parts else parts["absmax"]
@@ -202,13 +201,13 @@ def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
         raw = numpy.frombuffer(codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
         nibbles = numpy.stack((raw >> 4, raw & 15), axis=-1).reshape(-1)[start % 2 :][: stop - start]
         with numpy.errstate(all="ignore"):
-            return parts["map"](0, 16)[nibbles] * _of_blocks(largest, facts["blocksize"], start, stop)
+            return parts["map"](0, 16)[nibbles] * _per_element(largest, facts["blocksize"], start, stop)
 
     return read
 
 
-def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
-    """The number for each element, of one for each block of `size`."""
+def _per_element(read: Numbers, size: int, start: int, stop: int) -> Array:
+    """The number for each element, from one for each block of `size`."""
     import numpy
 
     first = start // size
@@ -221,38 +220,38 @@ def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
 def dequantize(
     checkpoint: Checkpoint, roots: Sequence[StateDict], dtype: DType
 ) -> tuple[Checkpoint, list[tuple[str, QuantizedWeight]], list[str]]:
-    """Puts the weights themselves, in this type, in the places of their codes; those weights, with addresses; and what
-    is left out, scales and the like.
+    """The checkpoint with the weights themselves, in this type, in place of their codes; those weights with their
+    addresses; and the addresses of what is left out, such as scales.
 
     Raises `Unsupported` naming everything whose layout is not known, and `NoMatch` where nothing is quantized. Reads
     nothing.
     """
-    found = [(root, quantized_in(checkpoint, root.node)) for root in roots]
+    by_root = [(root, quantized_in(checkpoint, root.node)) for root in roots]
     where = checkpoint.source or "the checkpoint"
-    if problems := [problem for _, each in found for problem in each.problems]:
+    if problems := [problem for _, codes in by_root for problem in codes.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.")
+        raise Unsupported(what, "Codes cannot be used as weights without knowing their format. Nothing was written.")
     weights = [
-        (address((*root.base, *root.path, weight.name)), weight) for root, each in found for weight in each.weights
+        (address((*root.base, *root.path, weight.name)), weight) for root, codes in by_root for weight in codes.weights
     ]
     if not weights:
-        raise NoMatch(f"{where} has no quantized weights", "None of its names and types is that of a known format.")
-    made: dict[tuple[Any, ...], TensorEntry] = {}  # by views of their parts: ties stay
+        raise NoMatch(f"{where} has no quantized weights", "None of its names and types match a known format.")
+    entries: dict[tuple[Any, ...], TensorEntry] = {}  # by views of their parts: ties stay
     replaced: dict[int, Any] = {}
-    for root, each in found:
-        first = {weight.keys[0]: weight for weight in each.weights}
-        gone = {key for weight in each.weights for key in weight.keys} | set(each.left_out)
+    for root, codes in by_root:
+        by_codes_key = {weight.keys[0]: weight for weight in codes.weights}
+        removed = {key for weight in codes.weights for key in weight.keys} | set(codes.left_out)
         items: dict[Any, Any] = {}
         for key, value in root.node.items():
-            if (weight := first.get(key)) is not None:
+            if (weight := by_codes_key.get(key)) is not None:
                 view = tuple((role, part.view) for role, part in sorted(weight.parts.items()))
-                items[weight.name] = made.setdefault(view, weight_of(weight, dtype))
-            elif key not in gone:
+                items[weight.name] = entries.setdefault(view, weight_of(weight, dtype))
+            elif key not in removed:
                 items[key] = value
         replaced[id(root.node)] = same_kind(root.node, items)
-    left_out = [address((*root.base, *root.path, key)) for root, each in found for key in each.left_out]
-    typed = {*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"}  # torchao's
-    typed = typed if any(weight.name in typed for _, weight in weights) else set()
-    metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed}
+    left_out = [address((*root.base, *root.path, key)) for root, codes in by_root for key in codes.left_out]
+    typed_names = {*parsed(checkpoint.metadata.get("tensor_names"), list), "tensor_names"}  # torchao's
+    typed_names = typed_names if any(weight.name in typed_names for _, weight in weights) else set()
+    metadata = {key: text for key, text in checkpoint.metadata.items() if key not in typed_names}
     tree = rebuild(checkpoint.tree, replaced=replaced)
     return replace(checkpoint, tree=tree, metadata=metadata), weights, left_out

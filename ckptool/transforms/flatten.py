@@ -32,7 +32,7 @@ MAX_WRITTEN_OUT = 1 << 30  # bytes of a view that repeats what is stored
 
 
 class Exported(NamedTuple):
-    """A flat dictionary of tensors, the addresses that stay behind, and notes on what the container cannot say."""
+    """A flat dictionary of tensors, the addresses left behind, and notes on what the container cannot record."""
 
     checkpoint: Checkpoint
     left_behind: tuple[str, ...]
@@ -50,8 +50,8 @@ def export(
 ) -> Exported:
     """The tensors of `root` whose keys match, as a flat dictionary for a container of tensors.
 
-    copy_ties: write tied tensors once for each name, as is done where the container has no ties.
-    Raises `Unsupported` naming tensors that are no plain ones, `Conflict` for a view of more than `MAX_WRITTEN_OUT`.
+    copy_ties: write tied tensors once for each name, as always where the container has no ties.
+    Raises `Unsupported` naming tensors that are not plain, `Conflict` for an expanded view over `MAX_WRITTEN_OUT`.
     """
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
@@ -62,7 +62,7 @@ def export(
     behind = [address((*root.base, *root.path, key)) for key in behind] + around(checkpoint, root)
     refuse_packed(checkpoint, root)
     plain = {key: value for key, value in tensors.items() if key in keys and isinstance(value, TensorEntry)}
-    wrong = list[str]()  # tensors of several parts, and what holds tensors
+    wrong = list[str]()  # composite tensors, and other values that contain tensors
     for key, value in root.node.items():
         if isinstance(value, Composite):
             wrong += [f"{key} ({value.kind})"] if key in keys else []
@@ -72,14 +72,14 @@ def export(
             if count := len(lost_tensors(value, [*plain.values()])):
                 wrong.append(f"{key!s} (a {word} with {counted(count, 'tensor')})")
     if wrong:
-        why = "It holds only plain tensors, each under its name. Nothing was written."
-        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
+        why = "It holds only plain tensors, each under a name. Nothing was written."
+        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, which ckptool can restore: {arg(all=True)}"
         raise Unsupported(f"{container.name} cannot hold {listed(wrong)}", why, fix)
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
             why = f"{container.name} has no strides, so every repeated value would be written out."
-            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}")
+            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as is: {arg(all=True)}")
     copy_ties = copy_ties or not container.keeps_ties
     notes = lost_views(plain, copy_ties)
     if not container.keeps_ties:
@@ -100,24 +100,24 @@ def export(
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:
-    """Raises `Unsupported` for a module with quantized weights that only its class puts into a state dict."""
-    if found := quantized_outside(root):
+    """Raises `Unsupported` for a module with quantized weights that only its class can put into a state dict."""
+    if packed := quantized_outside(root):
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(found), 'quantized tensor')} outside "
-            f"of its parameters and buffers: {listed(found, 3)}",
+            f"{checkpoint.source or 'the checkpoint'}: {root} keeps {counted(len(packed), 'quantized tensor')} outside "
+            f"of its parameters and buffers: {listed(packed, 3)}",
             "Only its class knows their names in a state dict. Nothing was written.",
             "Load it with that class, and save its state_dict().",
         )
 
 
 def around(checkpoint: Checkpoint, root: StateDict) -> list[str]:
-    """The addresses of everything else in a file: unnamed tensors of the root's module, then its siblings."""
+    """The addresses of everything else in the file: unnamed tensors of the root's module, then the root's siblings."""
     beside = [address(root.base + path) for path, _ in unnamed_tensors(root)] if root.module is not None else []
     return beside + siblings(checkpoint.tree, root.path, root.base)
 
 
 def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
-    """The entries beside what is at a path, and beside everything above it. base: where the tree is in its file."""
+    """The addresses of the entries beside a path, and beside everything above it. base: the tree's path in its file."""
     return [
         address((*base, *path[:depth], other))
         for depth, holder in enumerate(holders(tree, path))
@@ -127,14 +127,14 @@ def siblings(tree: Any, path: Path, base: Path = ()) -> list[str]:
 
 
 def droppable(tree: Any, path: Path) -> Path:
-    """The path itself, or that of the nearest thing around it that can be dropped; empty where there is none."""
+    """The path, or that of the nearest enclosing entry that can be dropped; empty where there is none."""
     around = holders(tree, path)
     depths = (depth for depth in reversed(range(len(path))) if any(path[depth] in m for m in mappings(around[depth])))
     return path[: next(depths, -1) + 1]
 
 
 def mappings(node: Any) -> list[dict[Any, Any]]:
-    """The dictionaries whose entries stand right below a node: itself; the items and attributes of an object."""
+    """The dictionaries whose entries are right below a node: the node itself, or an object's items and attributes."""
     if not isinstance(node, Object):
         return [node] if isinstance(node, dict) else []
     states = node.state if isinstance(node.state, tuple) else (node.state,)
@@ -160,7 +160,7 @@ def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
     return [Note(code, f"{text}: {listed(names, 4)}") for code, text, names in notes if names]
 
 
-# A tensor, or its data, left as the call that would make it: `torch.DoubleStorage([…])`, an unknown rebuild.
+# A tensor, or its data, left as the call that would build it: `torch.DoubleStorage([…])`, an unknown rebuild.
 _MADE_OF_TORCH = re.compile(r"torch\.([\w.]+\.)?(\w*(Storage|Tensor)|_rebuild\w*|_load_from_bytes|ScriptObject)")
 
 
@@ -170,30 +170,30 @@ Lost = list[tuple[Path, str]]
 def lost_tensors(before: Any, after: Any) -> Lost:
     """The path and kind of every tensor of `before` that is not in `after` with the same view of the same data.
 
-    Not those that a module itself says are not to be saved (`register_buffer(…, persistent=False)`).
+    Except those that the module itself does not save (`register_buffer(…, persistent=False)`).
     """
-    held = {id(node): node for _, node in chain(walk(after), transient(before))}  # once each: they may stand anywhere
-    kept = {view for node in held.values() for view in _views(node)}
-    storages = {view[0] for view in kept}
-    found: Lost = []
+    held = {id(node): node for _, node in chain(walk(after), transient(before))}  # once each, wherever it is
+    kept_views = {view for node in held.values() for view in _views(node)}
+    storages = {view[0] for view in kept_views}
+    lost: Lost = []
     covered: set[Path] = set()
-    whole: dict[int, Any] = {}  # by their ids, kept so that no other object has one
+    intact: dict[int, Any] = {}  # by id, and held so that no other object gets the id
     for path, node in walk(before):
-        if id(node) in whole or (covered and any(path[:depth] in covered for depth in range(len(path)))):
+        if id(node) in intact or (covered and any(path[:depth] in covered for depth in range(len(path)))):
             continue
-        if any(view not in kept and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
+        if any(view not in kept_views and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
             kind = "a storage" if isinstance(node, StorageRef) else getattr(node, "kind", "a tensor")
-            found.append((path, kind))
-        elif _is_left_as_a_call(node, kept):
-            found.append((path, node.name))
+            lost.append((path, kind))
+        elif _is_left_as_a_call(node, kept_views):
+            lost.append((path, node.name))
             covered.add(path)
         else:
-            whole[id(node)] = node
-    return found
+            intact[id(node)] = node
+    return lost
 
 
 def _views(node: Any) -> list[tuple[Any, ...]]:
-    """Keys by which a node's tensors are found again in another tree; a tensor without any data is its own."""
+    """Keys that identify a node's tensors in another tree; a tensor without data is identified by itself."""
     if isinstance(node, Composite):
         return [_view(part) for part in node.parts()] or [(id(node.made),)]
     return [_view(part) for part in stored_parts(node)]
@@ -203,16 +203,16 @@ def _view(part: TensorEntry | StorageRef) -> tuple[Any, ...]:
     return part.view if isinstance(part, TensorEntry) else (id(part.storage),)
 
 
-def _is_left_as_a_call(node: Any, kept: set[tuple[Any, ...]]) -> bool:
-    """True for a call by which torch makes a tensor, unless the tensors that it was given are all there."""
+def _is_left_as_a_call(node: Any, kept_views: set[tuple[Any, ...]]) -> bool:
+    """True for a call that would build a torch tensor, unless all tensors among its arguments are kept."""
     if not isinstance(node, Object) or not _MADE_OF_TORCH.fullmatch(canonical(node.fn)):
         return False
     within = [view for part in visit(node) for view in _views(part)]
-    return any(view not in kept for view in within) or not (within or node.name.endswith("ScriptObject"))
+    return any(view not in kept_views for view in within) or not (within or node.name.endswith("ScriptObject"))
 
 
 def transient(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """The buffers of whole modules that they do not save themselves, with their paths."""
+    """The buffers of pickled modules that the modules do not save themselves, with their paths."""
     for path, node in walk(tree):
         attributes = module_attributes(node)
         names = attributes.get("_non_persistent_buffers_set") if attributes else None
@@ -221,17 +221,17 @@ def transient(tree: Any) -> Iterator[tuple[Path, Any]]:
             yield from (((*path, "_buffers", name), buffers[name]) for name in names.items if name in buffers)
 
 
-def refuse_lost(checkpoint: Checkpoint, found: Lost, why: str, advice: str) -> None:
+def refuse_lost(checkpoint: Checkpoint, lost: Lost, why: str, advice: str) -> None:
     """Raises `Unsupported` where tensors would be lost, naming them."""
-    if found:
-        names = [f"{address((*checkpoint.base, *path)) or 'the top'} ({kind})" for path, kind in found]
-        what = f"{counted(len(found), 'tensor')} of {checkpoint.source or 'the checkpoint'} would be lost"
+    if lost:
+        names = [f"{address((*checkpoint.base, *path)) or 'the top'} ({kind})" for path, kind in lost]
+        what = f"{counted(len(lost), 'tensor')} of {checkpoint.source or 'the checkpoint'} would be lost"
         raise Unsupported(f"{what}: {listed(names, 6)}", f"{why} Nothing was written.", advice)
 
 
 class Behind(NamedTuple):
-    """The entries that an output lacks. weighing, plain: those with tensors, and the others but for `_metadata`, which
-    containers of tensors never have.  facts: the addresses and sums of all."""
+    """The entries that an output lacks. weighing, plain: those with tensors, and the others except `_metadata`, which
+    containers of tensors never have.  facts: the addresses of all, and the sums of their tensors."""
 
     weighing: list[str]
     plain: list[str]
@@ -245,46 +245,46 @@ class Behind(NamedTuple):
 def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
     """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.
 
-    chosen: what is written was named, by an address or by patterns. Raises `Unsupported` where it was not, and more
-    bytes than are written are of tensors of no optimizer, average, random state or other set of weights.
+    chosen: the user named what is written, by an address or patterns. If not, raises `Unsupported` where tensors that
+    are of no optimizer, average, random state or other set of weights, with more bytes than are written, stay behind.
     """
     tree = checkpoint.tree
     constants = checkpoint.extras["constants"]() if "constants" in checkpoint.extras else None
-    if any(True for _, node in walk(constants) for _ in stored_parts(node)):  # weights, of a program that was frozen
+    if any(True for _, node in walk(constants) for _ in stored_parts(node)):  # weights of a frozen program
         tree, names = {**tree, "constants": constants}, (*names, "constants")
     sizes: dict[str, list[int]] = {name: [] for name in names}
     if not sizes:
         return Behind([], [], {"left_behind": [], "left_behind_tensors": 0, "left_behind_bytes": 0})
     roots = {root.path for root in find_state_dicts(checkpoint) if root.kind != PLAIN}
-    left: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
-    kept = {view for _, node in transient(tree) for view in _views(node)}
-    inside: dict[Path, tuple[str, bool]] = {}  # what stays behind: in which entry, and whether one expects it to
+    candidates: dict[tuple[Any, ...], tuple[str, bool, int]] = {}
+    kept_views = {view for _, node in transient(tree) for view in _views(node)}
+    inside: dict[Path, tuple[str, bool]] = {}  # what stays behind: in which entry, and whether that is expected
     for path, node in walk(tree):
         entry, expected = inside.get(path[:-1], ("", False))
         if not entry and (place := address(path)) in sizes:
             entry = place
         if entry:
             inside[path] = entry, expected or path in roots or is_of_training(path[-1])
-            left.update({_view(part): (*inside[path], _nbytes(part)) for part in stored_parts(node)})
+            candidates.update({_view(part): (*inside[path], _nbytes(part)) for part in stored_parts(node)})
         else:
-            kept.update(_views(node))
-    found = [each for view, each in left.items() if view not in kept]
-    for entry, _, nbytes in found:
+            kept_views.update(_views(node))
+    behind = [row for view, row in candidates.items() if view not in kept_views]
+    for entry, _, nbytes in behind:
         sizes[entry].append(nbytes)
-    wanted = [nbytes for _, expected, nbytes in found if not expected]
-    unexpected = dict.fromkeys(entry for entry, expected, _ in found if not expected)
+    lost = [nbytes for _, expected, nbytes in behind if not expected]
+    unexpected = dict.fromkeys(entry for entry, expected, _ in behind if not expected)
     total = sum({_view(part): _nbytes(part) for _, node in walk(written) for part in stored_parts(node)}.values())
-    weighing = [f"{printable(name)} ({_sum(each)})" for name, each in sizes.items() if each]
-    plain = [printable(name) for name, each in sizes.items() if not each and name.split("/")[-1] != "_metadata"]
-    if not chosen and sum(wanted) > total:
+    weighing = [f"{printable(name)} ({_sum(group)})" for name, group in sizes.items() if group]
+    plain = [printable(name) for name, group in sizes.items() if not group and name.split("/")[-1] != "_metadata"]
+    if not chosen and sum(lost) > total:
         odd = listed([f"{name} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(
-            f"{checkpoint.source or 'the checkpoint'}: {_sum(wanted)} would be left out, more than the {size(total)} "
-            f"that would be written: {odd}",
-            "They are of no optimizer, average or random state, and may be the model. Nothing was written.",
-            f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
+            f"{checkpoint.source or 'the checkpoint'}: {_sum(lost)} would be left out, more than the {size(total)} "
+            f"to be written: {odd}",
+            "They belong to no optimizer, average or random state, and may be the model. Nothing was written.",
+            f"Name the part that you want: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
         )
-    facts = {"left_behind_tensors": len(found), "left_behind_bytes": sum(nbytes for *_, nbytes in found)}
+    facts = {"left_behind_tensors": len(behind), "left_behind_bytes": sum(nbytes for *_, nbytes in behind)}
     return Behind(weighing, plain, {"left_behind": list(sizes), **facts})
 
 
@@ -297,7 +297,7 @@ def _nbytes(part: TensorEntry | StorageRef) -> int:
 
 
 def weights_alone(original: Checkpoint, tree: Any, parts: Iterable[tuple[Mapping[str, Any], Path]]) -> Checkpoint:
-    """The checkpoint with a tree of weights made of these parts, each with its metadata, and nothing around them."""
+    """The checkpoint with only a tree of weights, built from these parts, each with its metadata."""
     metadata = {key: value for key, value in original.metadata.items() if key != marks.RECOVERED}
     for part, path in parts:
         metadata |= marks.recovered(part, path, before=metadata)

@@ -13,8 +13,8 @@ from ckptool.checkpoint.tree import map_storages, rebuild, storages, walk
 from ckptool.commands import arg
 from ckptool.errors import NoMatch, UsageError
 
-# The device types that torch knows a loader for (torch/serialization.py, _package_registry); those with an index write
-# it.
+# The device types that torch has a loader for (torch/serialization.py, _package_registry), with an index where torch
+# writes one.
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia|npu|xla|ipu|privateuseone)(?::([0-9]{1,3}))?")
 _UNNUMBERED = {"cpu", "mps"}
 _ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")
@@ -24,7 +24,7 @@ def remapped(
     checkpoint: Checkpoint, to: object, moves: Mapping[Any, Any] | None
 ) -> tuple[Checkpoint, Counter[str], list[tuple[str, str, int]]]:
     """The checkpoint on other devices, how many storages were on which, and each move with its count.
-    A tensor that has no storage, but a device in the call that makes it (XLA, HPU), counts as one.
+    A tensor without a storage whose rebuilding call names a device (XLA, HPU) counts as one.
 
     Raises `NoMatch` where a device that `moves` names has no storage, `UsageError` for an impossible device.
     """
@@ -39,35 +39,35 @@ def remapped(
     }
     present = Counter(storage.location for storage in storages(checkpoint.tree))
     present.update(call.made.args[2] for call in calls.values())
-    if missing := [old for old in table if old not in map(_normal, present)]:
-        there = ", ".join(sorted(present)) or "none"
-        raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {there}.")
-    moved = {location: table.get(_normal(location), target or location) for location in present}
+    if missing := [old for old in table if old not in map(_normalized, present)]:
+        devices = ", ".join(sorted(present)) or "none"
+        raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {devices}.")
+    moved = {location: table.get(_normalized(location), target or location) for location in present}
 
     def move(storage: Storage) -> Storage:
         new = moved[storage.location]
         return storage if new == storage.location else replace(storage, location=new)
 
-    elsewhere = {}
+    moved_calls = {}
     for number, call in calls.items():
         first, second, location, *rest = call.made.args
-        elsewhere[number] = call.with_arguments((first, second, moved[location], *rest))
-    tree = map_storages(rebuild(checkpoint.tree, replaced=elsewhere) if calls else checkpoint.tree, move)
+        moved_calls[number] = call.with_arguments((first, second, moved[location], *rest))
+    tree = map_storages(rebuild(checkpoint.tree, replaced=moved_calls) if calls else checkpoint.tree, move)
     changes = sorted((old, new, present[old]) for old, new in moved.items() if new != old)
     return replace(checkpoint, tree=tree), present, changes
 
 
-def parse_device(given: object) -> str:
-    """The location tag for a device, torch's own or as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
+def parse_device(value: object) -> str:
+    """The location tag for a device, in torch's form or as people write it: `cuda` is `cuda:0`, `cpu:0` is `cpu`.
     Raises `UsageError` for a device that torch has no loader for, or that cannot exist."""
-    match = _DEVICE.fullmatch(str(given).strip().lower())
+    match = _DEVICE.fullmatch(str(value).strip().lower())
     if match is None or (match[1] in _UNNUMBERED and match[2] not in (None, "0")):
         why = "A device is cpu, mps, or a name with a number, such as cuda:0."
-        raise UsageError(f"{str(given)!r} is not a device", why, f"For example: {arg(to='cpu')}")
+        raise UsageError(f"{str(value)!r} is not a device", why, f"For example: {arg(to='cpu')}")
     return match[1] if match[1] in _UNNUMBERED else f"{match[1]}:{int(match[2] or 0)}"
 
 
-def _normal(location: str) -> str:
+def _normalized(location: str) -> str:
     try:
         return parse_device(location)
     except UsageError:

@@ -1,7 +1,7 @@
-"""New keys for model state dicts: wrapper prefixes off and on, and rules.
+"""New keys for model state dicts: wrapper prefixes removed and added, and rules.
 
-Whatever happens to the keys happens to what refers to them: a state dict's `_metadata` (by module path), and the names
-that an optimizer keeps of its parameters. Two keys that become one are an error, never last-wins.
+Whatever refers to the keys changes along: a state dict's `_metadata` (by module path), and the parameter names that an
+optimizer keeps. Two keys that become one are an error, never last-wins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rename = Callable[[str], str]
 
 
 class Renamed(NamedTuple):
-    """The renamed checkpoint, the keys that changed of how many, also by root, and the names, old to new."""
+    """The renamed checkpoint; how many keys changed, of how many; the same by root; and the names, old to new."""
 
     checkpoint: Checkpoint
     changed: int
@@ -37,7 +37,7 @@ class Renamed(NamedTuple):
 def strip(
     checkpoint: Checkpoint, roots: Sequence[StateDict], prefixes: Sequence[str] = (), *, partial: bool = False
 ) -> Renamed:
-    """Takes wrapper prefixes off the keys of `roots`, or instead the named `prefixes`, in the order given.
+    """Removes wrapper prefixes, or instead the named `prefixes` in the order given, from the keys of `roots`.
 
     Raises `Conflict` where only some keys of a root carry `module.` (or a named prefix), unless `partial`, and where
     two keys would become one; `NoMatch` where a named prefix is on no key; `UsageError` for an empty prefix.
@@ -45,23 +45,23 @@ def strip(
     if "" in prefixes:
         example = f"For example: {arg(prefix='model.')}"
         raise UsageError("the prefix is empty", "There would be nothing to remove.", example)
-    found = set()
+    present = set()
     for root in roots:
         names = [name for name in root.names() if name != COUNTER]
         for number, prefix in enumerate(prefixes or (PEELED,)):
-            # One that was named is looked for at the very front; `module.` also behind wrappers that will go with it.
-            without = [each for each in names if not (each if prefixes else unwrapped_front(each)).startswith(prefix)]
+            # A named prefix is looked for at the very front; `module.` also behind wrappers that are removed with it.
+            without = [name for name in names if not (name if prefixes else unwrapped_front(name)).startswith(prefix)]
             if len(without) < len(names):
-                found.add(number)
+                present.add(number)
             if not partial and 0 < len(without) < len(names):
                 what = f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
                 what += f"begin with {prefix!r}; without it: {listed(without, 3)}"
-                why = "A wrapper would have put it on all of them; this may be a submodule of that name."
+                why = "A wrapper would have added it to all keys; this may be a submodule of that name."
                 raise Conflict(what, why, f"Remove it where it is: {arg(partial=True)}")
             names = [name.removeprefix(prefix) for name in names]
-    if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in found]:
+    if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in present]:
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
-        raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you named.", fix)
+        raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you gave.", fix)
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
     return apply(checkpoint, roots, lambda key: reduce(str.removeprefix, prefixes, key))
@@ -119,31 +119,31 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
 
 
 def refuse_collisions(names: Mapping[str, str], where: str) -> None:
-    """Raises `Conflict` for keys that would become one, or empty. names: the new one of each."""
+    """Raises `Conflict` for keys that would become one, or empty. names: the new name of each."""
     if len({*names.values()} - {""}) == len(names):
         return
     olds: dict[str, list[str]] = {}
     for old, new in names.items():
         olds.setdefault(new, []).append(old)
     texts = []
-    for new, those in [each for each in olds.items() if len(each[1]) > 1][:3]:
-        both = f"{those[0]} and {those[1]} would both" if len(those) == 2 else f"{listed(those, 3)} would all"
-        texts.append(f"{both} be {new!r}")
+    for new, keys in [item for item in olds.items() if len(item[1]) > 1][:3]:
+        text = f"{keys[0]} and {keys[1]} would both" if len(keys) == 2 else f"{listed(keys, 3)} would all"
+        texts.append(f"{text} be {new!r}")
     if texts:
-        what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
+        what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could be kept."
         raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
     if empty := [old for old in olds.get("", []) if old]:
         raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")
 
 
 def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], rename: Rename | None = None) -> Any:
-    """`_metadata` by the modules of new keys. keys: all old ones.  moved: the old one of each that is new.
+    """`_metadata` by the modules of the new keys. keys: all old keys.  moved: the old key of each new one.
 
-    A module goes where its keys go, one without keys where `rename` would take a key of it, or else with the nearest
-    module around it; where a wrapper and its module become one, the module's entry stays. What only the new names have
-    gets the entry of a fresh module.
+    A module goes where its keys go; one without keys where `rename` would take a key of it, or else with the nearest
+    module around it. Where a wrapper and its module become one, the module's entry stays. A module that only the new
+    names have gets the entry of a fresh module.
     """
-    sources: dict[str, str] = {}  # new module -> old: of a key, and as far up as both have the same names
+    sources: dict[str, str] = {}  # new module -> old: those of a key, and further up while both have the same names
     for key, old_key in moved.items():
         (new, _, name), (old, _, old_name) = key.rpartition("."), old_key.rpartition(".")
         while old and new not in sources:
@@ -158,7 +158,7 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
     for new, old in sources.items():
         goals.setdefault(old, []).append(new)
 
-    modules, around = _modules_of(moved), _modules_of(keys)
+    modules, around = _modules_around(moved), _modules_around(keys)
     for path in [path for path in before if type(path) is str and path not in goals]:
         if rename is not None:
             marked = rename(f"{path}.\0") if path else "\0"
@@ -177,12 +177,12 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
     return same_kind(before, items)
 
 
-def _modules_of(keys: Iterable[str]) -> set[str]:
+def _modules_around(keys: Iterable[str]) -> set[str]:
     """The modules that keys are in, and those around them."""
-    found = {""}
+    modules = {""}
     for key in keys:
-        at = key.rfind(".")
-        while at >= 0 and key[:at] not in found:
-            found.add(key[:at])
-            at = key.rfind(".", 0, at)
-    return found
+        dot = key.rfind(".")
+        while dot >= 0 and key[:dot] not in modules:
+            modules.add(key[:dot])
+            dot = key.rfind(".", 0, dot)
+    return modules

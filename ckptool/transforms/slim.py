@@ -1,4 +1,4 @@
-"""A tree without optimizer state, without what no tensor shows, and without equal storages."""
+"""A tree without optimizer state, without bytes that no tensor shows, and with equal storages tied."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 from ckptool.transforms.bundles import equal
 
-# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) count
-# on their own.
+# A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) go on
+# counting separately.
 MIN_SHARED = 1024
 
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
-    """The tree without the state of optimizers, and where that was. Raises `UsageError` where that is all of it."""
-    found = [path for path, _ in optimizers(tree)]
-    if () in found:
-        what = f"{address(base) or 'the whole file'} is the state of an optimizer"
-        fix = f"Drop only what views leave behind: {arg(keep_optimizer=True)}"
+    """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
+    paths = [path for path, _ in optimizers(tree)]
+    if () in paths:
+        what = f"{address(base) or 'the whole file'} is optimizer state"
+        fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
     replaced: dict[int, Any] = {}
-    for path in found:
+    for path in paths:
         parent = item_at(tree, path[:-1])
         if isinstance(parent, dict):
-            left = {key: value for key, value in parent.items() if (*path[:-1], key) not in found}
-            replaced[id(parent)] = same_kind(parent, left)
+            remaining = {key: value for key, value in parent.items() if (*path[:-1], key) not in paths}
+            replaced[id(parent)] = same_kind(parent, remaining)
         else:
-            items = (value for index, value in enumerate(parent) if (*path[:-1], index) not in found)
+            items = (value for index, value in enumerate(parent) if (*path[:-1], index) not in paths)
             replaced[id(parent)] = type(parent)(items)
-    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in found)
+    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in paths)
 
 
 # Waste behind views --------------------------------------------------------------------------------------------------
 
 
-def plain_views(tree: Any, kept: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
-    """The tensors of each storage that only plain tensors use, each once. kept: storages that others use, too."""
+def plain_views(tree: Any, reserved: Collection[int] = ()) -> dict[int, list[TensorEntry]]:
+    """The tensors of each storage that only plain tensors use, each once. reserved: ids of storages with more users."""
     views: dict[int, dict[int, TensorEntry]] = defaultdict(dict)
-    others = set(kept)
+    excluded = set(reserved)
     for _, node in walk(tree):
         if isinstance(node, TensorEntry):
             views[id(node.storage)][id(node)] = node
         else:
-            others.update(id(part.storage) for part in stored_parts(node))
-    return {number: list(group.values()) for number, group in views.items() if number not in others}
+            excluded.update(id(part.storage) for part in stored_parts(node))
+    return {number: list(group.values()) for number, group in views.items() if number not in excluded}
 
 
 def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
-    """The entries of one storage as views of smaller ones, by the ids of the old; none where nothing is saved.
+    """The entries of one storage as views of smaller ones, by the ids of the old entries; empty where nothing is saved.
 
-    Views that overlap go on sharing one."""
+    Views that overlap still share a storage."""
     storage = group[0].storage
     shown = [entry for entry in group if entry.numel]
     if not shown:
@@ -68,11 +68,11 @@ def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
         return {id(entry): replace(entry, storage=empty, offset=0) for entry in group} if storage.nbytes else {}
     first, kinds = shown[0], {entry.layout for entry in shown}
     begin, end = first.span()
-    if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: its values in row-major order have none
+    if len(kinds) == 1 and first.nbytes < end - begin:  # gaps inside one view: in row-major order there are none
         dense = Storage(row_major(first), storage.location)
         strides = row_major_strides(first.shape)
         return {id(e): replace(e, storage=dense, stride=strides if e.numel else e.stride, offset=0) for e in group}
-    # What is shown, in whole elements of the widest type, so that every view stays aligned.
+    # The ranges that are shown, in whole elements of the widest type, so that every view stays aligned.
     width = max(entry.dtype.itemsize for entry in group)
     ranges: list[list[int]] = []
     for begin, end in sorted(entry.span() for entry in shown):
@@ -84,36 +84,36 @@ def cut_down(group: Sequence[TensorEntry]) -> dict[int, TensorEntry]:
     if sum(end - begin for begin, end in ranges) >= storage.nbytes:
         return {}
     flat = TensorEntry(storage, by_name("u8"), (storage.nbytes,), (1,))
-    apart_ones = [apart(flat.narrow(0, begin, min(end, storage.nbytes) - begin)).storage for begin, end in ranges]
-    moved = {}
+    copies = [apart(flat.narrow(0, begin, min(end, storage.nbytes) - begin)).storage for begin, end in ranges]
+    views = {}
     for entry in group:
         begin = entry.span()[0] if entry.numel else ranges[0][0]
         number = bisect_right([start for start, _ in ranges], begin) - 1
         offset = (begin - ranges[number][0]) // entry.dtype.itemsize
-        moved[id(entry)] = replace(entry, storage=apart_ones[number], offset=offset)
-    return moved
+        views[id(entry)] = replace(entry, storage=copies[number], offset=offset)
+    return views
 
 
 # Equal bytes ---------------------------------------------------------------------------------------------------------
 
 
-def tied_storages(checkpoint: Checkpoint, kept: Collection[int]) -> tuple[Any, int, int]:
-    """The tree with equal storages of one set of weights tied; how many of them, and their bytes, are not stored.
-    What is equal today in two sets (a model and its average) stays two: they are to differ tomorrow."""
+def tied_storages(checkpoint: Checkpoint, reserved: Collection[int]) -> tuple[Any, int, int]:
+    """The tree with equal storages of one set of weights tied; how many storages, and bytes, that saves.
+    Equal storages of two sets (a model and its average) stay two: they are to differ tomorrow."""
     users: dict[int, set[Path | None]] = defaultdict(set)
     for root in find_state_dicts(checkpoint):
         for storage in storages(root.node):
             users[id(storage)].add(root.path if root.is_model else None)
     candidates: list[tuple[Any, Storage]] = []
-    for group in plain_views(checkpoint.tree, kept).values():
+    for group in plain_views(checkpoint.tree, reserved).values():
         storage = group[0].storage
         classes, roots = {entry.dtype.storage for entry in group}, users[id(storage)]
         if len(classes) == len(roots) == 1 and None not in roots and storage.nbytes >= MIN_SHARED:
             candidates.append(((storage.nbytes, storage.location, *classes, *roots), storage))
-    one: dict[int, Storage] = {}
+    twins: dict[int, Storage] = {}
     count = nbytes = 0
     for equals in equal(candidates):
-        one |= dict.fromkeys(map(id, equals), equals[0].alone())
+        twins |= dict.fromkeys(map(id, equals), equals[0].alone())
         count, nbytes = count + len(equals) - 1, nbytes + (len(equals) - 1) * equals[0].nbytes
-    tree = map_storages(checkpoint.tree, lambda storage: one.get(id(storage), storage)) if one else checkpoint.tree
+    tree = map_storages(checkpoint.tree, lambda storage: twins.get(id(storage), storage)) if twins else checkpoint.tree
     return tree, count, nbytes

@@ -1,5 +1,5 @@
-"""What operations on tensors are made of: views of them, tensors put together, of which nothing is read; and what
-formulas by rows share."""
+"""Building blocks of operations on tensors: views and concatenations, which read nothing, and what formulas by rows
+share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckptool.errors import LimitExceeded, UsageError, counted
 from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
 
-MAX_WIDTH = 1 << 20  # elements of one row of a weight that is computed row by row: five of them, in f64, are 40 MB
-UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
+MAX_WIDTH = 1 << 20  # elements in a row of a weight that is computed row by row: five rows, in f64, are 40 MB
+UNFIT = "The rule does not fit this tensor, or a variable is that of a different model. Nothing was written."
 
 
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
@@ -33,22 +33,22 @@ def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: boo
 
 
 def joined(tensors: Sequence[TensorEntry], axis: int) -> TensorEntry:
-    """Tensors of one type, and of one shape but for the axis, one after the other."""
+    """Tensors of one type, and of one shape except along the axis, concatenated along it."""
     plain = [resolved(tensor) for tensor in tensors]
     first = plain[0]
     begins = list(accumulate((tensor.shape[axis] for tensor in plain), initial=0))
     shape = (*first.shape[:axis], begins[-1], *first.shape[axis + 1 :])
     chunks = [
-        Piece(tensor, tuple(begin * (each == axis) for each in range(len(shape))))
+        Piece(tensor, tuple(begin * (dimension == axis) for dimension in range(len(shape))))
         for tensor, begin in zip(plain, begins, strict=False)
         if tensor.numel
     ]
-    made = assembled(shape, chunks) if chunks else first.with_values(InlineBytes(b"")).reshape(shape)
-    return made.with_flags(first.flags)
+    result = assembled(shape, chunks) if chunks else first.with_values(InlineBytes(b"")).reshape(shape)
+    return result.with_flags(first.flags)
 
 
 def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """A tensor of zeros of the type of another one: one zero, expanded."""
+    """A tensor of zeros of the type of `like`: a single zero, expanded."""
     storage = Storage(InlineBytes(bytes(like.dtype.itemsize)), like.location)
     return TensorEntry(storage, like.dtype, shape, (0,) * len(shape))
 
@@ -57,28 +57,28 @@ def zeros(like: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
 
 
 def refuse_wide(shape: tuple[int, ...], width: int) -> None:
-    """Raises `LimitExceeded` for a weight whose rows are too long to hold a few of them."""
+    """Raises `LimitExceeded` for a weight whose rows are too long to hold a few of them in memory."""
     if width > MAX_WIDTH:
         what = f"a weight of {list(shape)} has rows of {counted(width, 'element')}"
-        raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
+        raise LimitExceeded(what, f"ckptool computes at most {MAX_WIDTH:,} at once.")
 
 
-_recent: list[tuple[object, Any]] = [(None, None)]  # the last result alone: a checkpoint has thousands
+_recent: list[tuple[object, Any]] = [(None, None)]  # the last result only: a checkpoint has thousands
 
 
 def once(owner: object, make: Callable[[], Any]) -> Any:
-    """The result of `make` for an owner, kept until another asks."""
-    last, made = _recent[0]
+    """The result of `make` for an owner, cached until another owner asks."""
+    last, result = _recent[0]
     if last is not owner:
-        made = make()
-        _recent[0] = owner, made
-    return made
+        result = make()
+        _recent[0] = owner, result
+    return result
 
 
 def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0) -> Numbers:
     """The rows of `scale` · x / (‖x‖ + epsilon), of the `height` rows of x that `rows` gives in f64.
 
-    scale: of as many dimensions as x; the norm is over those where it has one element.
+    scale: has as many dimensions as x; the norm is over those in which it has one element.
     """
     import numpy
 
@@ -89,17 +89,17 @@ def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0)
         return numpy.square(x).sum(axes, keepdims=True)
 
     def factors(squares: Any, start: int, stop: int) -> Array:
-        made: Array = scales.rows(start, stop) / (numpy.sqrt(squares) + epsilon)
-        return made
+        values: Array = scales.rows(start, stop) / (numpy.sqrt(squares) + epsilon)
+        return values
 
-    def made(start: int, stop: int) -> Array:
+    def normed_rows(start: int, stop: int) -> Array:
         with numpy.errstate(all="ignore"):
             x = rows(start, stop)
             if 0 not in axes:
                 return x * factors(squares(x), start, stop)
             if not of_all:  # one pass over all rows
-                total = sum(squares(rows(*at)) for at in stretches(0, height, x[0].size))
+                total = sum(squares(rows(*stretch)) for stretch in stretches(0, height, x[0].size))
                 of_all.append(factors(total, 0, 1))
             return x * of_all[0]
 
-    return made
+    return normed_rows

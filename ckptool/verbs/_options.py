@@ -43,7 +43,7 @@ _MATCH = "Only keys that match; * also matches dots, re: starts a regular expres
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
 AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as file.py:factory or pkg.module:factory.")
-LIKE = option("--like DIR", "Take an output folder's config and tokenizer from this one, of the same model.", rare=True)
+LIKE = option("--like DIR", "Copy an output folder's config and tokenizer from this one, of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
@@ -55,11 +55,11 @@ Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
 Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
-Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; made if needed.")]
+Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; created if new.")]
 InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed at any time, they stay intact.")]
 Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
 DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
-_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
+_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before putting it in place."
 Verify = Annotated[bool, _output("--verify", _CHECKED)]
 _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
 KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT, rare=True)]
@@ -84,7 +84,7 @@ def program_options(
 
 
 QUOTE_RULES = (
-    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
+    "In an unquoted rule, the shell redirects the output to a file named after the >.",
     "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
 )
 
@@ -97,18 +97,18 @@ def was_redirected(words: Iterable[str]) -> bool:
 def pairs(
     example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
 ) -> Callable[[str, Iterable[str]], dict[str, str]]:
-    """What makes a dictionary of `OLD=NEW`; the last `=` separates, so that addresses may have one, unless `split`
-    does."""
+    """A parser of `OLD=NEW` texts into a dictionary; `split` separates, by default at the last `=`, so that addresses
+    may have one."""
 
     def parse(flag: str, texts: Iterable[str]) -> dict[str, str]:
-        found: list[tuple[str, str]] = []
+        items: list[tuple[str, str]] = []
         for text in texts:
             old, _, new = split(text, "=")
             if not (old and new):
                 what = f"{flag} {text!r} is not of the form OLD=NEW"
                 raise UsageError(what, "Both sides are needed.", f"For example: {flag} {example}")
-            found.append((old, new))
-        return once(flag, found)
+            items.append((old, new))
+        return once(flag, items)
 
     return parse
 
@@ -137,12 +137,12 @@ def assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and not is_json:
             return place, value
-        why = "A string needs quotes inside the shell's, and an object has each name once."
+        why = "JSON strings need double quotes inside the shell's, and names in an object are unique."
         raise UsageError(f"{value!r} is not JSON: {error!s}", why, f"For example: '{place}=text'") from None
 
 
 def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
+    """The pairs as a dictionary; raises `UsageError` for a name that was given twice."""
     names = [name for name, _ in pairs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -151,7 +151,7 @@ def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(flag: str, text: str) -> list[float]:
-    """Numbers of `0.5,0.3,0.2`."""
+    """The numbers in `0.5,0.3,0.2`."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -159,18 +159,18 @@ def numbers(flag: str, text: str) -> list[float]:
         raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
 
 
-def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
-    """The words that are files, and those that are rules.  more: there are rules beside them."""
+def files_and_rules(verb: str, words: Sequence[str], has_rules: bool) -> tuple[list[str], list[str]]:
+    """The words that are files, and those that are rules.  has_rules: there are rules beside them."""
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
     files = [word for word in words if word not in rules]
     if was_redirected(files):
         raise UsageError(f"{verb} was given only part of a rule: it ends at its =", *QUOTE_RULES)
-    ruled = bool(rules) or more or len(files) == 1
+    ruled = bool(rules) or has_rules or len(files) == 1
     example = f"For example: {command(verb, 'model.pt', 'a.* => b.*', out=OUT)}"
     for word in files:
-        odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
-        if (odd or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
+        looks_like_rule = any(sign in word for sign in ("->", "=", "*", "{", " "))
+        if (looks_like_rule or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
             why = "A rule is 'OLD => NEW', in quotes and with => between them."
             raise UsageError(f"'{word}' is neither a file nor a rule", why, example)
     if not files:
@@ -179,16 +179,16 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
 
 
 def check_text(path: PathLike, *, overwrite: bool) -> None:
-    """As `check_target`, for an output that is text: under a checkpoint's name nobody looks for one, and there it would
+    """As `check_target`, for an output that is text: nobody looks for text under a checkpoint's name, where it would
     replace a checkpoint. Raises `Conflict`."""
     from ckptool.output import check_target  # which no look needs
 
     name = os.fspath(path)
     check_target(name, overwrite=overwrite)
-    suffixes = {os.path.splitext(each)[1].lower() for each in (name, os.path.realpath(name))}
-    if named := sorted(suffixes & SUFFIXES.keys()):
-        what = f"{name} has the name of a checkpoint ({named[0]})"
-        raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
+    suffixes = {os.path.splitext(text)[1].lower() for text in (name, os.path.realpath(name))}
+    if reserved := sorted(suffixes & SUFFIXES.keys()):
+        what = f"{name} has the name of a checkpoint ({reserved[0]})"
+        raise Conflict(what, "This output is text, not a checkpoint. Nothing was written.", "Choose another name.")
 
 
 MAX_TEXT = 1 << 20  # bytes
@@ -219,26 +219,26 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         return of_checkpoint(opened.checkpoint, opened.name, opened.at)
     name = shown(target)
     path, _ = split(name)
-    if elsewhere := refused_place(path):
-        raise elsewhere
+    if refusal := refused_place(path):
+        raise refusal
     if not may_exist(path) and names_code(name):
         if at is not None:
-            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
+            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code that builds one model.")
         from ckptool.bridge.modules import target_of_code
 
         return replace(target_of_code(name), name=name)
     if not may_exist(path) and "::" not in name and ":" in name:
-        what = f"{name} is neither a file nor a name of your own code"
+        what = f"{name} is neither a file nor code of your own"
         why = "Your own code is file.py:factory or pkg.module:factory."
         raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
     if path.endswith(".py") and os.path.isfile(path):
-        what = f"{path} is a Python file; name what in it builds the model"
-        why = "It is a function without arguments, a class, or a module."
+        what = f"{path} is a Python file; name what builds the model in it"
+        why = "It can be a function without arguments, a class, or a module."
         raise UsageError(what, why, f"For example: {path}:build_model")
     source = open_input(path) if may_exist(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:
-            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
+            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"ckptool reads at most {MAX_SPEC:,}.")
         return of_spec(source.read(0, source.size), name)
     opened = open_whole(target, at, part=part)
     return of_checkpoint(opened.checkpoint, name, opened.at)
@@ -253,7 +253,7 @@ Lines = Annotated[Say | None, Watched("lines")]
 
 
 def report_of_run(path: PathLike, full: bool = False) -> Any:
-    """The report on a run; None where it is none. Imports the store of runs only for one."""
+    """The report on a run; None where the path is no run. Imports the store of runs only for one."""
     from ckptool.training import is_run
 
     return import_module("ckptool.training.run_folder").inspect_run(path, full=full) if is_run(path) else None

@@ -43,29 +43,29 @@ def lora_merge(
     """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
 
     An adapter's file may have the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit. `config` may be a file, its
-    content, or peft's `LoraConfig`.
-    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
-    tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
+    contents, or peft's `LoraConfig`.
+    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for a different base's shapes and for one side
+    of tied weights, `Unsupported` for kinds of adapters that cannot be merged into weights, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
     if not math.isfinite(scale):
-        raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
+        raise UsageError(f"a scale of {scale} is not a finite number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
-    added, found = open_adapter(adapter, config)
-    if not changed_base and (notes := [note for note in found.notes if note.code == "changed-base"]):
-        why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
-        again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
-        fix = f"If this is the changed base: {again}"
-        raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
+    adapter_checkpoint, parsed = open_adapter(adapter, config)
+    if not changed_base and (notes := [note for note in parsed.notes if note.code == "changed-base"]):
+        why = "Merged into the original base it gives wrong values, and the files do not say which base this is."
+        retry = command("lora merge", opened.name, parsed.name, changed_base=True, out=OUT)
+        fix = f"If this is the changed base: {retry}"
+        raise Unsupported(f"{parsed.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
     is_ordered = not memory.groups and not checkpoint.tensors_only
 
     merge_into = partial(
-        AdapterMerge, adapter=found, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
+        AdapterMerge, adapter=parsed, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
     )
     try:
         merged = merge_into(memory.tree)
@@ -79,21 +79,21 @@ def lora_merge(
     else:
         tree = memory.on_disk(merged.tree, root.node)
     changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
-    left = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
-    inputs = [added.source] if added.source else []
-    trained_on = printable(found.base_model)
-    return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
-        f"{counted(merged.count, 'key')} of {found.name} merged into {counted(len(merged.computed), 'tensor')}",
+    leftovers = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
+    inputs = [adapter_checkpoint.source] if adapter_checkpoint.source else []
+    trained_on = printable(parsed.base_model)
+    return change.write(together(checkpoint, [adapter_checkpoint]), changed, inputs=inputs).about(
+        f"{counted(merged.count, 'key')} of {parsed.name} merged into {counted(len(merged.computed), 'tensor')}",
         *([remark] if remark else []),
         *merged.places.moved(),
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
-        *left.lines,
-        notes=found.notes,
-        adapter=found.name,
-        scheme=found.scheme,
+        *leftovers.lines,
+        notes=parsed.notes,
+        adapter=parsed.name,
+        scheme=parsed.scheme,
         keys=merged.count,
         changed=merged.computed,
-        **left.facts,
+        **leftovers.facts,
     )

@@ -128,11 +128,11 @@ def test_large_transposed_tensor_in_bounded_memory(tmp_path: Path) -> None:
     base.tofile(path)
     storage = Storage(FileRange(Source(path), 0, base.nbytes))
     entry = TensorEntry(storage, by_name("f32"), (5000, 3000), (1, 5000))
-    strided._made.clear()
+    strided._cached.clear()
     data = entry.row_major()
     found = b"".join(data.read(place, 1 << 20) for place in range(0, data.length, 1 << 20))
     assert found == base.T.tobytes()
-    assert not strided._made  # nothing stays behind after a reader is through
+    assert not strided._cached  # nothing stays behind after a reader is through
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.commands import VERBS
 from ckptool.errors import OnlyAPart
+from tests.support.cli import Run
 from tests.support.deepspeed_folders import write_zero
 from tests.support.files import contents
 from tests.support.part_files import (
@@ -274,3 +275,28 @@ def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[
         assert run(verb, str(folder)).code in (0, 1, 2)
     found = run("inspect", str(folder))
     assert "1 of 2 members" in found.out and "unet" in found.out
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin", "state_world_size_2_rank_0.pt"]
+)
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("as_zip", [False, True])
+def test_every_command_that_inspect_prints_of_a_part_runs(
+    name: str, indexed: bool, as_zip: bool, tmp_path: Path, run: Run
+) -> None:
+    """Old shards have no checksums, slices in them drag their storages along, names have prefixes, places are of a
+    GPU."""
+    weights = {f"module.l{n}.weight": torch.zeros(600_000)[:2] for n in range(2)}
+    for file in (tmp_path / name, tmp_path / name.replace("00001", "00002").replace("rank_0", "rank_1")):
+        torch.save(weights, file, _use_new_zipfile_serialization=as_zip)
+        data = file.read_bytes()
+        file.write_bytes(data.replace(b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:0") if not as_zip else data)
+    if indexed:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (tmp_path / "x.bin.index.json").write_text(json.dumps(index))
+    printed = [note.fix for note in ckptool.inspect(tmp_path / name).notes if note.fix]
+    assert printed or name != "x.bin" or indexed
+    for fix in printed:
+        words = fix.with_words({"FILE": str(tmp_path / name), "OUT": str(tmp_path / "out.pt")})
+        assert run(*words[1:], *(["-f"] if fix.writes else [])).code == 0, str(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import pickletools
+import shlex
 import sys
 import warnings
 import zipfile
@@ -20,6 +21,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import find, tensors
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, Unsupported, UsageError
 from ckptool.formats import read, torchscript
+from tests.support.cli import Run
 from tests.support.files import load, written
 from tests.support.zips import with_record
 
@@ -164,7 +166,7 @@ def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
     shown = ckptool.show(f"{file}#{place}")
     assert shown.entry == text and str(shown).startswith("class Linear(Module):\n  __parameters__")
     assert find({"code": code}, place)[1] == text
-    assert f"{place.rpartition('/')[2]}: a text of" in str(ckptool.show(file, at="code"))
+    assert f"{place.rpartition('/')[2]}: a string of" in str(ckptool.show(file, at="code"))
 
 
 def test_what_stands_beside_a_traced_module(tmp_path: Path) -> None:
@@ -183,6 +185,20 @@ def test_mobile_bytecode(tmp_path: Path) -> None:
     opened = read(tmp_path / "model.ptl")
     assert list(opened.tree["state_dict"]) == list(model.state_dict()) and "bytecode" in opened.extras
     assert opened.extras["bytecode"]()[1][0].startswith("__torch__.")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_of_attributes_loads_and_what_is_printed_runs(name: str, tmp_path: Path, run: Run) -> None:
+    file, expected = script_file(name, tmp_path / "model.jit")
+    done = run("convert", f"{file}#attributes", "-o", tmp_path / "out.pt")
+    assert (done.code == 0) == (tmp_path / "out.pt").exists()
+    if done.code == 0:
+        torch.load(tmp_path / "out.pt")
+    else:
+        assert "made by its program alone" in done.err
+    fix = run("bundle", f"a={file}", "-o", tmp_path / "out.tar").err.rpartition(": ckptool ")[2]
+    assert run(*shlex.split(fix.replace("OUT", str(tmp_path / "weights")))).code == 0, fix
+    assert (tmp_path / "weights.safetensors").exists() == bool(expected)
 
 
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])

@@ -25,7 +25,7 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import decode as lexing
 from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
-from ckptool.pickles.strings import encoded, whole
+from ckptool.pickles.strings import encoded, unstub
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
@@ -105,7 +105,7 @@ def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, wind
 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
-    """Real framing: the pickler puts what is long outside of its frames, in a file and in memory."""
+    """Real framing: the pickler puts what is long outside its frames, in a file and in memory."""
     value = [["x" * 50] * 3_000, os.urandom(100_000), list(range(20_000)), bytearray(200_000), "end"]
     value[0] = [f"{i:050}" for i in range(3_000)]
     into_file = io.BytesIO()
@@ -226,7 +226,7 @@ def test_a_value_of_4_gb_is_not_read(tmp_path: Path) -> None:
         decoded(made)
 
 
-@pytest.mark.parametrize(("kind", "opcode"), [("bytes", b"B"), ("text", b"X"), ("text of Python 2", b"T")])
+@pytest.mark.parametrize(("kind", "opcode"), [("bytes", b"B"), ("text", b"X"), ("Python 2 string", b"T")])
 def test_a_value_of_65_mib_is_refused_by_name(kind: str, opcode: bytes, tmp_path: Path) -> None:
     size = 65 << 20
     data = sparse(tmp_path / "big.pkl", b"\x80\x03" + opcode + struct.pack("<I", size), size, b".")
@@ -236,7 +236,7 @@ def test_a_value_of_65_mib_is_refused_by_name(kind: str, opcode: bytes, tmp_path
 
 def test_a_line_of_65_mib_is_refused(tmp_path: Path) -> None:
     data = sparse(tmp_path / "big.pkl", b"V", 65 << 20, b"\n.")
-    with pytest.raises(LimitExceeded, match="text of more than"):
+    with pytest.raises(LimitExceeded, match="string of more than"):
         skeleton(data, name="big")
 
 
@@ -267,10 +267,10 @@ def test_errors_name_the_byte_of_the_file() -> None:
 
 
 def test_whole_leaves_other_values_alone() -> None:
-    assert whole(3) == 3 and whole("x") == "x"
+    assert unstub(3) == 3 and unstub("x") == "x"
     assert (
-        whole(LongValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
-        and whole(LongValue(InlineBytes(b"e"), "string")) == "e"
+        unstub(LongValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
+        and unstub(LongValue(InlineBytes(b"e"), "string")) == "e"
     )
     with pytest.raises(Corrupt):
-        whole(LongValue(InlineBytes(b"\xff"), "text"))
+        unstub(LongValue(InlineBytes(b"\xff"), "text"))

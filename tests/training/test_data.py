@@ -55,7 +55,7 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own() -> None:
     first, second = ([i % 1000 for step in part for i in step] for part in (steps[:5], steps[5:]))
     assert sorted(first) == sorted(second) == found.data.train
     assert first != second
-    assert sorted(found.data.train + found.data.held) == list(range(40))
+    assert sorted(found.data.train + found.data.held_out) == list(range(40))
     assert [{i // 1000 for i in step} for step in steps] == [{0}] * 5 + [{1}] * 5
 
 
@@ -168,7 +168,7 @@ def test_nothing_is_held_out_of_a_stream() -> None:
     found = made("Stateful", test={"name": own("Stream")})
     assert list(found.data.validation(CPU)) == []
     assert found.data.dataset.read == 0
-    with pytest.raises(UsageError, match="Stream is a stream, and a set to evaluate on has a length and items"):
+    with pytest.raises(UsageError, match="Stream is a stream, but a data set for evaluation needs a length and items"):
         next(found.data.validation(CPU, on="test"))
     assert trainer(data={"name": "blobs", "val": {"name": "blobs"}}).config.data.val_fraction == 0
 

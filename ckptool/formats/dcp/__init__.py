@@ -26,7 +26,7 @@ from ckptool.formats.pieces import Joiner
 
 NAME = "dcp"
 SUFFIX = ".distcp"
-MAX_STEPS = 256  # of a file's, that are compared with those of others
+MAX_STEPS = 256  # of one file, compared with those of the others
 ENGINE = "torch.distributed.checkpoint"
 
 
@@ -38,8 +38,8 @@ def detect(head: bytes, source: Input) -> bool:
 
 def _is_table(source: Source) -> bool:
     folder, name = os.path.split(source.path)
-    named = name == METADATA or OF_A_RANK.fullmatch(name) is not None
-    return named and any(name.endswith(SUFFIX) for name in Folder(folder).names)
+    is_table = name == METADATA or OF_A_RANK.fullmatch(name) is not None
+    return is_table and any(name.endswith(SUFFIX) for name in Folder(folder).names)
 
 
 def read(source: Input) -> Checkpoint:
@@ -58,7 +58,7 @@ def read(source: Input) -> Checkpoint:
     for name in names:
         tables.add(name)
     payloads = Payloads(folder)
-    joined = Joiner(folder, "" if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
+    joiner = Joiner(folder, "" if names == [METADATA] else f"{folder} (the tables of {counted(len(names), 'rank')})")
     pieces = payloads.pieces(tables.values)
     values: dict[str, Any] = {}
     payloads.expect(value.chunks[0].place for value in tables.values.values() if value.dtype is None and value.chunks)
@@ -67,46 +67,46 @@ def read(source: Input) -> Checkpoint:
             first, *rest = (chunk.place for chunk in value.chunks)
             for other in rest:  # of other ranks
                 same = payloads.same(first, other)
-                if same is None and name not in joined.not_compared:
-                    joined.not_compared.append(name)
+                if same is None and name not in joiner.not_compared:
+                    joiner.not_compared.append(name)
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joined.different[name] = f"that of {whose} is taken, {theirs} has another"
+                    joiner.different[name] = f"the one of {whose} is used; {theirs} has a different one"
                     break
             values[name] = payloads.object(name, first)
             continue
         chunks = pieces.pop(name)
         if len(chunks) > 1 and all(piece.like.shape == value.shape for piece in chunks):  # as buffers
-            whole = joined.replicated(name, chunks)
+            tensor = joiner.replicated(name, chunks)
         else:
-            whole = joined.tensor(name, value.shape, value.dtype, chunks)
+            tensor = joiner.tensor(name, value.shape, value.dtype, chunks)
         # Names that are tied are two tensors.
-        values[name] = whole.with_flags(whole.flags._replace(requires_grad=value.requires_grad))
+        values[name] = tensor.with_flags(tensor.flags._replace(requires_grad=value.requires_grad))
     untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:
         tree, restored = with_optimizers(_nested(tables, values))
         if not tables.paths and any("." in name for name in values):
-            what = "the nesting of the names is not recorded, so they stay as torch flattened them"
+            what = "the nesting of the names is not recorded, so they stay flattened"
             notes.append(Note("flat-names", what))
         notes += restored
-    notes += joined.notes_of_replicas()
+    notes += joiner.notes_of_replicas()
     if tables.unused:
         what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
         notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
-    others = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
-    if stale := [name for name in others if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
+    strays = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
+    if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
-        what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
-        notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {listed(stale, 3)}"))
+        what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
+        notes.append(Note("stale-shards", f"{what}, perhaps left over from another run: {listed(stale, 3)}"))
     part = None
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):  # whole as the vector may be
         meaning = "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, "
         meaning += "padded, and each other name only one rank's piece; only the model knows the shapes"
         part = PartOf(PartKind.RANK, "flattened parameters", meaning)
     facts: dict[str, Any] = {"version": max(tables.versions)} if tables.versions else {}
-    facts |= {"engine": ENGINE, "ranks": len({found[1] for file in tables.files if (found := RANK_FILE.match(file))})}
+    facts |= {"engine": ENGINE, "ranks": len({match[1] for file in tables.files if (match := RANK_FILE.match(file))})}
     places = (tree, *(value for value in tree.values() if isinstance(value, dict)))
     steps = (place.get(name) for place in places for name in ("step", "global_step", "iteration"))
     if (step := next((step for step in steps if type(step) is int), None)) is not None:
@@ -120,18 +120,18 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     if is_file:
         return OnlyAPart(
             f"{folder} is what one rank saved of a checkpoint",
-            f"Only the folder is one, with the table of what is in the ranks' files ({METADATA}).",
+            f"Only the folder is one, with the table of the ranks' files ({METADATA}).",
             f"Name the folder: {command('inspect', folder.path)}",
         )
     if METADATA + ".tmp" in folder:
         table = os.path.join(folder.path, METADATA)
         return Truncated(
             f"{folder} holds {METADATA}.tmp and no {METADATA}",
-            "It is renamed when all of it is written: the run was stopped while it saved, or between the two.",
-            f"Try whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
+            "It is renamed when the save is complete: the run was stopped before that.",
+            f"To see whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
         )
     what = f"{folder} holds {SUFFIX} files and no {METADATA}"
-    why = "It is written last: the run was stopped while it saved, or the file was not copied along."
+    why = "It is written last: the run was stopped while saving, or the file was not copied along."
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
 
 
@@ -139,22 +139,22 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
 
 
 def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
-    """The files of several that do not say of which step they are.
+    """The files that do not say of which step they are, if there are several files.
 
-    Raises `Conflict` where a file has, of all its parameters, another step than the latest in the other files; one
-    alone may be of a parameter that was frozen for a while.
+    Raises `Conflict` where all parameters of a file are at an earlier step than the latest in other files; a single
+    parameter may have been frozen for a while.
     """
     steps: dict[str, list[float]] = {}
     for name, value in tables.values.items():
         if name.endswith(".step") and len(value.chunks) == 1:
-            known = steps.get(file := value.chunks[0].place.relative_path, [])
-            if len(known) < MAX_STEPS and (step := number_in(values[name])) is not None:
-                steps[file] = [*known, step]
-    latest = max((max(each) for each in steps.values()), default=0)
-    other = next((file for file, each in steps.items() if max(each) == latest), "")
-    for file, each in steps.items():
-        if len(each) > 1 and max(each) == min(each) < latest:
-            what = f"one has the optimizer's step {latest:g}, the other {each[0]:g}"
+            earlier = steps.get(file := value.chunks[0].place.relative_path, [])
+            if len(earlier) < MAX_STEPS and (step := number_in(values[name])) is not None:
+                steps[file] = [*earlier, step]
+    latest = max((max(taken) for taken in steps.values()), default=0)
+    other = next((file for file, taken in steps.items() if max(taken) == latest), "")
+    for file, taken in steps.items():
+        if len(taken) > 1 and max(taken) == min(taken) < latest:
+            what = f"one has the optimizer's step {latest:g}, the other {taken[0]:g}"
             raise mixed(tables.folder, other, file, what)
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
@@ -166,36 +166,36 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
     """The dictionaries and lists that were saved; a number in a path is an index of a list, as in torch's own
     reader. Without a path, a name stays as it is."""
     root: dict[Any, Any] = {}
-    holders: list[tuple[dict[Any, Any], str | int]] = []  # what each is in, and its key there; parents first
-    made = {id(root)}
+    holders: list[tuple[dict[Any, Any], str | int]] = []  # the parent of each, and its key there; parents first
+    holder_ids = {id(root)}
     for name, value in values.items():
         path = tables.paths.get(name, (name,))
         if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
-            raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No checkpoint is.")
-        if not all(type(part) in (str, int) for part in path):
-            raise tables.damaged(f"has a path for {name} that is not of names and numbers")
+            raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No real checkpoint is.")
+        if not all(type(key) in (str, int) for key in path):
+            raise tables.damaged(f"has a path for {name} that is not made of names and numbers")
         node = root
         for key in path[:-1]:
             if key not in node:
                 node[key] = {}
-                made.add(id(node[key]))
+                holder_ids.add(id(node[key]))
                 holders.append((node, key))
             node = node[key]
-            if id(node) not in made:
-                raise tables.damaged(f"has a path for {name} that goes through another value")
+            if id(node) not in holder_ids:
+                raise tables.damaged(f"has a path for {name} that leads through another value")
         if path[-1] in node:
             raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
     for parent, key in reversed(holders):
-        parts = parent[key]
-        numbers = sum(type(part) is int for part in parts)
-        if 0 < numbers < len(parts):
-            raise tables.damaged(f"has a path for {key} that goes through another value: names and numbers are in it")
+        children = parent[key]
+        numbers = sum(type(key) is int for key in children)
+        if 0 < numbers < len(children):
+            raise tables.damaged(f"has a path for {key} that leads through another value: names and numbers are in it")
         if numbers:  # the elements in order; torch records no empty dictionaries, and reads None in their places
-            last = max(parts)
-            if min(parts) < 0 or last > 4 * len(parts) + 1_000:
-                raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
-            parent[key] = [parts.get(i) for i in range(last + 1)]
+            last = max(children)
+            if min(children) < 0 or last > 4 * len(children) + 1_000:
+                raise tables.damaged(f"has a list with an element {last:,} but only {len(children):,} in all")
+            parent[key] = [children.get(i) for i in range(last + 1)]
     return root

@@ -1,13 +1,13 @@
 """What the places in the tables of a DCP folder hold: one torch zip for every chunk of a tensor and every object.
 
-Writers of torch can do it in other ways, too: all tensors of a file in one safetensors, behind the zips of its objects
-(`SerializationFormat.SAFETENSORS`), at whose beginning the places of all of them are; or each zip compressed as one
-stream, with its directory behind everything. That is inflated into a file without a name when its values are asked for;
-the last ones stay, as the chunks of a tensor may be read in turns.
+torch has other writers, too. One puts all tensors of a file into one safetensors, behind the zips of its objects
+(`SerializationFormat.SAFETENSORS`), and gives its beginning as the place of each. Another compresses each zip as one
+stream; as its directory comes last, it is inflated into an unnamed file when its values are asked for, and the last few
+stay, as the chunks of a tensor may be read in turns.
 
-`torch.save` writes the same bytes around the values of every tensor of a shape and type, but for the checksum of those
-and a number that names the contents. There may be hundreds of thousands of such zips: what differs in nothing else from
-one that was read in full means the same, and is not read further.
+`torch.save` writes the same bytes around the values of every tensor of one shape and type, except for their checksum
+and a number that names the contents. There may be hundreds of thousands of such zips: one that differs in nothing else
+from a zip that was read in full means the same, and is not read further.
 
 Source: torch/distributed/checkpoint/filesystem.py and _extension.py (`ZStandard`), torch 2.13.
 """
@@ -43,11 +43,11 @@ SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
 MOST_BESIDE = 1 << 16  # bytes of a compressed chunk's zip that are not its values
 MOST_WINDOW = 1 << 23  # bytes that a decompressor keeps
-MOST_KEPT = 1 << 30  # bytes of files without a name, beside the last one
+MOST_KEPT = 1 << 30  # bytes of unnamed files that stay, beside the last one
 ALL = 1 << 17  # bytes of a zip that is read at once
 TAIL = 1 << 16 | 1 << 7  # bytes at the end in which the reader of zips looks for other ends
-MOST_TEMPLATES = 4_096  # templates
-NEAREST = 16  # of one size, that a new zip is compared with: where all of them differ, none of the rest helps
+MOST_TEMPLATES = 4_096  # templates that are learned, of all sizes
+NEAREST = 16  # templates of one size that a new zip is compared with: where all of them differ, more would not help
 _END = b"PK\x05\x06"
 _DIGITS = 40
 
@@ -71,27 +71,27 @@ class Template:
         """The tensor in another zip of the same size; None where more differs."""
         if part.size <= ALL:
             data = part.read(0, part.size)
-            head, last = data[: self.begin], data[self.begin :]
+            head, tail = data[: self.begin], data[self.begin :]
         else:
-            head, last = part.read(0, self.begin), part.read(at := max(self.begin, part.size - TAIL), part.size - at)
-        crc = self.sum_in(last[self.end - part.size :])
-        if head != self.head or crc is None or last.count(_END) != 1:
+            head, tail = part.read(0, self.begin), part.read(at := max(self.begin, part.size - TAIL), part.size - at)
+        crc = self.sum_in(tail[self.end - part.size :])
+        if head != self.head or crc is None or tail.count(_END) != 1:
             return None
         return Stored(self.entry, part.file, part.start + self.begin, crc)
 
-    def sum_in(self, after: bytes) -> int | None:
-        """The checksum of the values, where what follows them fits."""
-        if len(after) != self.after.size:
+    def sum_in(self, tail: bytes) -> int | None:
+        """The checksum of the values, by what follows them; None where that does not fit."""
+        if len(tail) != self.after.size:
             return None
-        fields = self.after.unpack(after)
-        one, number, known, *again = fields[1::2]
-        fits = fields[::2] == self.same and again == [one, known] and number.isdigit()
-        return int.from_bytes(one, "little") if fits and int.from_bytes(known, "little") == zlib.crc32(number) else None
+        fields = self.after.unpack(tail)
+        crc, number, check, *repeats = fields[1::2]
+        fits = fields[::2] == self.same and repeats == [crc, check] and number.isdigit()
+        return int.from_bytes(crc, "little") if fits and int.from_bytes(check, "little") == zlib.crc32(number) else None
 
 
 def template_of(part: Part, checkpoint: Checkpoint) -> Template | None:
-    """The template that a zip is which was read in full; None where there is anything to be said of it, or others will
-    not be like it."""
+    """The template made from a zip that was read in full; None where it is unusual in any way, so that others will not
+    be like it."""
     entry, origin = checkpoint.tree, checkpoint.origin
     if not isinstance(entry, TensorEntry) or not isinstance(origin, torch_zip.Origin):
         return None
@@ -102,15 +102,15 @@ def template_of(part: Part, checkpoint: Checkpoint) -> Template | None:
     if not values.stored or values.method or number.size != _DIGITS:
         return None
     begin, end = values.data_at, values.data_at + values.stored
-    after = part.read(end, part.size - end)
-    one, known = (record.crc.to_bytes(4, "little") for record in (values, number))
+    tail = part.read(end, part.size - end)
+    crc, check = (record.crc.to_bytes(4, "little") for record in (values, number))
     digits = part.read(number.data_at, _DIGITS)
-    fields = re.split(b"(%b)" % b"|".join(map(re.escape, (one, digits, known))), after)
-    if fields[1::2] != [one, digits, known, one, known]:
+    fields = re.split(b"(%b)" % b"|".join(map(re.escape, (crc, digits, check))), tail)
+    if fields[1::2] != [crc, digits, check, crc, check]:
         return None
     layout = Struct("<" + "".join(f"{len(field)}s" for field in fields))
     template = Template(entry, begin, end, part.read(0, begin), layout, tuple(fields[::2]))
-    return template if template.sum_in(after) == entry.storage.crc else None
+    return template if template.sum_in(tail) == entry.storage.crc else None
 
 
 # The values ----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Payloads:
     _compared: set[str] = field(default_factory=set)
 
     def object(self, name: str, place: Place) -> Any:
-        """An object, or what stands in one file; at one place it is read once, however many names a table gives it.
+        """The object at a place; it is read once, however many names a table gives it.
 
         Raises `Corrupt`, `Truncated` or `Unsupported`, naming it.
         """
@@ -144,55 +144,55 @@ class Payloads:
         if key not in self._objects:
             part = self.part(place)
             if self._is_compressed(name, place):
-                found = inflate(part, torch_zip.inflated_limit(part.size))
-                self.discarded += found.discarded
+                checkpoint = inflate(part, torch_zip.inflated_limit(part.size))
+                self.discarded += checkpoint.discarded
             else:
-                found = self._zip(name, part)
-            self._objects[key] = found.tree
+                checkpoint = self._read_zip(name, part)
+            self._objects[key] = checkpoint.tree
         return self._objects[key]
 
     def pieces(self, values: dict[str, Saved]) -> dict[str, list[Piece]]:
         """The chunks of all tensors, in the order of the table.
 
-        One file after the other: a thousand ranks have more files than may be open at once. The same at one place for
-        several names, which are tied. Raises `Corrupt` where something else stands in a place than the table says.
+        One file after the other: a thousand ranks have more files than may be open at once. Names that share a place,
+        which are tied, get the same tensor. Raises `Corrupt` where a place holds something else than the table says.
         """
         by_file: dict[str, list[tuple[str, int, DType]]] = {}
-        found: dict[str, list[Any]] = {}
+        pieces: dict[str, list[Any]] = {}
         for name, value in values.items():
             if value.dtype is not None:
-                found[name] = [*value.chunks]  # each a piece, once it was opened
-                for number, each in enumerate(value.chunks):
-                    by_file.setdefault(each.place.relative_path, []).append((name, number, value.dtype))
+                pieces[name] = [*value.chunks]  # each a piece, once it was opened
+                for number, block in enumerate(value.chunks):
+                    by_file.setdefault(block.place.relative_path, []).append((name, number, value.dtype))
                 if len(value.chunks) > 1:
                     value.chunks.clear()  # there may be hundreds of thousands in all
         for file, chunks in by_file.items():
             known: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
             opened, owner = Place(file), owner_of(file)
             for name, number, dtype in chunks:
-                chunk: Chunk = found[name][number]
+                chunk: Chunk = pieces[name][number]
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if (entry := known.get(key)) is None:
                     # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
-                    later = self._is_compressed(name, chunk.place) or self.folder.far
-                    if later and not self.folder.far:
-                        self.part(chunk.place)  # is there, and its file is of the checkpoint
-                    entry = _Later(self, name, replace(chunk), dtype).tensor if later else self.chunk(name, chunk)
+                    is_lazy = self._is_compressed(name, chunk.place) or self.folder.far
+                    if is_lazy and not self.folder.far:
+                        self.part(chunk.place)  # raises unless it is there, in a file of the checkpoint
+                    entry = _LazyChunk(self, name, replace(chunk), dtype).tensor if is_lazy else self.chunk(name, chunk)
                     known[key] = entry
-                found[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
+                pieces[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
-        return found
+        return pieces
 
-    def fitting(self, name: str, chunk: Chunk, dtype: DType, found: Any) -> TensorEntry | Stored:
-        """What was found in the place of a chunk. Raises `Corrupt` where it is not what the table says."""
-        like = found.like if isinstance(found, Stored) else found
+    def fitting(self, name: str, chunk: Chunk, dtype: DType, value: Any) -> TensorEntry | Stored:
+        """The value at a chunk's place, as it is. Raises `Corrupt` where it is not what the table says."""
+        like = value.like if isinstance(value, Stored) else value
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
-            meant = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
-            what = f"{self.folder}: {meant}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
-            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
-        return found  # type: ignore[no-any-return]
+            claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
+            what = f"{self.folder}: {claim}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
+            raise Corrupt(what, "The files come from two checkpoints, one is damaged, or ranks overwrote each other's.")
+        return value  # type: ignore[no-any-return]
 
     def expect(self, places: Iterable[Place]) -> None:
         """Says which objects will be read soon."""
@@ -203,19 +203,19 @@ class Payloads:
             source.expect(by_file[file])
 
     def chunk(self, name: str, chunk: Chunk) -> Any:
-        """A chunk of a tensor, whose offsets, shape and type the table says; what else may stand there, if not that."""
+        """The chunk of a tensor at its place, or whatever else stands there: see `fitting`."""
         part = self.part(chunk.place)
         for template in self._templates.get(part.size, ()):
-            if (known := template.entry_of(part)) is not None:
-                return known
-        if part.read(0, min(4, part.size))[:2] != b"PK" and (found := self._in_safetensors(name, chunk)):
-            return found
-        checkpoint = self._zip(name, part)
+            if (stored := template.entry_of(part)) is not None:
+                return stored
+        if part.read(0, min(4, part.size))[:2] != b"PK" and (tensor := self._in_safetensors(name, chunk)):
+            return tensor
+        checkpoint = self._read_zip(name, part)
         if self._learned < MOST_TEMPLATES and (learned := template_of(part, checkpoint)) is not None:
             self._learned += 1
-            alike = self._templates.setdefault(part.size, [])
-            alike.append(learned)
-            del alike[:-NEAREST]
+            templates = self._templates.setdefault(part.size, [])
+            templates.append(learned)
+            del templates[:-NEAREST]
         entry = checkpoint.tree
         if not isinstance(entry, TensorEntry) or not isinstance(data := entry.storage.data, FileRange):
             return entry
@@ -224,8 +224,8 @@ class Payloads:
         return entry.with_storage(Storage(place, entry.storage.location, entry.storage.crc))
 
     def same(self, one: Place, other: Place) -> bool | None:
-        """True where the same bytes are at both places; None where they are too many to be compared, or more in all
-        than the files have: then places overlap."""
+        """True where both places hold the same bytes; None where these are too many to be compared, or more in all than
+        the files have: then places overlap."""
         if one.length != other.length:
             return False
         if one.length > SMALL:
@@ -247,7 +247,7 @@ class Payloads:
             return False
         what = f"{self.folder}: {name}"
         if [*place.transform_descriptors] != [ZSTD]:
-            why = "An extension of torch's writer did that; only it can undo it."
+            why = "An extension of torch's writer did that, and only that can undo it."
             fix = "With torch: load it with the same extension, and save it without."
             raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", why, fix)
         if find_spec("zstandard") is None:
@@ -256,7 +256,7 @@ class Payloads:
             raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix)
         return True
 
-    def _zip(self, name: str, part: Part) -> Checkpoint:
+    def _read_zip(self, name: str, part: Part) -> Checkpoint:
         if part.read(0, min(4, part.size)) not in ZIP:
             what = f"{part}: there is no torch zip where {name} should be"
             raise Corrupt(what, "The file or the table belongs to another checkpoint.")
@@ -272,19 +272,19 @@ class Payloads:
             part = file.part(key[1], file.size - key[1])
             if part.size < 10 or part.read(8, 1) != b"{":
                 return None
-            found = safetensors.read(part)
-            self._safetensors[key] = found.tree if found.tensors_only else {}, saved_offsets(found)
+            checkpoint = safetensors.read(part)
+            self._safetensors[key] = checkpoint.tree if checkpoint.tensors_only else {}, saved_offsets(checkpoint)
         tree, offsets = self._safetensors[key]
         entry, begin = tree.get(name), list(chunk.offsets)
         if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
             what = f"{file} has no chunk of {name} at {begin} in its safetensors"
-            raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
+            raise Corrupt(what, "That writer saves one chunk of each name; the table belongs to another checkpoint.")
         return entry
 
 
 @dataclass(slots=True, eq=False)
-class _Later:
-    """The values of a chunk, and the storage that they are in, once they are asked for. tensor: as the table has it.
+class _LazyChunk:
+    """A chunk whose values, and their storage, are looked up when they are asked for. tensor: as the table has it.
 
     A compressed one has a checksum from then on, if its zip has one.
     """
@@ -316,50 +316,50 @@ class _Later:
 
     def inflated(self) -> TensorEntry:
         """The chunk of a compressed zip, whose values match their checksum."""
-        place, kept = self.chunk.place, self.payloads.inflated
+        place, cache = self.chunk.place, self.payloads.inflated
         with self.payloads.lock:
-            if place not in kept:
+            if place not in cache:
                 part = self.payloads.part(place)
-                kept[place] = self._fitting(inflate(part, self.tensor.nbytes + MOST_BESIDE).tree)
-                verify(kept[place])
-                while len(kept) > 1 and sum(each.storage.nbytes for each in kept.values()) > MOST_KEPT:
-                    kept.popitem(last=False)
-            kept.move_to_end(place)
-            entry = kept[place]
+                cache[place] = self._fitting(inflate(part, self.tensor.nbytes + MOST_BESIDE).tree)
+                verify(cache[place])
+                while len(cache) > 1 and sum(entry.storage.nbytes for entry in cache.values()) > MOST_KEPT:
+                    cache.popitem(last=False)
+            cache.move_to_end(place)
+            entry = cache[place]
         if entry.is_contiguous and not entry.offset and entry.nbytes == entry.storage.nbytes:
             self.tensor.storage.crc, self.tensor.storage.intact = entry.storage.crc, entry.storage.intact
         return entry
 
-    def _fitting(self, found: Any) -> TensorEntry:
-        fitting = self.payloads.fitting(self.name, self.chunk, self.dtype, found)
+    def _fitting(self, value: Any) -> TensorEntry:
+        fitting = self.payloads.fitting(self.name, self.chunk, self.dtype, value)
         return fitting.entry if isinstance(fitting, Stored) else fitting
 
 
-def inflate(part: Part, most: int) -> Checkpoint:
-    """The torch zip that a part of a file inflates to, in a file without a name. Raises as `torch_zip.read`, and
-    `LimitExceeded` for more than `most` bytes."""
+def inflate(part: Part, limit: int) -> Checkpoint:
+    """The torch zip that a part of a file inflates to, in an unnamed file. Raises what `torch_zip.read` does, and
+    `LimitExceeded` for more than `limit` bytes."""
     import tempfile
 
     import zstandard
 
-    made = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
-    reader = made.stream_reader(cast(Any, _Packed(part)), read_size=1 << 16, read_across_frames=True)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+    reader = decompressor.stream_reader(cast(Any, _CompressedPart(part)), read_size=1 << 16, read_across_frames=True)
     try:
         with tempfile.TemporaryFile() as file:
             while data := reader.read(1 << 18):
-                if file.tell() + len(data) > most:
-                    what = f"{part} inflates to more than {most:,} bytes"
-                    raise LimitExceeded(what, "That is more than its tensor can take; the file is probably malicious.")
+                if file.tell() + len(data) > limit:
+                    what = f"{part} inflates to more than {limit:,} bytes"
+                    raise LimitExceeded(what, "That is more than its tensor holds; the file is probably malicious.")
                 file.write(data)
             file.flush()
             source = Source(str(part), os.dup(file.fileno()))
     except zstandard.ZstdError as error:
         what = f"{part} cannot be inflated: {error!s}"
-        raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
+        raise Corrupt(what, "It was damaged, or is not compressed with zstd the way torch does it.") from None
     except OSError as error:
         raise file_problem(error, tempfile.gettempdir(), "write") from error
     try:
-        found = torch_zip.read(source)
+        checkpoint = torch_zip.read(source)
     except Truncated as error:
         error.cut_archive = None  # no part of it can be recovered
         raise
@@ -367,16 +367,16 @@ def inflate(part: Part, most: int) -> Checkpoint:
     def unnamed(storage: Storage) -> Storage:  # nobody finds its bytes in a file by name
         return Storage(Computed(storage.nbytes, storage.data.read), storage.location, storage.crc)
 
-    return replace(found, tree=map_storages(found.tree, unnamed))
+    return replace(checkpoint, tree=map_storages(checkpoint.tree, unnamed))
 
 
-class _Packed:
+class _CompressedPart:
     """The compressed bytes, for a decompressor."""
 
     def __init__(self, part: Part) -> None:
-        self.part, self.taken = part, 0
+        self.part, self.offset = part, 0
 
     def read(self, size: int) -> bytes:
-        data = self.part.read(self.taken, min(size, self.part.size - self.taken))
-        self.taken += len(data)
+        data = self.part.read(self.offset, min(size, self.part.size - self.offset))
+        self.offset += len(data)
         return data

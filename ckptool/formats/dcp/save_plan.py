@@ -1,7 +1,7 @@
 """The plan of a folder for `torch.distributed.checkpoint`: what each rank would have saved, and the table of it all.
 
-Every tensor, or block of one, is a torch zip by itself, of which all but the bytes and their checksum is known from
-its shape, and made once for each shape; objects come first in a file, as in torch's own. The pickle of the table is
+Every tensor, or block of one, is a torch zip of its own. All of it but the values and their checksum follows from the
+shape, and is made once for each shape; objects come first in a file, as in torch's own. The pickle of the table is
 written opcode by opcode: there may be 400,000 chunks, so no tree of objects is made of them first.
 
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`), torch 2.13.
@@ -27,7 +27,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
-from ckptool.formats import torch_zip
+from ckptool.formats import marks, torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
@@ -44,9 +44,9 @@ _Field = str | int | tuple[int, ...] | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankDivision:
-    """The ranks that a new folder is divided for, each tensor by a dimension, in ceil-sized blocks as FSDP2 does.
+    """The ranks for which a new folder is divided: each tensor along a dimension, in ceil-sized blocks as FSDP2 does.
 
-    Raises `UsageError` for numbers that are none.
+    Raises `UsageError` for numbers out of range.
     """
 
     ranks: int = 1
@@ -63,7 +63,7 @@ class RankDivision:
         """How many ranks have a block of the tensor, and how many of its indices in the dimension are in each; the last
         block may be shorter, or empty.
 
-        One block, all of it, of a tensor that has no such dimension, no elements, or repeats what is stored.
+        A tensor that lacks the dimension, has no elements, or repeats what is stored is one block, whole.
         """
         size = entry.shape[self.dim] if self.dim < len(entry.shape) else 0
         if self.ranks == 1 or not size or not entry.numel or entry.nbytes > entry.storage.nbytes:
@@ -74,7 +74,7 @@ class RankDivision:
 
 
 def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
-    """The plan of a folder; `RankDivision` as the origin says for how many ranks, else one.
+    """The plan of a folder: for the ranks of the `RankDivision` that is the checkpoint's origin, else for one.
 
     What torch's format cannot say goes into a tensor that only ckptool reads (`tree_pickle`), and is noted. Raises
     `Unsupported` for what is no dictionary and for two values of one name, `Conflict` for a dictionary in itself,
@@ -93,12 +93,14 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
         lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
-    own = [
+    if marks.RECOVERED in checkpoint.metadata:
+        lost[tree_pickle.MARK] = ""
+    reserved = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]
-    if own:
+    if reserved:
         raise Unsupported(
-            f"{own[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first."
+            f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", "It would be lost.", "Rename it first."
         )
     notes: tuple[Note, ...] = ()
     if lost:
@@ -107,9 +109,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             name = f"{tree_pickle.NAME}.{number - 1}" if number else tree_pickle.NAME
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
-        kept = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        keeps = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
-        notes = (Note(KEPT, f"{keeps}: {kept}"),)
+        losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
+        lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
+        notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
     heap = [(file.size, rank) for rank, file in enumerate(saving.files)]
     heapq.heapify(heap)
@@ -122,7 +124,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     table = table_pickle(flat, saving.chunks)
     if (size := sum(part.length for part in table)) > MAX_METADATA:
         what = f"the table would have {size:,} bytes"
-        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
+        raise LimitExceeded(what, f"The limit is {MAX_METADATA:,}.", f"Write it for fewer ranks:  {arg('ranks')}")
     files[METADATA] = table
     return Plan(files, saving.checks, notes=notes)
 
@@ -131,8 +133,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
 
 class _Zip:
-    """The zip of a tensor but for the bytes of its storage, of which it is the beginning: what is before them, and
-    after, given their checksum."""
+    """The zip of a tensor that begins its storage, without the bytes of that: what precedes them, and what follows,
+    given their checksum."""
 
     __slots__ = ("_after", "_crc", "head", "size", "tail_length")
 
@@ -141,24 +143,24 @@ class _Zip:
     ) -> None:
         storage = Storage(Computed(nbytes, lambda offset, length: b""), location)
         entry = TensorEntry(storage, dtype, shape, stride)
-        (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
-        parts = list(segments)
-        at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
-        bytes_ = parts[at] if nbytes else None
-        self.head = _joined(parts[:at])
-        self._crc = bytes_.crc if isinstance(bytes_, Checksummed) else Crc()
-        self._after = parts[at + (bytes_ is not None) :]
-        self.tail_length = sum(part.length for part in self._after)
+        (layout,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
+        segments = list(layout)
+        at = next((number for number, segment in enumerate(segments) if isinstance(segment, Checksummed)), 0)
+        payload = segments[at] if nbytes else None
+        self.head = _bytes_of(segments[:at])
+        self._crc = payload.crc if isinstance(payload, Checksummed) else Crc()
+        self._after = segments[at + (payload is not None) :]
+        self.tail_length = sum(segment.length for segment in self._after)
         self.size = len(self.head) + nbytes + self.tail_length
 
     def tail(self, crc: Crc) -> bytes:
         self._crc.value = crc.value
-        return _joined(self._after)
+        return _bytes_of(self._after)
 
 
-def _joined(parts: list[Segment]) -> bytes:
+def _bytes_of(segments: list[Segment]) -> bytes:
     """The bytes of segments that are all in memory."""
-    return b"".join(part.make() if isinstance(part, Deferred) else cast(InlineBytes, part).content for part in parts)
+    return b"".join(s.make() if isinstance(s, Deferred) else cast(InlineBytes, s).content for s in segments)
 
 
 _zip_of = lru_cache(1024)(_Zip)
@@ -187,7 +189,7 @@ class _BlockZip(Place):
 
 
 class _Divided:
-    """The zips of a tensor of which each rank has a block; made in passing, as there may be 400,000 of them.
+    """The zips of a tensor of which each rank has a block; made on the fly, as there may be 400,000 of them.
 
     lengths, offsets: of the zip in each rank's file, in bytes.
     """
@@ -197,13 +199,13 @@ class _Divided:
     def __init__(self, name: str, entry: TensorEntry, dim: int, ranks: int, step: int) -> None:
         self.name, self.entry, self.dim, self.step = name, entry, dim, step
         self.lengths, known = array("Q"), dict[tuple[int, ...], int]()
-        for rank, (_, sizes) in enumerate(self._places(ranks)):
+        for rank, (_, sizes) in enumerate(self._blocks(ranks)):
             if sizes not in known:
                 known[sizes] = self.item(rank).length
             self.lengths.append(known[sizes])
         self.offsets = array("Q", bytes(8 * ranks))
 
-    def _places(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _blocks(self, ranks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Where each rank's block begins in the dimension, and its shape."""
         shape, dim = self.entry.shape, self.dim
         for begin in range(0, ranks * self.step, self.step):
@@ -213,19 +215,19 @@ class _Divided:
     def item(self, rank: int) -> _BlockZip:
         begin = min(rank * self.step, size := self.entry.shape[self.dim])
         block = self.entry.narrow(self.dim, begin, min(self.step, size - begin))
-        return _BlockZip(self.name, _plain(block), row_major(resolved(block)))
+        return _BlockZip(self.name, _row_major_entry(block), row_major(resolved(block)))
 
     def __iter__(self) -> Iterator[Chunk]:
         """As the table has them."""
         zeros = (0,) * len(self.entry.shape)
-        for rank, (begin, sizes) in enumerate(self._places(len(self.lengths))):
+        for rank, (begin, sizes) in enumerate(self._blocks(len(self.lengths))):
             place = Place(_file_of(rank), self.offsets[rank], self.lengths[rank])
             yield Chunk((*zeros[: self.dim], begin, *zeros[self.dim + 1 :]), sizes, place)
 
 
 @dataclass(slots=True, eq=False)
 class _RankFile:
-    """The segments of a file, made in passing: of objects, of blocks, of whole tensors (`items`), in this order.
+    """The segments of a file, made on the fly: of objects, of blocks, of whole tensors (`items`), in this order.
 
     numbers: of the tensors in `divided` of which a block is here.
     """
@@ -238,7 +240,7 @@ class _RankFile:
     size: int = 0
 
     def place(self, item: Place) -> None:
-        """Gives what comes next its place."""
+        """Gives the next item its place."""
         item.relative_path, item.offset = _file_of(self.rank), self.size
         self.size += item.length
 
@@ -279,11 +281,11 @@ class _Saving:
         self.strides_lost = ""
 
     def add_object(self, name: str, value: Any) -> None:
-        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # what is unknown was asked for
-        (made,) = plan.files.values()
-        segments = list(made)
-        if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
-            segments = [InlineBytes(_joined(segments))]
+        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
+        (layout,) = plan.files.values()
+        segments = list(layout)
+        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
+            segments = [InlineBytes(_bytes_of(segments))]
         self.checks += plan.checks
         self.files[0].place(item := Place(None, 0, plan.nbytes))
         self.files[0].objects.append(segments)
@@ -305,7 +307,7 @@ class _Saving:
         self.chunks[name] = item
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
-        # Blocks in row-major order keep of a storage what the tensor covers, if it does so without gaps.
+        # Row-major blocks keep the range of a storage that the tensor covers, if it covers it without gaps.
         start, stop = entry.span()
         lazy = entry.flags.conj or entry.flags.neg
         if not entry.is_contiguous:
@@ -317,12 +319,12 @@ class _Saving:
             self._settle(entry.storage, tree_pickle.Home(name, start, stop, axes))
 
     def add_whole(self, name: str, entry: TensorEntry) -> None:
-        """The part of its storage that it touches, with its strides; where it has gaps, its values, as torch does."""
+        """Saves the range of its storage that it touches, with its strides; if that has gaps, its values, as torch."""
         start, stop = entry.span()
         storage, has_gaps = entry.storage, stop - start > entry.nbytes
         self.strides_lost = self.strides_lost or (name if has_gaps else "")
         if entry.flags.conj or entry.flags.neg or start % entry.dtype.itemsize or has_gaps:
-            item = _BlockZip(name, _plain(entry), row_major(resolved(entry)))
+            item = _BlockZip(name, _row_major_entry(entry), row_major(resolved(entry)))
         else:
             self._settle(storage, tree_pickle.Home(name, start, stop))
             data = subrange(storage.data, start, stop - start)
@@ -333,12 +335,12 @@ class _Saving:
         self.chunks[name] = [Chunk((0,) * len(entry.shape), entry.shape, item)]
 
     def _settle(self, storage: Storage, home: tree_pickle.Home) -> None:
-        known = self.homes.setdefault(id(storage), home)
-        if home.stop - home.start > known.stop - known.start:
+        earlier = self.homes.setdefault(id(storage), home)
+        if home.stop - home.start > earlier.stop - earlier.start:
             self.homes[id(storage)] = home
 
 
-def _plain(entry: TensorEntry) -> TensorEntry:
+def _row_major_entry(entry: TensorEntry) -> TensorEntry:
     strides = row_major_strides(entry.shape)
     return TensorEntry(entry.storage, entry.dtype, entry.shape, strides, entry.offset, entry.flags)
 
@@ -347,7 +349,7 @@ def _plain(entry: TensorEntry) -> TensorEntry:
 
 
 def table_pickle(flat: FlatNames, chunks: Mapping[str, Iterable[Chunk]]) -> list[InlineBytes]:
-    """The pickle of a `Metadata` of values by their flat names; in parts, as one that grows is copied."""
+    """The pickle of a `Metadata` of values by their flat names; in parts, as a growing one would be copied."""
     out = _Pickle()
     out.begin("Metadata")
     out.value("state_dict_metadata")
@@ -400,12 +402,12 @@ def table_pickle(flat: FlatNames, chunks: Mapping[str, Iterable[Chunk]]) -> list
     out.value("version")
     out.value(VERSION)
     out.write(b"ub.")
-    out.end_part(least=0)
+    out.end_part(min_size=0)
     return out.parts
 
 
 class _Pickle:
-    """A pickle of protocol 2 in the making; what is said again is recalled."""
+    """A pickle of protocol 2 in the making; what was written before is recalled from its memo."""
 
     def __init__(self) -> None:
         self.parts: list[InlineBytes] = []
@@ -417,17 +419,17 @@ class _Pickle:
         self.raw = BytesIO()  # which gives its bytes without a copy
         self.write = self.raw.write
 
-    def end_part(self, least: int = 1 << 20) -> None:
-        """Begins another part if this one has so many bytes."""
-        if self.raw.tell() >= least:
+    def end_part(self, min_size: int = 1 << 20) -> None:
+        """Begins another part if this one has `min_size` bytes."""
+        if self.raw.tell() >= min_size:
             self.parts.append(InlineBytes(self.raw.getvalue()))
             self._begin_part()
 
     def recall(self, key: object) -> bool:
-        found = self.recalls.get(key)
-        if found is not None:
-            self.write(found)
-        return found is not None
+        opcode = self.recalls.get(key)
+        if opcode is not None:
+            self.write(opcode)
+        return opcode is not None
 
     def keep(self, key: object) -> None:
         """Memoizes what is on top of the stack under `key`."""

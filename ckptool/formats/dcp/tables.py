@@ -40,7 +40,7 @@ MAX_METADATA = 256 << 20
 class TableRow(TakesState):
     """An object of the tables' classes, kept as the values of its fields; one that it lacks is None.
 
-    odd: of all rows of a table, the states in which there was more.  lengths: those of its places, each number once.
+    odd: the states of a table's rows that hold more than the fields.  lengths: those of its places, each number once.
     """
 
     __slots__ = ()
@@ -59,7 +59,7 @@ class TableRow(TakesState):
         if state or type(state) is not dict:
             self.odd.append(state)
         else:
-            state.clear()  # what is popped leaves its room, and the pickle may remember the state to its end
+            state.clear()  # `pop` frees no room, and the pickle's memo may keep the state to its end
 
 
 class Place(TableRow):
@@ -83,7 +83,7 @@ class Place(TableRow):
     def is_damaged(self) -> bool:
         packed = self.transform_descriptors or ()
         fits = type(self.relative_path) is str and type(self.offset) is type(self.length) is int
-        return not (fits and isinstance(packed, (list, tuple)) and all(type(each) is str for each in packed))
+        return not (fits and isinstance(packed, (list, tuple)) and all(type(extension) is str for extension in packed))
 
 
 class _Block(TableRow):
@@ -130,9 +130,9 @@ _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoi
 
 
 def _builders(odd: list[Any]) -> dict[Global, Any]:
-    """The builders for a table. odd: gets the states in which there is more than rows have."""
+    """The builders for a table. odd: collects the states that hold more than the fields of a row."""
 
-    def made(row: type[TableRow], args: tuple[Any, ...]) -> Any:
+    def new_row(row: type[TableRow], args: tuple[Any, ...]) -> Any:
         return NotImplemented if args else row()
 
     def size(args: tuple[Any, ...]) -> Any:
@@ -140,8 +140,8 @@ def _builders(odd: list[Any]) -> dict[Global, Any]:
 
     lengths: dict[int, int] = {}
     rows = {name: type(name, (row,), {"__slots__": (), "odd": odd, "lengths": lengths}) for name, row in _ROWS.items()}
-    found = {Global(module, name): partial(made, row) for module in _MODULES for name, row in rows.items()}
-    return {**BUILDERS, Global("torch", "Size"): size, **found}
+    builders = {Global(module, name): partial(new_row, row) for module in _MODULES for name, row in rows.items()}
+    return {**BUILDERS, Global("torch", "Size"): size, **builders}
 
 
 # The tables ----------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def _builders(odd: list[Any]) -> dict[Global, Any]:
 @lru_cache(1 << 10)
 def owner_of(file: str) -> str:
     """Who saved a file, for people."""
-    found = RANK_FILE.match(file)
-    return f"rank {int(found[1])} ({file})" if found else file
+    match = RANK_FILE.match(file)
+    return f"rank {int(match[1])} ({file})" if match else file
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +186,7 @@ class Tables:
     """What the tables of a folder say together. unused: names that have data and are not described.
 
     paths: for every name its path in the nested dictionaries that were saved, unchecked.
-    files: those that values are in, and how many are in each.
+    files: how many chunks and objects are in each file.
     """
 
     folder: Folder
@@ -202,17 +202,17 @@ class Tables:
         return Corrupt(f"{self.folder}: its {name or self.names[0]} {what}", "The table is damaged or malicious.")
 
     def add(self, name: str) -> None:
-        """Reads a table, and adds what it says to that of the others."""
+        """Reads a table, and adds what it says to what the others say."""
         source, odd = self.folder.open(name), list[Any]()
         if source.size > MAX_METADATA:
-            raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
+            raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_METADATA:,}.")
         data = source.read(0, source.size)
         decoded = decode(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if decoded.end != len(data):
             what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
-            raise Ambiguous(what, "Another pickle may be hidden there.")
-        if _class(decoded.root) not in ("Metadata", "MCoreMetadata"):
-            what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
+            raise Ambiguous(what, "A second pickle may be hidden there.")
+        if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
+            what = f"{self.folder} is a folder, but its {name} is not that of torch.distributed.checkpoint"
             fix = f"Name the file: {other_program('ls', self.folder.path)}"
             raise NotACheckpoint(what, "Another program wrote it.", fix)
         self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
@@ -226,9 +226,9 @@ class Tables:
             raise self.damaged("does not say where its values are", name)
         places: dict[str, dict[Any, Place]] = {}  # of every chunk, by name and offsets; of an object, those are None
         for number, (index, place) in enumerate(table.items()):
-            is_one = isinstance(index, _Index) and isinstance(place, Place) and not place.is_damaged
-            offsets = sizes_of(index.offset) if is_one and index.offset is not None else None
-            if not is_one or type(index.fqn) is not str or (index.offset is None) != (offsets is None):
+            is_valid = isinstance(index, _Index) and isinstance(place, Place) and not place.is_damaged
+            offsets = sizes_of(index.offset) if is_valid and index.offset is not None else None
+            if not is_valid or type(index.fqn) is not str or (index.offset is None) != (offsets is None):
                 raise self.damaged(f"has an entry {number:,} without a place", name)
             of_name = places.setdefault(index.fqn, {})
             if offsets in of_name:
@@ -239,9 +239,9 @@ class Tables:
         files = {place.relative_path for of_name in places.values() for place in of_name.values()}
         if missing := self.folder.missing(files):
             raise lacks(self.folder, f"{len(missing):,} of its files", missing)
-        for key in [*described]:  # which are not needed any more then
+        for key in [*described]:  # each row is dropped once it is read
             self._add_value(name, key, described.pop(key), places.get(key, {}))
-        self.unused.update(key for key, left in places.items() if left)
+        self.unused.update(key for key, unread in places.items() if unread)
         paths = facts.get("planner_data")
         if isinstance(paths, dict):
             self.paths = {**paths, **self.paths}
@@ -252,31 +252,31 @@ class Tables:
         """Adds the description of a value; takes what it names out of `places`."""
         if isinstance(row, _Tensor):
             shape, blocks, properties = sizes_of(row.size), row.chunks, row.properties
-            state = properties.state if _class(properties) == "TensorProperties" else None
+            state = properties.state if _class_name(properties) == "TensorProperties" else None
             if type(state) is tuple and len(state) == 5:
                 state = {"dtype": state[0], "requires_grad": state[2]}
-            named, trained = (state.get("dtype"), state.get("requires_grad")) if type(state) is dict else (None, None)
-            dtype = BY_TORCH.get(named.name) if type(named) is Global and named.module == "torch" else None
+            kind, grad = (state.get("dtype"), state.get("requires_grad")) if type(state) is dict else (None, None)
+            dtype = BY_TORCH.get(kind.name) if type(kind) is Global and kind.module == "torch" else None
             if not is_inert(properties):
                 self.discarded.append(properties)
             if shape is None or dtype is None:
                 raise self.damaged(f"says nothing of the shape or type of {name}", table)
-            value = Saved(shape, dtype, trained is True)
+            value = Saved(shape, dtype, grad is True)
         elif isinstance(row, _Object):
             value, blocks = Saved(), [_Block((), ())]
         else:
-            raise self.damaged(f"says of {name} that it is a {_class(row) or type(row).__name__}", table)
-        known = self.values.setdefault(name, value)
-        if (known.shape, known.dtype) != (value.shape, value.dtype):
-            what = f"{self.folder}: {name} is {known} in one of its tables, and {value} in {table}"
-            raise Conflict(what, "The tables are of two checkpoints.", "Copy the folder again, or take another one.")
+            raise self.damaged(f"describes {name} as {_class_name(row) or type(row).__name__}", table)
+        saved = self.values.setdefault(name, value)
+        if (saved.shape, saved.dtype) != (value.shape, value.dtype):
+            what = f"{self.folder}: {name} is {saved} in one of its tables, but {value} in {table}"
+            raise Conflict(what, "The tables come from two checkpoints.", "Copy the folder again, or take another one.")
         seen: set[Box] = set()
         for block in blocks if isinstance(blocks, list) else [None]:
             box = (block.offsets, block.sizes) if isinstance(block, _Block) else (None, None)
             begin, sizes = map(sizes_of, box)
             if begin is None or sizes is None or not len(begin) == len(sizes) == len(value.shape):
                 raise self.damaged(f"has chunks of {name} without offsets and sizes", table)
-            if (begin, sizes) in seen:  # what no rank has an element of may stand there repeatedly
+            if (begin, sizes) in seen:  # an empty block may be listed repeatedly
                 if 0 in sizes:
                     continue
                 raise self.damaged(f"has a chunk of {name} at {list(begin)} twice: they overlap", table)
@@ -288,7 +288,7 @@ class Tables:
                 what = name if value.dtype is None else f"the chunk of {name} at {list(begin)}"
                 raise self.damaged(f"does not say where {what} is", table)
             self.files[place.relative_path] += 1
-            known.chunks.append(Chunk(begin, sizes, place))
+            saved.chunks.append(Chunk(begin, sizes, place))
 
 
 def table_names(folder: Folder) -> list[str]:
@@ -297,16 +297,16 @@ def table_names(folder: Folder) -> list[str]:
     """
     if METADATA in folder:
         return [METADATA]
-    ranks = {int(found["rank"]): name for name in folder.names if (found := OF_A_RANK.fullmatch(name))}
-    stopped = [int(found["rank"]) for name in folder.names if (found := _UNFINISHED.fullmatch(name)) and ranks]
+    ranks = {int(match["rank"]): name for name in folder.names if (match := OF_A_RANK.fullmatch(name))}
+    stopped = [int(match["rank"]) for name in folder.names if (match := _UNFINISHED.fullmatch(name)) and ranks]
     if missing := missing_ranks(ranks, max([*ranks, *stopped], default=-1) + 1):
         names = [f"__{rank}{METADATA}" for rank in missing]
         raise lacks(folder, f"the tables of {counted(len(missing), 'rank')}", names)
     return [name for _, name in sorted(ranks.items())]
 
 
-def _class(node: Any) -> str:
+def _class_name(node: Any) -> str:
     """The name of the class of torch.distributed or Megatron that an object is of; empty for anything else."""
     fn = node.fn if isinstance(node, Object) else None
-    known = type(fn) is Global and fn.module.startswith(("torch.distributed.", "megatron.core."))
-    return fn.name if known and isinstance(fn, Global) else ""
+    is_known = type(fn) is Global and fn.module.startswith(("torch.distributed.", "megatron.core."))
+    return fn.name if is_known and isinstance(fn, Global) else ""

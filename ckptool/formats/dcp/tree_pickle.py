@@ -1,9 +1,9 @@
 """A tree in torch's tables: flat names by torch's rules, and the pickle of what these do not say.
 
-Keys are joined by dots, as texts; dictionaries are always gone into, lists where there is a tensor or a dictionary in
-them; anything else is one value. The pickle is a tensor of bytes in the table, `ckptool.pickle`. The bytes of a storage
-are in the tensor of a flat name, or in an object (`NAME#N`, its storage number N); `ckptool.pickle.0`, … are storages
-of which no tensor has all bytes. The pickle counts only where it has the same names, types, shapes and values as the
+Keys are joined by dots, as texts; dictionaries are always descended into, lists where they hold a tensor or dictionary;
+anything else is one value. The pickle is a tensor of bytes in the table, `ckptool.pickle`. The bytes of a storage are
+in the tensor of a flat name, or in an object (`NAME#N`, its storage number N); `ckptool.pickle.0`, … are storages of
+which no tensor has all bytes. The pickle counts only where it has the same names, types, shapes and values as the
 table; else it is passed over, and that is noted.
 
 Source: torch/distributed/checkpoint/_nested_dict.py and _traverse.py, torch 2.4 to 2.13.
@@ -31,16 +31,16 @@ from ckptool.facts import dataclass, replace
 from ckptool.formats import marks
 from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages, as_bytes, decoded, key_of, pickle_of
 
-# Names that are made: so many, and so many for each part of what has them. Objects that share parts have one for each.
+# Names made at most: these, and so many for each part of a holder. Shared parts are named in each place anew.
 FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
-KEYS = "keys that are not text"
+KEYS = "keys that are not strings"
 EMPTY = "empty dictionaries"
 ORDERED = "ordered dictionaries and what is set on them (_metadata)"
-SHARED = "objects that stand in several places"
-PARAMETERS = "what is a Parameter"
-OPTIMIZERS = "that keys of an optimizer are flat, or its numbers text"
+SHARED = "objects that appear in several places"
+PARAMETERS = "which tensors are Parameters"
+OPTIMIZERS = "an optimizer's flat keys, or numbers kept as strings"
 RESTORED = "optimizer-keys"  # of the notes
 
 
@@ -48,7 +48,7 @@ class FlatNames:
     """The values of a tree by their flat names. paths: their keys, as texts, and indices of lists.
 
     lost: what the names do not say of the tree, each kind with its first address.
-    holders: the dictionaries and lists that were gone into, by id.  most: names that they may have.
+    holders: the dictionaries and lists that were descended into, by id.  max_names: that these may have.
     Raises `Unsupported` for a tree that is no dictionary, for two values of one name, and for a container that contains
     itself.
     """
@@ -56,15 +56,15 @@ class FlatNames:
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
             raise Unsupported(
-                "a dcp folder holds a dictionary, nothing else",
-                "torch.distributed.checkpoint saves dictionaries alone.",
+                "a dcp folder holds a dictionary and nothing else",
+                "torch.distributed.checkpoint saves only dictionaries.",
                 f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
             )
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.lost: dict[str, str] = {}
         self.holders: dict[int, Any] = {}
-        self.most = FREE_NAMES
+        self.max_names = FREE_NAMES
         self.hold(tree, ())
         holders = [id(tree)]
         stack: list[tuple[tuple[str | int, ...], tuple[Any, ...], Iterator[tuple[Any, Any]]]]
@@ -72,22 +72,22 @@ class FlatNames:
         while stack:
             path, place, items = stack[-1]
             for key, value in items:
-                here: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
-                where = (*place, key)
-                parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+                inner_path: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
+                inner_place = (*place, key)
+                nodes = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
                 is_holder = isinstance(value, dict)
-                if not is_holder and not any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts):
-                    self.add(here, where, value)
+                if not is_holder and not any(isinstance(node, (dict, TensorEntry, Composite)) for node in nodes):
+                    self.add(inner_path, inner_place, value)
                     continue
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     raise Conflict(
-                        f"{address(where)} contains itself",
-                        "It has no end of names. Nothing was written.",
-                        f"Leave it out first: {command('edit', FILE, drop=escape(address(where)), out=OUT)}",
+                        f"{address(inner_place)} contains itself",
+                        "Its names would never end. Nothing was written.",
+                        f"Leave it out first: {command('edit', FILE, drop=escape(address(inner_place)), out=OUT)}",
                     )
-                self.hold(value, where)
+                self.hold(value, inner_place)
                 holders.append(id(value))
-                stack.append((here, where, iter(value.items()) if is_holder else enumerate(value)))
+                stack.append((inner_path, inner_place, iter(value.items()) if is_holder else enumerate(value)))
                 break
             else:
                 stack.pop()
@@ -100,22 +100,22 @@ class FlatNames:
         if name in self.values:
             raise Unsupported(
                 f"{address(place)} and another entry would both be called {name}",
-                "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
+                "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written.",
                 f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
             )
-        if len(self.values) >= self.most:
-            most = counted(self.most, "name")
-            raise LimitExceeded(f"more than {most}", "Objects that share parts have a name for each.")
+        if len(self.values) >= self.max_names:
+            names = counted(self.max_names, "name")
+            raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
         self.values[name], self.paths[name] = value, path
         if isinstance(value, TensorEntry) and value.flags.parameter:
             self.lost.setdefault(PARAMETERS, address(place))
 
     def hold(self, node: Any, place: tuple[Any, ...]) -> None:
-        """Notes what the names do not say of a dictionary or list that is gone into."""
+        """Records what the names do not say of a dictionary or list that is descended into."""
         if id(node) in self.holders:
             self.lost.setdefault(SHARED, address(place))
         else:
-            self.most += NAMES_PER_PART * len(node)
+            self.max_names += NAMES_PER_PART * len(node)
         self.holders[id(node)] = node
         if isinstance(node, dict):
             if not node:
@@ -135,7 +135,7 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     for path, optimizer in list(optimizers(unflat)):
         numbered = optimizer_keys.with_numbers(optimizer)
         if numbered is not optimizer:
-            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as text"
+            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
             notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
             unflat = replaced_at(unflat, path, numbered) if path else numbered
     return unflat, notes
@@ -149,8 +149,9 @@ MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's 
 BEGINNING = 16 << 10  # of each tensor
 
 VIEWS = "tensors that share memory as different views"
-STRIDES = "strides of what is divided or has gaps"
+STRIDES = "strides of tensors that are sharded or have gaps"
 LAZY = "conjugate and negative views"
+MARK = "the mark of a recovered file"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
 
@@ -167,10 +168,10 @@ class Home:
     stop: int
     axes: list[int] | None = None
 
-    def holds(self, part: TensorEntry | StorageRef) -> bool:
+    def holds(self, view: TensorEntry | StorageRef) -> bool:
         """True if all bytes that a view touches are there."""
-        start, stop = part.span() if isinstance(part, TensorEntry) else (0, part.storage.nbytes)
-        size = part.dtype.itemsize if part.dtype is not None else 1
+        start, stop = view.span() if isinstance(view, TensorEntry) else (0, view.storage.nbytes)
+        size = view.dtype.itemsize if view.dtype is not None else 1
         return self.start <= start and stop <= self.stop and self.start % size == 0
 
 
@@ -179,23 +180,23 @@ class Home:
 
 def lost_in_table(flat: FlatNames) -> dict[str, str]:
     """What the table would not say of a tree, each with an address or name where it is so; empty if it says all."""
-    found = dict(flat.lost)
+    lost = dict(flat.lost)
     owners: dict[int, str] = dict.fromkeys(flat.holders, "")  # id of a part -> the name of what it is in
     views: dict[int, Any] = {}  # id of a storage -> the view, or the name of the object, that it is in
     for name, value in flat.values.items():
-        plain = isinstance(value, TensorEntry)
-        for part in [value] if plain else visit(value):
-            if not isinstance(part, _HAVE_IDENTITY) or part == ():
+        is_tensor = isinstance(value, TensorEntry)
+        for node in [value] if is_tensor else visit(value):
+            if not isinstance(node, _HAVE_IDENTITY) or node == ():
                 continue
-            if owners.setdefault(id(part), name) != name:
-                found.setdefault(SHARED, name)
-            if isinstance(part, (TensorEntry, StorageRef)):
-                view = part.view if plain and isinstance(part, TensorEntry) else name
-                if views.setdefault(id(part.storage), view) != view:
-                    found.setdefault(VIEWS, name)
+            if owners.setdefault(id(node), name) != name:
+                lost.setdefault(SHARED, name)
+            if isinstance(node, (TensorEntry, StorageRef)):
+                view = node.view if is_tensor and isinstance(node, TensorEntry) else name
+                if views.setdefault(id(node.storage), view) != view:
+                    lost.setdefault(VIEWS, name)
         if isinstance(value, TensorEntry) and (value.flags.conj or value.flags.neg):
-            found.setdefault(LAZY, name)
-    return found
+            lost.setdefault(LAZY, name)
+    return lost
 
 
 def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list[Storage]]:
@@ -203,25 +204,25 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
     homes: of storages, by their id. Raises `LimitExceeded` for a pickle that would not be read.
     """
-    views = [part for part in visit(checkpoint.tree) if isinstance(part, (TensorEntry, StorageRef))]
-    away = {id(part.storage) for part in views if id(part.storage) in homes and not homes[id(part.storage)].holds(part)}
+    views = [view for view in visit(checkpoint.tree) if isinstance(view, (TensorEntry, StorageRef))]
+    away = {id(view.storage) for view in views if id(view.storage) in homes and not homes[id(view.storage)].holds(view)}
     raw: list[Storage] = []
     placed: dict[int, tuple[Storage, int]] = {}  # id of a storage -> that of its home, and where this begins in it
     keys: dict[int, str] = {}
 
-    def at_home(part: Any) -> Any:
-        storage = part.storage
+    def at_home(view: Any) -> Any:
+        storage = view.storage
         if id(storage) not in placed:
             home = homes.get(id(storage)) if id(storage) not in away else None
             if home is None:
                 home = Home(f"{NAME}.{len(raw)}", 0, storage.nbytes)
                 raw.append(storage)
-            own = Storage(Computed(home.stop - home.start, storage.data.read), storage.location)
-            placed[id(storage)], keys[id(own)] = (own, home.start), key_of(home.name, home.axes)
-        own, begin = placed[id(storage)]
-        if isinstance(part, StorageRef):
-            return replace(part, storage=own)
-        return replace(part, storage=own, offset=part.offset - begin // part.dtype.itemsize)
+            target = Storage(Computed(home.stop - home.start, storage.data.read), storage.location)
+            placed[id(storage)], keys[id(target)] = (target, home.start), key_of(home.name, home.axes)
+        target, begin = placed[id(storage)]
+        if isinstance(view, StorageRef):
+            return replace(view, storage=target)
+        return replace(view, storage=target, offset=view.offset - begin // view.dtype.itemsize)
 
     mark = checkpoint.metadata.get(marks.RECOVERED)
     tree = trees.rebuild(checkpoint.tree, at_home)
@@ -233,61 +234,61 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
 
 def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], tuple[Any, ...]]:
-    """The tree of the pickle, what it says beside that, notes, and what of it is not inert and not in the tree; None in
-    place of the tree where there is none that fits.
+    """The tree of the pickle, its metadata, notes, and what of it is neither inert nor in the tree; None in place of
+    the tree where there is no pickle that fits the table.
 
-    values: of the table, by their flat names; those that belong to the pickle are taken out of them.
+    values: those of the table by their flat names, from which the pickle's own are taken out.
     """
     if NAME not in values:
         return None, {}, [], ()
     aside: tuple[Any, ...] = ()
-    own = {name: values.pop(name) for name in [*values] if name == NAME or name.startswith(f"{NAME}.")}
+    entries = {name: values.pop(name) for name in [*values] if name == NAME or name.startswith(f"{NAME}.")}
     try:
-        content = own[NAME].bytes() if own[NAME].nbytes <= MAX_PICKLE else b""
-        if zlib.crc32(content) != own[NAME].storage.crc:
+        content = entries[NAME].bytes() if entries[NAME].nbytes <= MAX_PICKLE else b""
+        if zlib.crc32(content) != entries[NAME].storage.crc:
             raise Corrupt("its bytes do not match their checksum")
         objects = {name: value for name, value in values.items() if not isinstance(value, TensorEntry)}
         in_objects = ((name, enumerate(trees.storages(value))) for name, value in objects.items())
-        held = {f"{name}#{number}": as_bytes(each) for name, found in in_objects for number, each in found}
-        found_pickle = decoded(content, PickledStorages(held | values | own), NAME)
-        aside, loaded = found_pickle.aside(), found_pickle.root
-        if found_pickle.discarded or loaded.keys() != {"tree", "recovered"}:
-            raise Corrupt("it is not what ckptool writes")
+        held = {f"{name}#{number}": as_bytes(storage) for name, numbered in in_objects for number, storage in numbered}
+        pickle = decoded(content, PickledStorages(held | values | entries), NAME)
+        aside, loaded = pickle.aside(), pickle.root
+        if pickle.discarded or loaded.keys() != {"tree", "recovered"}:
+            raise Corrupt("ckptool did not write it")
         tree, mark = loaded["tree"], loaded["recovered"]
-        found = FlatNames(tree).values
-        if found.keys() != values.keys():
-            raise Conflict("it names other values than the table")
-        left = [MAX_COMPARED]
+        tree_values = FlatNames(tree).values
+        if tree_values.keys() != values.keys():
+            raise Conflict("its names differ from the table's")
+        budget = [MAX_COMPARED]
         for name, value in values.items():
-            if not _is_same(found[name], value, left):
-                raise Conflict(f"it has another {name} than the table")
+            if not _is_same(tree_values[name], value, budget):
+                raise Conflict(f"its {name} differs from the table's")
         metadata = {marks.RECOVERED: mark} if type(mark) is str else {}
         return tree, metadata, list(marks.recovered_notes(metadata)), ()
     except CkptoolError as error:
         why = error.what
     except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
-    what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
+    what = f"{NAME} was ignored, so types of keys, ties and the like are as torch sees them: {why}"
     return None, {}, [Note(IGNORED, what)], aside
 
 
-def _is_same(found: Any, value: Any, left: list[int]) -> bool:
-    """True unless a value of the pickle's tree is seen to be another than that of the table.
+def _is_same(from_pickle: Any, value: Any, budget: list[int]) -> bool:
+    """True unless a value of the pickle's tree is seen to differ from the table's.
 
-    Of tensors that are other bytes (parts of one that is wider), the beginnings are compared. left: so many bytes of
-    values may still be read for that. Of objects, types and plain values are, whatever their parts share; of tensors in
-    these, types and shapes.
+    Of tensors in different bytes (parts of a wider one), the beginnings are compared; budget: the bytes of values that
+    may still be read for that. Of objects, types and plain values are compared, whatever their parts share; of tensors
+    in these, types and shapes.
     """
-    if isinstance(found, TensorEntry) and isinstance(value, TensorEntry):
-        is_like = (found.dtype, found.shape) == (value.dtype, value.shape)
-        is_one = found.storage.data is value.storage.data and found.layout == value.layout
+    if isinstance(from_pickle, TensorEntry) and isinstance(value, TensorEntry):
+        is_like = (from_pickle.dtype, from_pickle.shape) == (value.dtype, value.shape)
+        is_one = from_pickle.storage.data is value.storage.data and from_pickle.layout == value.layout
         if not is_like or is_one:
-            return is_like and found.flags.lazy == value.flags.lazy
-        pair = row_major(resolved(found)), row_major(value)  # the table's are no conjugate or negative views
-        length = min(left[0], BEGINNING, pair[0].length)
-        left[0] -= length
+            return is_like and from_pickle.flags.lazy == value.flags.lazy
+        pair = row_major(resolved(from_pickle)), row_major(value)  # the table's are no conjugate or negative views
+        length = min(budget[0], BEGINNING, pair[0].length)
+        budget[0] -= length
         return pair[0].read(0, length) == pair[1].read(0, length)
-    return alike(found, value, equal=_is_same_leaf)
+    return alike(from_pickle, value, equal=_is_same_leaf)
 
 
 def _is_same_leaf(one: Any, other: Any) -> bool:

@@ -84,9 +84,9 @@ def tag_of(folder: Folder) -> str | None:
 
 def _tags(folder: Folder) -> tuple[list[str], str, str]:
     """The tags in a folder; the file that names one of them (`latest`), and what it says. Without it the only one."""
-    named = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
-    tags = [name for name in named if _is_tag(folder, name)]
-    for latest in (each for each in LATEST if each in folder):
+    candidates = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
+    tags = [name for name in candidates if _is_tag(folder, name)]
+    for latest in (file for file in LATEST if file in folder):
         text = read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG)
         name = text.decode(errors="replace").strip()
         if tags or SCRIPTS[0] in folder or _is_tag(folder, name):
@@ -110,22 +110,22 @@ def _of_run(source: Folder) -> Checkpoint:
     advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
     if not latest and not name:
         what = f"{source} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {listed(tags, 3)}"
-        raise Ambiguous(what, "The file `latest`, which names one of them, is not beside them.", advice)
+        raise Ambiguous(what, "The file `latest`, which names one of them, is missing.", advice)
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
         if name in source:
-            what = f"{path} names {name}, which has none of DeepSpeed's files in it"
-            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
-        what = f"{path} names {name[:200]!r}, which is no folder beside it"
-        why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
-        raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', source.path)}")
-    found = read(tag := Folder(os.path.join(source.path, name)))
+            what = f"{path} names {name}, which has no DeepSpeed files"
+            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before saving.", advice)
+        what = f"{path} names {name[:200]!r}, which is not a folder beside it"
+        why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
+        raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
+    checkpoint = read(tag := Folder(os.path.join(source.path, name)))
     source.adopt(name, tag)
-    notes = found.notes
-    if others := [each for each in tags if each != name]:
+    notes = checkpoint.notes
+    if others := [other for other in tags if other != name]:
         beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
         notes += (Note(OTHER_TAGS, f"{name} was read; {beside}"),)
-    return replace(found, source=source, notes=notes)
+    return replace(checkpoint, source=source, notes=notes)
 
 
 # The folder of a tag -------------------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ class Tag:
         self.folder, self.joiner = folder, Joiner(folder)
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
-        ranked = [found for name in folder.names if (found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
+        ranked = [match for name in folder.names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
         files: dict[int, tuple[dict[int, str], dict[int, str]]]  # of the model, of the optimizer, by rank
-        files = {number: ({}, {}) for number in sorted({int(found["mp"]) for found in ranked})}
-        for found in ranked:
-            of_ranks, name = files[int(found["mp"])][found.re is _OPTIMIZER], found[0]
-            if (other := of_ranks.setdefault(int(found["rank"] or 0), name)) != name:
-                raise mixed(folder, other, name, "both are of one rank")
-        self.stages = {number: StageFiles(self.joiner, *each) for number, each in files.items()}
+        files = {number: ({}, {}) for number in sorted({int(match["mp"]) for match in ranked})}
+        for match in ranked:
+            by_rank, name = files[int(match["mp"])][match.re is _OPTIMIZER], match[0]
+            if (other := by_rank.setdefault(int(match["rank"] or 0), name)) != name:
+                raise mixed(folder, other, name, "both belong to one rank")
+        self.stages = {number: StageFiles(self.joiner, *pair) for number, pair in files.items()}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
         self.first = self.stages[0]
@@ -170,69 +170,69 @@ def read(folder: Folder) -> Checkpoint:
     is_pipeline = len(stages) > 1 or bool(tag.layers)
     if "offloaded_tensors" in folder or states.get("ds_autoep_layers"):
         what = "experts in AutoEP" if states.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
-        why = "Its values are laid out in another way than those of ZeRO, which is not read."
+        why = "Its layout differs from ZeRO's and is not supported."
         raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
-    own = _layers(tag) if is_pipeline else _with_experts(tag)
+    model = _layers(tag) if is_pipeline else _with_experts(tag)
     weights: dict[str, TensorEntry] = {}  # a parameter that several stages have is that of the first
     optimizer: dict[str, Any] | None = None
     for number, stage in stages.items():
         if not stage.shares:
             continue
-        joined, more = zero.trained(stage, own)
-        for name, entry in joined.items():
-            each = Piece(entry, (0,) * len(entry.shape), f"stage {number}")
-            earlier = [replace(each, tensor=weights[name], owner="an earlier stage")] if name in weights else []
-            weights[name] = tag.joiner.replicated(name, [*earlier, each])
-        optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in more["param_groups"]]}
-        optimizer["state"] = more["state"] | optimizer["state"]
-        # Parameters go to the group of the same settings, first that in the same place; those of others are added.
+        masters, added = zero.trained(stage, model)
+        for name, entry in masters.items():
+            piece = Piece(entry, (0,) * len(entry.shape), f"stage {number}")
+            earlier = [replace(piece, tensor=weights[name], owner="an earlier stage")] if name in weights else []
+            weights[name] = tag.joiner.replicated(name, [*earlier, piece])
+        optimizer = optimizer or {"state": {}, "param_groups": [{**g, "params": []} for g in added["param_groups"]]}
+        optimizer["state"] = added["state"] | optimizer["state"]
+        # Parameters go to the group of the same settings, preferably that in the same place; other groups are added.
         groups = optimizer["param_groups"]
         known = {name for group in groups for name in group["params"]}
-        for place, other in enumerate(more["param_groups"]):
+        for place, other in enumerate(added["param_groups"]):
             candidates = (*groups[place : place + 1], *groups)
-            group = next((each for each in candidates if {**each, "params": other["params"]} == other), None)
+            group = next((g for g in candidates if {**g, "params": other["params"]} == other), None)
             if group is None:
                 groups.append(group := {**other, "params": []})
             group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
-            what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+            what = "the optimizer's files are missing: the weights are the model's own, without their f32 values"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
-        saved = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
-        if is_pipeline and any(each is not None for each in saved.values()):  # numbered by each for itself
-            optimizer = saved
-        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # the first rank of each saves alone
+        optimizers = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
+        if is_pipeline and any(state is not None for state in optimizers.values()):  # each numbers its own
+            optimizer = optimizers
+        sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # only the first rank of each saves
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
-        return _checkpoint(tag, own, weights, optimizer, {}, 0, world, engine)
+        return _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
     world = sum(len(stage.shares) for stage in stages.values())
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
-    found = _checkpoint(tag, own, weights, optimizer, share.rest, kind, world, share.engine + engine)
+    checkpoint = _checkpoint(tag, model, weights, optimizer, share.extra, kind, world, share.engine + engine)
     if kind > 2 and not any("step" in zero.undivided(share.states.get(group)) for group in range(len(share.weights))):
-        return replace(found, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have the weights twice
-    return found
+        return replace(checkpoint, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have weights twice
+    return checkpoint
 
 
 def _with_experts(tag: Tag) -> dict[Any, Any]:
     """The model's own weights, with those of experts, each of which is in a file of its own."""
     states = tag.first.states
     for layer, count in enumerate(items(states.get("num_experts"))):
-        there = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
-        if type(count) is int and len(there) < count:
-            what = f"experts: {len(there):,} of {counted(count, 'expert')} in layer {layer} are there"
+        expert_files = {name for name in tag.experts if name.startswith(f"layer_{layer}_")}
+        if type(count) is int and len(expert_files) < count:
+            what = f"experts: {len(expert_files):,} of {counted(count, 'expert')} in layer {layer} are there"
             raise lacks(tag.folder, what)
     if not isinstance(states.get("module"), dict):
-        raise damaged(tag.folder, f"{tag.first.file} has no `module` with the weights of a model in it")
-    own: dict[Any, Any] = dict(states["module"])
+        raise damaged(tag.folder, f"{tag.first.file} has no `module` with a model's weights")
+    weights: dict[Any, Any] = dict(states["module"])
     experts: set[Any] = set()
     for name in tag.experts:
         expert = tag.joiner.open(name).tree
         if not isinstance(expert, dict) or experts & expert.keys():
-            raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
+            raise damaged(tag.folder, f"{name} does not hold the weights of its expert")
         experts |= expert.keys()
-        own |= expert
-    return same_kind(states["module"], own)
+        weights |= expert
+    return same_kind(states["module"], weights)
 
 
 # A pipeline ----------------------------------------------------------------------------------------------------------
@@ -248,48 +248,48 @@ def _layers(tag: Tag) -> dict[Any, Any]:
     if lacking := next((number for number, stage in stages.items() if not stage.models), None):
         raise lacks(tag.folder, f"mp_rank_{lacking:02}_model_states.pt")
     degrees = first.states.get("checkpoint_parallel_dimensions")
-    wide = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
-    if odd := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (wide and [first.file]):
+    is_divided = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
+    if divided_files := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (is_divided and [first.file]):
         raise Unsupported(
-            f"{tag.folder} was saved with tensor parallelism, as {odd[0]} shows",
+            f"{tag.folder} was saved with tensor parallelism, as {divided_files[0]} shows",
             "Each rank has parts of the weights, and how those are joined depends on the model.",
             "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
         )
     count = fields(degrees).get("pp_degree")
     complete(tag.folder, stages, count if type(count) is int else len(stages), first.file)
     facts: dict[str, Any] = {}
-    known: dict[str, Any] = {}  # the buffers, and the parameters that the optimizer has
+    expected: dict[str, Any] = {}  # the buffers, and the parameters that the optimizer has
     parameters: dict[str, Any] = {}
     for stage in stages.values():
-        of_ranks = max(stage.shares[0].counts) if stage.shares else None  # its groups may be more or fewer
-        about = {"step": stage.states.get("global_steps"), "number of ranks": of_ranks}
-        facts = facts or about
-        refuse_other(tag.folder, (first.file, facts), (stage.file, about))
-        known |= dict.fromkeys(n for n in items(stage.states.get("buffer_names")) if type(n) is str)
+        world = max(stage.shares[0].counts) if stage.shares else None  # its groups may be more or fewer
+        stage_facts = {"step": stage.states.get("global_steps"), "number of ranks": world}
+        facts = facts or stage_facts
+        refuse_other(tag.folder, (first.file, facts), (stage.file, stage_facts))
+        expected |= dict.fromkeys(n for n in items(stage.states.get("buffer_names")) if type(n) is str)
         parameters |= {name: shape for group in stage.groups for name, shape in group.items()}
-    known |= parameters
-    found: dict[Any, Any] = {}
-    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # of those in a layer
+    expected |= parameters
+    values: dict[Any, Any] = {}
+    tied_by_name: dict[str, list[tuple[str, Any]]] = {}  # by the name in its layer
     for name, shape in parameters.items():
         if name.startswith("tied_modules.") and name.count(".") > 1:
             tied_by_name.setdefault(name.split(".", 2)[2], []).append((name, shape))
-    for layer, file in sorted((int(named["layer"]), name) for name in tag.layers if (named := _LAYER.fullmatch(name))):
+    for layer, file in sorted((int(match["layer"]), name) for name in tag.layers if (match := _LAYER.fullmatch(name))):
         if not isinstance(tree := tag.joiner.open(file).tree, dict):
             raise damaged(tag.folder, f"{file} has no weights of a layer")
         for name, value in tree.items():
             full, shapes = f"{layer}.{name}", (None, value.shape if isinstance(value, TensorEntry) else None)
-            tied = [each for each, shape in tied_by_name.get(name, ()) if shape in shapes]
-            found.setdefault(tied[0] if full not in parameters and len(tied) == 1 else full, value)
-    of_layers = {(n.partition(".")[2], v.shape if isinstance(v, TensorEntry) else None) for n, v in found.items()}
-    for name, shape in known.items():
+            tied = [alias for alias, shape in tied_by_name.get(name, ()) if shape in shapes]
+            values.setdefault(tied[0] if full not in parameters and len(tied) == 1 else full, value)
+    of_layers = {(n.partition(".")[2], v.shape if isinstance(v, TensorEntry) else None) for n, v in values.items()}
+    for name, shape in expected.items():
         number, _, rest = name.partition(".")
-        # A tied one whose layer cannot be told from its name is under that of the layer.
+        # A tied parameter whose layer cannot be told from its name is there under the layer's own name.
         is_tied = number == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
-        if name not in found and (number.isdecimal() or number == "tied_modules") and not is_tied:
+        if name not in values and (number.isdecimal() or number == "tied_modules") and not is_tied:
             file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
             what = f"{tag.folder} lacks {name}, which the ranks' files name"
-            raise Corrupt(what, f"It is in {file}, which is not there or is another's.", "Copy all files of the run.")
-    return found
+            raise Corrupt(what, f"It belongs in {file}, which is missing or another run's.", "Copy all files.")
+    return values
 
 
 # The checkpoint ------------------------------------------------------------------------------------------------------
@@ -297,10 +297,10 @@ def _layers(tag: Tag) -> dict[Any, Any]:
 
 def _checkpoint(
     tag: Tag,
-    own: dict[Any, Any],
+    model: dict[Any, Any],
     trained: dict[str, TensorEntry],
     optimizer: Any,
-    rest: Mapping[str, Any],
+    extra: Mapping[str, Any],
     stage: int,
     ranks: int,
     engine: str,
@@ -308,61 +308,61 @@ def _checkpoint(
     """What the first rank saved, with the whole model (trained, frozen and tied parameters, buffers, in the order in
     which it was saved) and the optimizer by name in their places.
 
-    own: what is there as `module`.  trained: the f32 master values.  rest: what the optimizer's files hold beside.
+    model: its own weights (`module`).  trained: the f32 master values.  extra: what else the optimizer's files hold.
     """
     first, states = tag.first, tag.first.states
-    frozen = {n: s for each in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in each.items()}
+    frozen = {n: s for group in first.shapes_in(states, first.file, "frozen_param_shapes") for n, s in group.items()}
     values: dict[str, Any] = dict(trained)
     fragments, buffers, facts = dict[str, list[Piece]](), dict[str, list[Piece]](), dict[str, Any]()
     if stage > 2:  # of frozen parameters each rank has a piece; buffers are saved whole by each
         complete(tag.folder, first.models, ranks, first.file)
     for rank, file in sorted(first.models.items())[: None if stage > 2 else 1]:
-        each = first.model(file) if facts else states
-        about = {"step": each.get("global_steps"), "size of the world": each.get("dp_world_size")}
+        saved = first.model(file) if facts else states
+        rank_facts = {"step": saved.get("global_steps"), "size of the world": saved.get("dp_world_size")}
         lists = {"list of parameters": "param_shapes", "list of frozen parameters": "frozen_param_shapes"}
-        about |= {what: [[*g.items()] for g in first.shapes_in(each, file, key)] for what, key in lists.items()}
-        facts = facts or about
-        refuse_other(tag.folder, (first.file, facts), (file, about))
-        module, parts = fields(each.get("module")), fields(each.get("frozen_param_fragments"))
-        named = {name: module.get(name) for name in items(each.get("buffer_names")) if type(name) is str}
-        for kind, entries in ((fragments, parts), (buffers, named)):
+        rank_facts |= {what: [[*g.items()] for g in first.shapes_in(saved, file, key)] for what, key in lists.items()}
+        facts = facts or rank_facts
+        refuse_other(tag.folder, (first.file, facts), (file, rank_facts))
+        module, rank_fragments = fields(saved.get("module")), fields(saved.get("frozen_param_fragments"))
+        rank_buffers = {name: module.get(name) for name in items(saved.get("buffer_names")) if type(name) is str}
+        for by_name, entries in ((fragments, rank_fragments), (buffers, rank_buffers)):
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
-                    kind.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
+                    by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
     for name, shape in frozen.items():
-        given = fragments.get(name, [])
-        if stage > 2 and 0 < len(given) < ranks:  # whose place is that of the rank
-            raise lacks(tag.folder, f"{name} in the model states of {counted(ranks - len(given), 'rank')}")
-        if given and (stage > 2 or name not in own):
-            vectors = [Vector([(each.entry, each.owner)]) for each in given if len(each.entry.shape) == 1]
-            whole = len(given) == 1 and given[0].entry.shape == shape
-            values[name] = given[0].entry if whole else tag.joiner.flat(name, shape, zero.pieces(vectors, shape))
-    values |= {name: tag.joiner.replicated(name, each) for name, each in buffers.items()}
+        pieces = fragments.get(name, [])
+        if stage > 2 and 0 < len(pieces) < ranks:  # their places follow from the ranks
+            raise lacks(tag.folder, f"{name} in the model states of {counted(ranks - len(pieces), 'rank')}")
+        if pieces and (stage > 2 or name not in model):
+            vectors = [Vector([(piece.entry, piece.owner)]) for piece in pieces if len(piece.entry.shape) == 1]
+            is_whole = len(pieces) == 1 and pieces[0].entry.shape == shape
+            values[name] = pieces[0].entry if is_whole else tag.joiner.flat(name, shape, zero.pieces(vectors, shape))
+    values |= {name: tag.joiner.replicated(name, pieces) for name, pieces in buffers.items()}
     # The other names of shared parameters have the values of those that are stored.
     ties = dict(fields(states.get("shared_params")))
-    views = {entry.view: name for name in values if isinstance(entry := own.get(name), TensorEntry) and entry.numel}
-    for name, entry in own.items():
+    views = {entry.view: name for name in values if isinstance(entry := model.get(name), TensorEntry) and entry.numel}
+    for name, entry in model.items():
         if name not in values and isinstance(entry, TensorEntry) and entry.view in views:
             ties.setdefault(name, views[entry.view])
     for name, source in ties.items():
-        if isinstance(value := values.get(source, own.get(source)), TensorEntry) and type(name) is str:
+        if isinstance(value := values.get(source, model.get(source)), TensorEntry) and type(name) is str:
             values.setdefault(name, value)
-    both = [(own[name], entry) for name, entry in trained.items() if isinstance(own.get(name), TensorEntry)]
-    if copies := Counter(copy.dtype for copy, entry in both if copy.numel and copy.shape == entry.shape):
+    pairs = [(model[name], entry) for name, entry in trained.items() if isinstance(model.get(name), TensorEntry)]
+    if copies := Counter(copy.dtype for copy, entry in pairs if copy.numel and copy.shape == entry.shape):
         what = counted(copies.total(), "weight is shown as", "weights are shown as")
         compared = f"the model's own copies ({listed([*map(str, copies)])}) are compared with them when they are read"
         tag.joiner.notes.append(Note(COPIES, f"{what} the optimizer's f32 master values; {compared}"))
-    module = same_kind(own, {**own, **values})
-    empty = [str(n) for n, v in own.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
+    module = same_kind(model, {**model, **values})
+    empty = [str(n) for n, v in model.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
-        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
-        raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
-    more: dict[str, Any] = {"module": module}
-    more |= {} if optimizer is None else {"optimizer": optimizer}
-    more |= {ZERO: rest} if rest else {}
-    more |= {name: tag.joiner.open(name).tree for name in tag.others}
-    tree = {key: value for key, value in states.items() if key != "frozen_param_fragments"} | more
+        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are missing or do not name them."
+        raise Corrupt(what, why, f"See what is in it: {other_program('ls', tag.folder.path)}")
+    joined: dict[str, Any] = {"module": module}
+    joined |= {} if optimizer is None else {"optimizer": optimizer}
+    joined |= {ZERO: extra} if extra else {}
+    joined |= {name: tag.joiner.open(name).tree for name in tag.others}
+    tree = {key: value for key, value in states.items() if key != "frozen_param_fragments"} | joined
     version = states.get("ds_version")
     engine = f"DeepSpeed {printable(version) if type(version) is str else ''}".strip() + engine
     return tag.joiner.checkpoint(NAME, tree, engine, ranks, states.get("global_steps"))
@@ -373,74 +373,74 @@ def _checkpoint(
 
 def _universal(tag: Tag) -> Checkpoint:
     """The checkpoint of a universal folder. Raises `Corrupt` for parameters that are not there."""
-    folder, first = tag.folder, tag.first.states
-    groups = tag.first.shapes_in(first, tag.first.file)
-    own = same_kind(first.get("module"), dict(first.get("module") or {}))
-    if first.get("module") is None:
-        message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
+    folder, first_states = tag.folder, tag.first.states
+    groups = tag.first.shapes_in(first_states, tag.first.file)
+    model = same_kind(first_states.get("module"), dict(first_states.get("module") or {}))
+    if first_states.get("module") is None:
+        message = "ds_to_universal drops a pipeline's buffers and frozen parameters: they are not here"
         tag.joiner.notes.append(Note(NO_BUFFERS, message))
     # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
-    for stage, file in ((each, file) for each in [*tag.stages.values()][1:] for file in each.models.values()):
+    for stage, file in ((other, file) for other in [*tag.stages.values()][1:] for file in other.models.values()):
         states = fields(tag.joiner.open(file).tree)
         for number, shapes in enumerate(stage.shapes_in(states, file)):
             groups.extend({} for _ in range(number + 1 - len(groups)))
             groups[number].update(shapes)
         trained = {name for shapes in groups for name in shapes}
         for name, value in fields(states.get("module")).items():
-            other: Any = own.setdefault(name, value)
-            both = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
-            if name not in trained and both and agree(other, value, read=True) is False:
-                what = f"{folder}: {name!s} is another tensor in {file}, and is not trained"
-                why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
+            other: Any = model.setdefault(name, value)
+            are_tensors = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
+            if name not in trained and are_tensors and agree(other, value, read=True) is False:
+                what = f"{folder}: {name!s} differs in {file}, and is not trained"
+                why = "It may be sharded by tensor parallelism; ds_to_universal joins only what is trained."
                 raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
-    inside = Folder(os.path.join(folder.path, UNIVERSAL))
-    if missing := [name for name in [*chain(*groups), _COMMON] if name not in inside]:
-        raise lacks(inside, counted(len(missing), "entry", "entries"), missing)
-    common = fields(tag.joiner.open(_COMMON, inside).tree)
-    once = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
+    zero_folder = Folder(os.path.join(folder.path, UNIVERSAL))
+    if missing := [name for name in [*chain(*groups), _COMMON] if name not in zero_folder]:
+        raise lacks(zero_folder, counted(len(missing), "entry", "entries"), missing)
+    common = fields(tag.joiner.open(_COMMON, zero_folder).tree)
+    steps = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
-    stepped: tuple[str, dict[str, Any]] | None = None
+    first_step: tuple[str, dict[str, Any]] | None = None
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
-            files = Folder(os.path.join(inside.path, name))
+            files = Folder(os.path.join(zero_folder.path, name))
             for file in (file for file in files.names if file.endswith(".pt")):
                 value = tag.joiner.open(file, files).tree
                 value = zero.bare(value.get("param") if isinstance(value, dict) else value)
                 if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
                     value = value.reshape(shape)
                 slots[file.removesuffix(".pt")] = value
-            inside.adopt(name, files)
+            zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
             if not isinstance(weight, TensorEntry):
                 raise damaged(files, f"has no tensor in {_WEIGHT}.pt")
-            alike = weight.shape, ()
-            wrong = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in alike]
-            if wrong or len(weight.shape) != len(shape):
-                meant = list(weight.shape if wrong else shape)
-                raise damaged(files, f"has {listed(wrong or [_WEIGHT])} of another shape than {meant}")
+            allowed = weight.shape, ()
+            misfits = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in allowed]
+            if misfits or len(weight.shape) != len(shape):
+                expected = list(weight.shape if misfits else shape)
+                raise damaged(files, f"has {listed(misfits or [_WEIGHT])} of a different shape than {expected}")
             del slots[_WEIGHT]
-            copy = own.get(name)  # of tensor parallelism, a part of it
+            copy = model.get(name)  # with tensor parallelism, a part of it
             copy = copy if isinstance(copy, TensorEntry) and copy.shape == weight.shape else None
             piece = Piece(weight.reshape((weight.numel,)), (0,), f"{name}/{_WEIGHT}.pt")
             weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy)
-            state[name] = zero.undivided(once.get(number)) | slots
+            state[name] = zero.undivided(steps.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
-                stepped = stepped or (name, {"step": step})
-                refuse_other(inside, stepped, (name, {"step": step}))
-    every = dict.fromkeys(key for slots in state.values() for key in slots)
-    if missing := [f"{name}/{key}.pt" for name, slots in state.items() for key in every if key not in slots]:
-        raise lacks(inside, counted(len(missing), "file"), missing)
+                first_step = first_step or (name, {"step": step})
+                refuse_other(zero_folder, first_step, (name, {"step": step}))
+    keys = dict.fromkeys(key for slots in state.values() for key in slots)
+    if missing := [f"{name}/{key}.pt" for name, slots in state.items() for key in keys if key not in slots]:
+        raise lacks(zero_folder, counted(len(missing), "file"), missing)
     parameters = zero.named_groups(common.get("param_groups"), dict(enumerate(groups)))
     optimizer = {"state": {name: slots for name, slots in state.items() if slots}, "param_groups": parameters}
-    world = first.get("dp_world_size")
+    world = first_states.get("dp_world_size")
     size = world if type(world) is int and 0 < world < 1 << 32 else max(tag.first.models) + 1
-    folder.adopt(UNIVERSAL, inside)
-    rest = {str(key): zero.plain(value) for key, value in common.items() if key not in _JOINED}
+    folder.adopt(UNIVERSAL, zero_folder)
+    extra = {str(key): zero.plain(value) for key, value in common.items() if key not in _JOINED}
     kind = 3 if "zero_pp_rank" in tag.first.file else 2
-    found = _checkpoint(tag, own, weights, optimizer, rest, kind, size, ", universal")
-    return replace(found, container=f"{NAME}-universal")
+    checkpoint = _checkpoint(tag, model, weights, optimizer, extra, kind, size, ", universal")
+    return replace(checkpoint, container=f"{NAME}-universal")
 
 
 # Of `optimizer_state.pt`: what is by name elsewhere, or is the first rank's share of it.

@@ -52,7 +52,7 @@ def read(source: Folder) -> Checkpoint:
     for name, match in matches.items():
         shard = joiner.open(name)
         if not shard.tensors_only:
-            raise damaged(source, f"{name} is no safetensors file")
+            raise damaged(source, f"{name} is not a safetensors file")
         offsets = saved_offsets(shard)
         for tensor, entry in shard.tree.items():
             begin = sizes_of(offsets.get(tensor))
@@ -64,7 +64,7 @@ def read(source: Folder) -> Checkpoint:
         ends = [[lo + n for lo, n in zip(*chunk.box, strict=True)] for chunk in chunks]
         shape = tuple(map(max, zip(*ends, strict=False)))
         tree[name] = joiner.tensor(name, shape, chunks[0].entry.dtype, chunks)
-    # Of one rank alone nothing tells that others had parts of the same tensors.
+    # With one rank alone, nothing tells whether others had parts of the same tensors.
     divided = [name for name, chunks in pieces.items() if len(chunks) > 1 or len(ranks) == 1]
     if divided:
         what = f"the sizes of {counted(len(divided), 'tensor')} are those of the pieces that are here"

@@ -54,7 +54,7 @@ class StageFiles:
         """A rank's model states; of a pipeline, `module` is None. Raises `Corrupt` for something else."""
         tree: dict[str, Any] = fields(self.joiner.open(file).tree)
         if not isinstance(tree.get("module", ()), (dict, type(None))):
-            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
+            raise damaged(self.folder, f"{file} has no `module` with a model's weights")
         return tree
 
     @cached_property
@@ -64,12 +64,12 @@ class StageFiles:
         # With this option DeepSpeed's own record of the pieces has another order than its vectors.
         is_mapped = not inside(self.states, "ds_config.zero_optimization.round_robin_gradients")
         files = sorted(self.optimizers.items())
-        found = [Share(rank, name, self.joiner.open(name).tree, is_mapped) for rank, name in files]
-        for other in found[1:]:
-            refuse_other(self.folder, (found[0].file, found[0].facts), (other.file, other.facts))
-        if found:
-            complete(self.folder, self.optimizers, max(found[0].counts), found[0].file)
-        return found
+        shares = [Share(rank, name, self.joiner.open(name).tree, is_mapped) for rank, name in files]
+        for other in shares[1:]:
+            refuse_other(self.folder, (shares[0].file, shares[0].facts), (other.file, other.facts))
+        if shares:
+            complete(self.folder, self.optimizers, max(shares[0].counts), shares[0].file)
+        return shares
 
     @cached_property
     def groups(self) -> list[dict[str, tuple[int, ...] | None]]:
@@ -83,13 +83,13 @@ class StageFiles:
     def shapes_in(self, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
         """The shapes that a file has by name, for each group. Raises `Corrupt` for what is no shape."""
         groups = states.get(key) or ()
-        found: list[Shapes] = []
+        checked: list[Shapes] = []
         for group in groups if isinstance(groups, (list, tuple)) else (groups,):
             shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
-            found.append({name: shape for name, shape in shapes.items() if type(name) is str and shape is not None})
-            if len(found[-1]) < len(shapes):
-                raise damaged(self.folder, f"{file} has {key} that are no names and shapes")
-        return found
+            checked.append({name: shape for name, shape in shapes.items() if type(name) is str and shape is not None})
+            if len(checked[-1]) < len(shapes):
+                raise damaged(self.folder, f"{file} has {key} that are not names and shapes")
+        return checked
 
 
 # A rank's share ------------------------------------------------------------------------------------------------------
@@ -100,49 +100,49 @@ class Share:
 
     weights: the f32 master values of each group (of stage 3: each sub-group).  states: the state of the base optimizer,
     by group.  groups: its parameter groups.  counts: over how many ranks each group is divided.  placed: by group,
-    where pieces of names begin in this rank's vector, and their lengths; where that is known.  rest: what says nothing
-    of the layout.  facts: what all ranks have alike.  engine: the optimizer that wrote it, for people.
+    where pieces of names begin in this rank's vector, and their lengths; where that is known.  extra: what says nothing
+    of the layout.  facts: what is the same on all ranks.  engine: the optimizer that wrote it, for people.
     """
 
     def __init__(self, rank: int, file: str, tree: Any, is_mapped: bool) -> None:
-        found = fields(fields(tree).get("optimizer_state_dict"))
-        kind, vectors = next(((key, found[key]) for key in _VECTORS if key in found), ("", None))
-        base = next((found[key] for key in _STATES if key in found), None)
+        state_dict = fields(fields(tree).get("optimizer_state_dict"))
+        kind, vectors = next(((key, state_dict[key]) for key in _VECTORS if key in state_dict), ("", None))
+        base = next((state_dict[key] for key in _STATES if key in state_dict), None)
         self.rank, self.file = rank, file
         weights = [*map(bare, items(vectors))]
-        if vectors is None or not all(isinstance(each, TensorEntry) and len(each.shape) == 1 for each in weights):
+        if vectors is None or not all(isinstance(entry, TensorEntry) and len(entry.shape) == 1 for entry in weights):
             raise damaged(file, "has no f32 weights in flat vectors")
         self.weights: list[TensorEntry] = weights
         states = base if isinstance(base, list) else fields(base).get("state")
         pairs = enumerate(states) if isinstance(states, list) else fields(states).items()
         self.states: dict[Any, dict[Any, Any]] = {group: fields(state) for group, state in pairs}
         self.groups = items(fields(base).get("param_groups"))
-        # What is in it tells stage 3: of a member of an enum, some Pythons pickle the name in place of the number.
-        self.stage = 3 if kind == _VECTORS[1] else 2 if plain(found.get("zero_stage")) == 2 else 1
-        self.counts = (*items(found.get("partition_count")),) or (found.get("partition_count"),)
+        # The kind of vectors tells stage 3: some Pythons pickle a member of an enum by its name, not by its number.
+        self.stage = 3 if kind == _VECTORS[1] else 2 if plain(state_dict.get("zero_stage")) == 2 else 1
+        self.counts = (*items(state_dict.get("partition_count")),) or (state_dict.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
-            raise damaged(file, "does not say over how many ranks it is divided")
+            raise damaged(file, "does not say over how many ranks it is sharded")
         self.placed: dict[int, dict[str, tuple[int, int]]] = {}
-        for group, named in enumerate(items(found.get("param_slice_mappings")) if is_mapped else ()):
+        for group, mappings in enumerate(items(state_dict.get("param_slice_mappings")) if is_mapped else ()):
             self.placed[group] = {}
-            for name, address in fields(named).items():
+            for name, address in fields(mappings).items():
                 begin, length = (fields(address).get(key) for key in ("start", "numel"))
                 if type(name) is str and type(begin) is int and type(length) is int and min(begin, length) >= 0:
                     self.placed[group][name] = begin, length
-        self.paddings = [*map(items, items(found.get("param_alignment_paddings")))]
-        self.rest = {str(key): plain(value) for key, value in found.items() if key not in _LAYOUT}
-        self.engine = f", ZeRO stage {self.stage}" if "zero_stage" in found else ", BF16_Optimizer"
+        self.paddings = [*map(items, items(state_dict.get("param_alignment_paddings")))]
+        self.extra = {str(key): plain(value) for key, value in state_dict.items() if key not in _LAYOUT}
+        self.engine = f", ZeRO stage {self.stage}" if "zero_stage" in state_dict else ", BF16_Optimizer"
         settings = [{k: v for k, v in fields(group).items() if type(v) in _PLAIN} for group in self.groups]
         self.facts = {"ZeRO stage": self.stage, "division over ranks": self.counts, "number of groups": len(weights)}
         self.facts |= {"learning rate or another setting": settings}
         if self.stage > 2:
             self.facts["length of vectors"] = [entry.shape[0] for entry in weights]
         for group in range(len(weights)):
-            once = undivided(self.states.get(group))
-            self.facts |= {f"{key} of group {group} of the optimizer": value for key, value in once.items()}
+            group_state = undivided(self.states.get(group))
+            self.facts |= {f"{key} of group {group} of the optimizer": value for key, value in group_state.items()}
 
     def vector(self, group: int, key: str) -> tuple[TensorEntry, str]:
-        """The master values of a group, or what the optimizer keeps under a key for it, as long as those; and whose."""
+        """The master values of a group, or what the optimizer keeps for it under a key, cut to their length; whose."""
         weights = self.weights[group]
         entry = self.states.get(group, {}).get(key) if key else weights
         if not isinstance(entry, TensorEntry) or len(entry.shape) != 1 or entry.shape[0] < weights.shape[0]:
@@ -151,7 +151,7 @@ class Share:
 
 
 def bare(node: Any) -> Any:
-    """The tensor of one with attributes (`ds_id`), as a parameter of stage 3 has them; anything else as it is."""
+    """The tensor in one with attributes (`ds_id`), as parameters of stage 3 have them; anything else as it is."""
     args: tuple[Any, ...] = node.made.args if isinstance(node, Composite) and "with attributes" in node.kind else ()
     if len(args) == 4 and isinstance(args[0], Global) and isinstance(args[2], tuple) and args[0] in BUILDERS:
         return BUILDERS[args[0]](args[2])
@@ -159,7 +159,7 @@ def bare(node: Any) -> Any:
 
 
 def undivided(state: Any) -> dict[str, Any]:
-    """What an optimizer keeps once for a group (a `step`): each time another tensor, as every parameter has its own."""
+    """What an optimizer keeps once for a group (a `step`): a new tensor each time, as every parameter has its own."""
     return {
         key: value.with_storage(value.storage.alone()) if isinstance(value, TensorEntry) else value
         for key, value in fields(state).items()
@@ -188,12 +188,12 @@ def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[s
 
 _Placed = tuple[str, tuple[int, ...], int, int]  # a tensor of a group, and where it begins in its vectors
 _Run = tuple[list[list["Share"]], Iterable[int], list[_Placed], int]
-"""Tensors in a row: the ranks, together or each by itself, and the groups whose vectors these are; each tensor is
-divided evenly over them. The last: the vectors are filled up to a multiple of so many elements."""
+"""Tensors in a row: the ranks, in one team or each by itself, and the groups in whose vectors they lie, each divided
+evenly over the team; the tensors; and the number of elements to a multiple of which the vectors are padded."""
 
 
-def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """Every parameter that the optimizer has, by name, and the optimizer's state. own: the model's copies of them.
+def trained(stage: StageFiles, model: dict[Any, Any]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """Every parameter that the optimizer has, by name, and the optimizer's state. model: its own copies of them.
 
     Raises `Corrupt` where the parameters take more or less than the vectors have, `Conflict` where the optimizer has
     taken more steps than the model; fewer are noted (a restart).
@@ -205,28 +205,28 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
         what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
         if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
             raise mixed(stage.folder, stage.file, share.file, what)
-        why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
+        why = "either the optimizer was restarted, or its files are from another step; the files do not tell which"
         stage.joiner.notes.append(Note(STEPS, f"{what}: {why}"))
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     names: dict[int, list[str]] = {}
-    sized = {name: entry.shape for name, entry in own.items() if isinstance(entry, TensorEntry)}
+    sized = {name: entry.shape for name, entry in model.items() if isinstance(entry, TensorEntry)}
     if lacking := [n for group in stage.groups for n, shape in group.items() if shape is None and n not in sized]:
         raise lacks(stage.folder, "the file of the layer", lacking)
     shapes = [{n: sized[n] if shape is None else shape for n, shape in group.items()} for group in stage.groups]
-    for teams, groups, laid, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
-        kept = [slot for team in teams for s in team for group in groups for slot in s.states.get(group, {}).items()]
-        keys = ["", *dict.fromkeys(key for key, value in kept if isinstance(value, TensorEntry) and value.shape)]
+    for teams, groups, layout, step in (_divided_each if share.stage > 2 else _whole_vectors)(stage, shapes):
+        pairs = [slot for team in teams for s in team for group in groups for slot in s.states.get(group, {}).items()]
+        keys = ["", *dict.fromkeys(key for key, value in pairs if isinstance(value, TensorEntry) and value.shape)]
         rows = {key: [Vector(s.vector(group, key) for s in team for group in groups) for team in teams] for key in keys}
         length = rows[""][0].length
-        needed = max((begin + -(-prod(shape) // len(teams)) for _, shape, _, begin in laid), default=0)
+        needed = max((begin + -(-prod(shape) // len(teams)) for _, shape, _, begin in layout), default=0)
         if -(-needed // step) != -(-length // step):
-            what = f"the parameters of group {laid[0][2] if laid else 0} take {counted(needed, 'element')}"
+            what = f"the parameters of group {layout[0][2] if layout else 0} take {counted(needed, 'element')}"
             raise damaged(stage.folder, f"{what} of the ranks' vectors, which have {length:,}")
-        for name, shape, group, begin in laid:
+        for name, shape, group, begin in layout:
             if name in weights:
                 raise damaged(stage.folder, f"{name} is in two groups of the optimizer")
-            copy = own.get(name)  # the model's own, to which the optimizer's is compared; of stage 3 it is empty
+            copy = model.get(name)  # the model's own, to which the optimizer's is compared; of stage 3 it is empty
             copy = copy if isinstance(copy, TensorEntry) and copy.numel else None
             if copy is not None and copy.shape != shape:
                 what = f"{stage.file} has {name} as {list(copy.shape)}, and says that it is {list(shape)}"
@@ -245,14 +245,14 @@ def trained(stage: StageFiles, own: dict[Any, Any]) -> tuple[dict[str, TensorEnt
 def pieces(vectors: list[Vector], shape: tuple[int, ...], begin: int = 0) -> Iterator[Piece]:
     """What each of the vectors has of a tensor that they divide evenly, without the padding of the last."""
     total = prod(shape)
-    each = -(-total // len(vectors)) if vectors else 0
+    count = -(-total // len(vectors)) if vectors else 0
     for number, vector in enumerate(vectors):
-        if number == 0 or number * each < total:
-            yield from vector.cut(begin, min(each, total - number * each), number * each)
+        if number == 0 or number * count < total:
+            yield from vector.cut(begin, min(count, total - number * count), number * count)
 
 
 def _in_a_row(group: int, shapes: Shapes, world: int, begin: int = 0, paddings: Iterable[int] = ()) -> list[_Placed]:
-    """Where tensors begin that lie one after the other, each divided over as many vectors. paddings: behind them."""
+    """Where tensors begin that lie one after the other, each divided over `world` vectors. paddings: behind them."""
     behind = chain(paddings, repeat(0))
     begins = accumulate((-(-prod(shape) // world) + next(behind) for shape in shapes.values()), initial=begin)
     return [(name, shape, group, at) for (name, shape), at in zip(shapes.items(), begins, strict=False)]
@@ -262,13 +262,13 @@ def _divided_each(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
     """Stage 3: every rank has as many elements of each parameter, one after the other in its vectors."""
     teams, world = [[share] for share in stage.shares], len(stage.shares)
     lengths = [entry.shape[0] for entry in stage.shares[0].weights]
-    needed = [sum(-(-prod(shape) // world) for shape in named.values()) for named in shapes]
+    needed = [sum(-(-prod(shape) // world) for shape in group.values()) for group in shapes]
     begins = repeat(0) if needed == lengths else accumulate(needed, initial=0)
-    laid = [_in_a_row(*each, world, begin) for each, begin in zip(enumerate(shapes), begins, strict=False)]
+    rows = [_in_a_row(*numbered, world, begin) for numbered, begin in zip(enumerate(shapes), begins, strict=False)]
     if needed == lengths:
-        yield from ((teams, [group], each, 1) for group, each in enumerate(laid))
+        yield from ((teams, [group], row, 1) for group, row in enumerate(rows))
     else:  # where a parameter is in two vectors, they are read as one
-        yield teams, range(len(lengths)), [*chain(*laid)], 1
+        yield teams, range(len(lengths)), [*chain(*rows)], 1
 
 
 def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
@@ -280,34 +280,34 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
     if len(shapes) != len(share.weights):
         groups = f"one has {counted(len(shapes), 'group')}, the other {len(share.weights):,}"
         raise mixed(stage.folder, stage.file, share.file, groups)
-    for group, named in enumerate(shapes):
+    for group, group_shapes in enumerate(shapes):
         size = share.counts[group] if group < len(share.counts) else max(share.counts)
         size = len(shares) if size >= len(shares) or len(shares) % size else size
-        teams = len(shares) // size  # of experts, several, with experts of their own
-        laid = _in_a_row(group, named, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
-        where = {name: (at, prod(shape)) for name, shape, _, at in laid}
+        teams = len(shares) // size  # several for experts, each with experts of its own
+        row = _in_a_row(group, group_shapes, 1, paddings=share.paddings[group] if group < len(share.paddings) else ())
+        ranges = {name: (at, prod(shape)) for name, shape, _, at in row}
         for number in range(teams):
             in_blocks = config.get("use_data_before_expert_parallelism")
             team = shares[number * size : (number + 1) * size] if in_blocks else shares[number::teams]
             high = 0
-            for each in team:
-                low, high = high, high + each.weights[group].shape[0]
-                for name, place in each.placed.get(group, {}).items():  # of the rank's own alone
-                    at, count = where.get(name, (high, 0))
+            for member in team:
+                low, high = high, high + member.weights[group].shape[0]
+                for name, place in member.placed.get(group, {}).items():  # a rank lists its own alone
+                    at, count = ranges.get(name, (high, 0))
                     begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):
-                        raise mixed(stage.folder, stage.file, each.file, f"{name} lies elsewhere")
-            every = [(_global_name(stage, each[0], number, named), *each[1:]) for each in laid] if teams > 1 else laid
-            yield [team], [group], every, 2 * size
+                        raise mixed(stage.folder, stage.file, member.file, f"{name} is elsewhere")
+            tensors = [(_global_name(stage, t[0], number, group_shapes), *t[1:]) for t in row] if teams > 1 else row
+            yield [team], [group], tensors, 2 * size
 
 
 def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) -> str:
-    """The name of an expert among all of them, of its name among those of its ranks."""
-    found = _LOCAL_EXPERT.fullmatch(name)
-    if found is None:
+    """The name of an expert among all experts, by its name among those of its team."""
+    match = _LOCAL_EXPERT.fullmatch(name)
+    if match is None:
         what = f"{stage.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
-        why = "Which ranks have which part of it is not known here."
+        why = "It is unknown which ranks have which part of it."
         raise Unsupported(what, why, "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
-    local = 1 + max(int(each["number"]) for each in experts if each["module"] == found["module"])
-    return f"{found['module']}{team * local + int(found['number'])}{found['rest']}"
+    local = 1 + max(int(expert["number"]) for expert in experts if expert["module"] == match["module"])
+    return f"{match['module']}{team * local + int(match['number'])}{match['rest']}"

@@ -41,7 +41,7 @@ LOCATOR = struct.Struct("<4sIQI")  # of END64
 END_RECORDS = ((b"PK\x06\x06", END64), (b"PK\x06\x07", LOCATOR), (b"PK\x05\x06", END))  # in their order
 DESCRIPTOR, DESCRIPTOR64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 # Data descriptors by their size: checksum, stored size, size. Some writers leave the signature before them out.
-DESCRIPTORS = {each.size: each for each in (DESCRIPTOR, DESCRIPTOR64, struct.Struct("<3I"), struct.Struct("<I2Q"))}
+DESCRIPTORS = {form.size: form for form in (DESCRIPTOR, DESCRIPTOR64, struct.Struct("<3I"), struct.Struct("<I2Q"))}
 FULL = 0xFFFFFFFF
 FULL16 = 0xFFFF
 
@@ -51,7 +51,7 @@ MAX_INFLATED = 1 << 30
 MAX_EDITS = 100  # in place, one on top of the other; a reader looks at every state
 _WINDOW = 8 << 10  # bytes: a system call for every header would take longer than the rest
 SECTOR = 512  # bytes that a disk writes or loses together
-_ENCRYPTED = 0x2061  # flags: in one of three ways; or what it holds is a patch
+_ENCRYPTED = 0x2061  # flags: in one of three ways, or a patch of another file
 _OTHER_METHODS = (9, 12, 14, 93, 95, 98, 99)  # Deflate64, bzip2, LZMA, zstd, XZ, PPMd, AES
 _NEEDED, ZIP64_VERSION = 63, 45  # versions of the format: the last one; the first with 64 bits
 _HAS_DESCRIPTOR, _UTF8 = 0x0008, 0x0800  # flags
@@ -60,7 +60,7 @@ _OF_TENSORS = r"/(?:data|constants)/"  # in the names of records
 _FOLDER, LINK = 0x10, 0xA  # in the external attributes: a bit of DOS at the bottom, a file type of Unix at the top
 # What a program that unpacked the archive might follow out of its folder, or take for a folder.
 LEADS_ELSEWHERE = r"(?m)(?:^|[/\\])\.\.(?:[/\\]|$)|^/|\\|^[A-Za-z]:"
-_MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and how hard it was tried to compress
+_MAY_DIFFER = 0x0806  # between header and directory: UTF-8 names, and the level of compression
 _INFLATED = 1 << 18  # bytes at a time
 
 
@@ -88,11 +88,11 @@ class Archive:
         return sorted(self.records.values(), key=attrgetter("header"))
 
     def peek(self, at: int, length: int) -> bytes:
-        """Bytes of headers; with what follows them, as the next header is often near. Raises as `source.read` does."""
+        """Bytes of headers, read with what follows, as the next header is often near. Raises as `source.read` does."""
         begin, window = self._window
         if not begin <= at <= at + length <= begin + len(window):
-            more = 0 if self.source.file.far else min(_WINDOW, self.source.size - at)
-            window = self.source.read(at, max(length, more))
+            readahead = 0 if self.source.file.far else min(_WINDOW, self.source.size - at)
+            window = self.source.read(at, max(length, readahead))
             begin, self._window = at, (at, window)
         return window[at - begin : at - begin + length]
 
@@ -137,8 +137,8 @@ class Record:
     def contents(self, limit: int) -> bytes:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
-            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read"
-            raise LimitExceeded(what, "Real records of this kind are never this large; the file is probably malicious.")
+            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; the limit is {limit:,}"
+            raise LimitExceeded(what, "Real records of this kind are never that large; the file is probably malicious.")
         data = self.data.read(0, self.size)
         if self.archive.has_checksums and zlib.crc32(data) != self.crc:
             self.wrong("does not match its checksum")
@@ -154,11 +154,11 @@ class Record:
             self.wrong(f"has no header at byte {self.header:,}")
         _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
         if head[LOCAL.size :] != name or name_size != len(name):
-            raise Ambiguous(f"{source}: the record {self} has another name in its own header")
+            raise Ambiguous(f"{source}: the record {self} has a different name in its own header")
         if name_alone:
             return
         if method != self.method or flags & ~_MAY_DIFFER != self.flags & ~_MAY_DIFFER:
-            self.wrong("says in its header that it is stored in another way")
+            self.wrong("is stored in a different way according to its own header")
         data_at = self.header + LOCAL.size + name_size + extra_size
         if data_at != self.data_at:
             self.wrong(f"begins at byte {data_at:,}, not {self.data_at:,} as the directory has it")
@@ -171,13 +171,13 @@ class Record:
                 size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
             agrees = (crc, stored, size) == expected
         if not agrees:
-            self.wrong("has another size or checksum in its own header than in the directory")
+            self.wrong("has a different size or checksum in its own header than in the directory")
         if layout:
             *signature, crc, stored, size = layout.unpack(peek(data_at + self.stored, layout.size))
             if signature not in ([], [b"PK\x07\x08"]):
                 self.wrong("has no descriptor after its data")
             if (crc, stored, size) != expected:
-                self.wrong("has another size or checksum in its descriptor than in the directory")
+                self.wrong("has a different size or checksum in its descriptor than in the directory")
         self.is_confirmed = True
 
     def wrong(self, what: str) -> NoReturn:
@@ -185,44 +185,44 @@ class Record:
 
 
 def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool = True) -> Archive:
-    """The archive that `source` is; raises `Truncated`, `Ambiguous`, `Corrupt`, `Unsupported` or `LimitExceeded`.
+    """The archive in `source`; raises `Truncated`, `Ambiguous`, `Corrupt`, `Unsupported` or `LimitExceeded`.
 
     case_matters: the readers of this kind of archive tell names apart that differ in case alone.  confirm: looks at the
     headers of the first and the last record.
     """
     # The last end record; only what a torn in-place edit leaves may follow it, not even a comment.
-    tail, tail_at, found = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
-    after = tail[found + END.size :]
-    if found < 0 or after[:4] == b"PK\x03\x04":
+    tail, tail_at, place = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
+    trailing = tail[place + END.size :]
+    if place < 0 or trailing[:4] == b"PK\x03\x04":
         what, why = "whose directory is missing", "a zip keeps its directory at the end."
-        if found >= 0:
-            what = f"to which something was added, and {what}"
-            why = f"an archive ends at byte {tail_at + found + END.size:,}, but a record follows it."
+        if place >= 0:
+            what = f"to which something was appended, and {what}"
+            why = f"an archive ends at byte {tail_at + place + END.size:,}, but a record follows it."
         advice = "Download or copy it again, and compare the sizes."
         error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
         error.cut_archive = source.file if source.size == source.file.size else None
         raise error
     at = -1
-    while (at := tail.find(b"PK\x05\x06", at + 1, found)) >= 0:
+    while (at := tail.find(b"PK\x05\x06", at + 1, place)) >= 0:
         comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
         if comment and at + END.size + comment == len(tail):
             raise Ambiguous(f"{source} has the end of one zip archive in the comment of another")
     # The beginning of one more copy of the end records may follow, behind the hole that it was to protect.
-    copy = after.lstrip(b"\0")
-    if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: found + END.size]).startswith(copy)):
-        raise Ambiguous(f"{source} has {len(after):,} bytes after the end of its zip archive")
-    archive = _read_directory(source, tail_at + found)
+    copy = trailing.lstrip(b"\0")
+    if copy and (len(copy) >= END.size + LOCATOR.size or not guard(tail[: place + END.size]).startswith(copy)):
+        raise Ambiguous(f"{source} has {len(trailing):,} bytes after the end of its zip archive")
+    archive = _read_directory(source, tail_at + place)
     names: dict[str, str] = {}
     if not case_matters and len({name.lower() for name in archive.records}) < len(archive.records):
         one, other = next(
             (one, name) for name in archive.records if (one := names.setdefault(name.lower(), name)) != name
         )
-        raise Ambiguous(f"{source} has the records {one} and {other}", "torch takes names without regard to case.")
+        raise Ambiguous(f"{source} has the records {one} and {other}", "torch ignores case in names.")
     if archive.end != source.size:
-        left = f"{source.size - archive.end:,} bytes"
+        excess = f"{source.size - archive.end:,} bytes"
         if not _is_torn_edit(archive):
-            raise Ambiguous(f"{source} has {left} behind its zip archive that no in-place edit left there")
-        message = f"an in-place edit was interrupted; {left} after the archive are not part of it"
+            raise Ambiguous(f"{source} has {excess} after its zip archive that no in-place edit left there")
+        message = f"an in-place edit was interrupted; {excess} after the archive are not part of it"
         archive.notes.append(Note("interrupted-edit", message))
     # Harmless here, where nothing is unpacked; to be known before another program unpacks it.
     is_safe = re.search(LEADS_ELSEWHERE, "\n".join(archive.records)) is None  # one search for 50,000 names
@@ -252,11 +252,11 @@ def last_end_record(source: Readable, room: int) -> tuple[bytes, int, int]:
     return tail, begin, tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - END.size + 4))
 
 
-def table(source: Readable, most: int = MAX_DIRECTORY) -> bytes:
-    """The bytes of the directory that the last end record points to; none without one, or with more than `most`."""
-    _, tail_at, found = last_end_record(source, 1 << 16)
-    size, at = directory_by(source, tail_at + found) if found >= 0 else (0, 0)
-    return source.read(at, size) if size <= most and at + size <= source.size else b""
+def table(source: Readable, limit: int = MAX_DIRECTORY) -> bytes:
+    """The bytes of the directory that the last end record points to; none without one, or with more than `limit`."""
+    _, tail_at, place = last_end_record(source, 1 << 16)
+    size, at = directory_by(source, tail_at + place) if place >= 0 else (0, 0)
+    return source.read(at, size) if size <= limit and at + size <= source.size else b""
 
 
 def directory_by(source: Readable, end: int) -> tuple[int, int]:
@@ -270,20 +270,20 @@ def directory_by(source: Readable, end: int) -> tuple[int, int]:
 def refuse_zip_behind(head: bytes, source: Readable) -> None:
     """Raises `Corrupt` or `Ambiguous` for a file that does not begin as a zip archive, but ends in the directory of
     one: some readers look nowhere else."""
-    tail, tail_at, found = last_end_record(source, END.size + FULL16)
-    *_, size, _, comment = END.unpack_from(tail, found) if found >= 0 else (0, 0, 0)
-    if found < 0 or found + END.size + comment != len(tail):
+    tail, tail_at, place = last_end_record(source, END.size + FULL16)
+    *_, size, _, comment = END.unpack_from(tail, place) if place >= 0 else (0, 0, 0)
+    if place < 0 or place + END.size + comment != len(tail):
         return
-    ends = (tail_at + found, tail_at + found - LOCATOR.size - END64.size)
+    ends = (tail_at + place, tail_at + place - LOCATOR.size - END64.size)
     if size == FULL:
-        is_zip = tail[max(0, found - LOCATOR.size) : found][:4] == b"PK\x06\x07"
+        is_zip = tail[max(0, place - LOCATOR.size) : place][:4] == b"PK\x06\x07"
     else:
         is_zip = any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
     if is_zip and sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
         what = f"{source} is a zip archive whose first bytes were damaged"
         raise Corrupt(what, f"It begins with {head[:4].hex(' ')}.")
     if is_zip:
-        raise Ambiguous(f"{source} begins as another kind of file and ends as a zip archive")
+        raise Ambiguous(f"{source} begins like a different kind of file and ends like a zip archive")
 
 
 # The end records -----------------------------------------------------------------------------------------------------
@@ -296,36 +296,36 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         raise Ambiguous(f"{source} is cut off inside the comment of its zip archive, or hides something there")
     directory_end, records_end = end_at, end_at + END.size
     locator = source.read(end_at - LOCATOR.size, LOCATOR.size) if end_at >= LOCATOR.size else b""
-    behind = counts[2] + counts[3]
+    after_directory = counts[2] + counts[3]
     if locator[:4] == b"PK\x06\x07":
         _, locator_disk, directory_end, disks = LOCATOR.unpack(locator)
         raw = source.read(directory_end, END64.size) if directory_end + END64.size <= end_at else b""
         if raw[:4] != b"PK\x06\x06":
-            beside = end_at - LOCATOR.size - END64.size
-            moved = beside - directory_end if beside >= 0 and source.read(beside, 4) == b"PK\x06\x06" else 0
+            adjacent = end_at - LOCATOR.size - END64.size
+            moved = adjacent - directory_end if adjacent >= 0 and source.read(adjacent, 4) == b"PK\x06\x06" else 0
             what = f"{source}: the zip64 locator points to byte {directory_end:,}, where there is no end record"
             raise _misplaced(source, moved, what)
-        _, length, _, _, *disks64, here, entries, size, offset = END64.unpack(raw)
+        _, length, _, _, *disks64, on_disk, entries, size, offset = END64.unpack(raw)
         if (locator_disk, disks, *disks64) != (0, 1, 0, 0):
             raise _split(source)
-        long = [here, entries, size, offset]
-        pairs = zip(counts, long, (FULL16, FULL16, FULL, FULL), strict=True)
+        counts64 = [on_disk, entries, size, offset]
+        pairs = zip(counts, counts64, (FULL16, FULL16, FULL, FULL), strict=True)
         if length != END64.size - 12 or any(short not in (full, value) for short, value, full in pairs):
             raise Corrupt(f"{source}: the two end records of the archive disagree, or one is damaged")
-        counts, records_end = long, directory_end + END64.size + LOCATOR.size + END.size
+        counts, records_end = counts64, directory_end + END64.size + LOCATOR.size + END.size
     elif FULL in counts[2:]:
         raise Corrupt(f"{source}: the archive needs a zip64 end record and has none")
-    elif behind < end_at and source.read(behind, END.size) == source.read(end_at, END.size):
-        directory_end, records_end = behind, behind + END.size
-    here, count, size, offset = counts
+    elif after_directory < end_at and source.read(after_directory, END.size) == source.read(end_at, END.size):
+        directory_end, records_end = after_directory, after_directory + END.size
+    on_disk, count, size, offset = counts
     end_records = source.read(directory_end, records_end - directory_end)
     if records_end != end_at + END.size:
         _check_copy(source, end_at, records_end, end_records, size)
     if disk or directory_disk:
         raise _split(source)
     entries = counted(count, "entry", "entries")
-    if here != count:
-        raise Corrupt(f"{source}: the zip directory should have {entries}, {here:,} of them in this file")
+    if on_disk != count:
+        raise Corrupt(f"{source}: the zip directory should have {entries}, {on_disk:,} of them in this file")
     if offset + size != directory_end:
         place = f"end at byte {offset + size:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - offset - size, f"{source}: the zip directory should {place}")
@@ -348,11 +348,11 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
             if m or not (flags & _UTF8 or raw.isascii()):
                 _check_extra(archive, name, extra, flags)
             if zip64 := FULL in (stored, size, header):
-                if (found := zip64_values(extra, size, stored, header)) is None:
+                if (values := zip64_values(extra, size, stored, header)) is None:
                     raise Corrupt(f"{source}: the record {name} lacks its 64-bit sizes, or has them twice")
-                size, stored, header = found
+                size, stored, header = values
             if size != stored and not method:
-                what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
+                what = f"is stored uncompressed, but in {stored:,} bytes instead of {size:,}"
                 raise Corrupt(f"{source}: the record {name} {what}")
             if name in records:
                 raise Ambiguous(f"{source} has two records named {name}")
@@ -390,9 +390,9 @@ def _split(source: Readable) -> Unsupported:
 def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     """The error for a directory that is `by` bytes behind its place."""
     if 0 < by <= source.size - 4 and source.read(by, 4) == b"PK\x03\x04":
-        why = f"{by:,} bytes, or another archive, were put in front of the archive; readers disagree about such a file."
+        why = f"{by:,} bytes, or another archive, were put in front of the archive; readers disagree about such files."
         return Ambiguous(what, why)
-    return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
+    return Corrupt(what, "Bytes were inserted or are missing, or the tables are damaged.")
 
 
 # The entries ---------------------------------------------------------------------------------------------------------
@@ -400,20 +400,20 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 def _check_folder(record: Record) -> None:
     if record.size:
-        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder and has contents")
+        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder but has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
-    record, never = f"{archive.source}: the record {name.decode('utf-8', 'replace')}", "PyTorch files never do."
+    record, never = f"{archive.source}: the record {name.decode('utf-8', 'replace')}", "PyTorch never writes that."
     if signature != b"PK\x01\x02":
         raise Corrupt(f"{archive.source}: entry {len(archive.records):,} of the zip directory is damaged")
     if disk:
         raise _split(archive.source)
     if flags & _ENCRYPTED:
-        raise Unsupported(f"{record} is encrypted, or a patch of another file", never)
+        raise Unsupported(f"{record} is encrypted, or a patch to another file", never)
     if method not in (0, 8):
         kind = Unsupported if method in _OTHER_METHODS else Corrupt
-        raise kind(f"{record} is compressed by method {method}", "Stored and deflated records are read.")
+        raise kind(f"{record} is compressed by method {method}", "ckptool reads stored and deflated records.")
     raise Unsupported(f"{record} needs a newer version of the zip format", never)
 
 
@@ -427,7 +427,7 @@ def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:
     if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
         raise Corrupt(f"{record} has an extra field that is longer than its entry")
     if names - {name.encode()}:
-        raise Ambiguous(f"{record} has another name in its extra field", "Some readers take one, some the other.")
+        raise Ambiguous(f"{record} has a different name in its extra field", "Some readers take one, some the other.")
 
 
 def zip64_values(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int] | None:
@@ -435,25 +435,25 @@ def zip64_values(extra: bytes, size: int, stored: int, header: int) -> tuple[int
 
     None without such a field, with two, and with one that is too short.
     """
-    found = [value for kind, value in extra_fields(extra) if kind == 1]
+    fields = [value for kind, value in extra_fields(extra) if kind == 1]
     short = (size, stored, header)
-    if len(found) != 1 or len(found[0]) // 8 < short.count(FULL):
+    if len(fields) != 1 or len(fields[0]) // 8 < short.count(FULL):
         return None
-    following = struct.iter_unpack("<Q", found[0][: len(found[0]) // 8 * 8])
+    following = struct.iter_unpack("<Q", fields[0][: len(fields[0]) // 8 * 8])
     size, stored, header = (next(following)[0] if value == FULL else value for value in short)
     return size, stored, header
 
 
 def extra_fields(extra: bytes) -> list[tuple[int, bytes]]:
     """The fields of an entry that are whole: kind and contents."""
-    found, at = [], 0
+    fields, at = [], 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
         if at + 4 + length > len(extra):
             break
-        found.append((kind, extra[at + 4 : at + 4 + length]))
+        fields.append((kind, extra[at + 4 : at + 4 + length]))
         at += 4 + length
-    return found
+    return fields
 
 
 # Where the data is ---------------------------------------------------------------------------------------------------
@@ -464,31 +464,31 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
     records, begins = archive.by_offset(), 0
     ends = [*(record.header for record in records[1:]), archive.directory]
     pickles = [record for record in records if record.name.count("/") == 1 and record.name.endswith("/data.pkl")]
-    if pickles and archive.source.file.far:  # all that is no tensor is read
-        few = (place for place in zip(records, ends, strict=False) if not re.search(_OF_TENSORS, place[0].name))
-        archive.source.expect((record.header, end) for record, end in few)
-    before = pickles[0].header - END.size if len(pickles) == 1 else -1
-    if 0 <= before < archive.directory - END.size and archive.source.read(before, 4) == b"PK\x05\x06":
-        records = _place_as_before(archive, pickles[0], records, depth)
+    if pickles and archive.source.file.far:  # all but tensors is read
+        small = (place for place in zip(records, ends, strict=False) if not re.search(_OF_TENSORS, place[0].name))
+        archive.source.expect((record.header, end) for record, end in small)
+    end_at = pickles[0].header - END.size if len(pickles) == 1 else -1
+    if 0 <= end_at < archive.directory - END.size and archive.source.read(end_at, 4) == b"PK\x05\x06":
+        records = _place_earlier_state(archive, pickles[0], records, depth)
         begins = archive.superseded
     first = records[0].header if records else archive.directory
     if first > begins:
         raise Ambiguous(f"{archive.source} has {first - begins:,} bytes before its first record")
     ends = [*(record.header for record in records[1:]), archive.directory][: len(records)]
     # Where the first descriptor is not as torch would have it, each record's local header is read. Writers of zip64 may
-    # use 64 bits at any size: of theirs the directory does not tell the size at all.
-    usual = False
+    # use 64 bits at any size: the directory does not tell the size of theirs at all.
+    is_usual = False
     for record, end in zip(records, ends, strict=True):
         if record.descriptor_size and record.central[6] < ZIP64_VERSION:
             at = end - record.descriptor_size
             fits = record.header <= at and end <= archive.source.size
-            usual = fits and archive.source.read(at, 4) == b"PK\x07\x08"
+            is_usual = fits and archive.source.read(at, 4) == b"PK\x07\x08"
             break
     for record, end in zip(records, ends, strict=True):
         # The data, with its descriptor, ends where the next record begins; or it begins behind the record's own header,
         # and the descriptor is what is left.
         record.end, record.data_at = end, end - record.descriptor_size - record.stored
-        if not record.descriptor_size or (usual and record.central[6] < ZIP64_VERSION):
+        if not record.descriptor_size or (is_usual and record.central[6] < ZIP64_VERSION):
             fits = 0 <= record.data_at - record.header - LOCAL.size - len(record.name.encode()) <= FULL16
         elif fits := end - record.header >= LOCAL.size:
             name_size, extra_size = LOCAL.unpack(archive.source.read(record.header, LOCAL.size))[-2:]
@@ -498,15 +498,15 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         if not fits:
             if record.header + LOCAL.size <= archive.directory:
                 record.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
-            what = f"the record {record} does not fit where the directory puts it (byte {record.header:,})"
-            why = "Records overlap, or there are bytes between them that belong to none."
+            what = f"the record {record} does not fit where the directory places it (byte {record.header:,})"
+            why = "Records overlap, or bytes between them belong to none."
             raise Corrupt(f"{archive.source}: {what}", why)
 
 
 # In-place edits ------------------------------------------------------------------------------------------------------
 
 
-def _place_as_before(archive: Archive, pickle: Record, records: list[Record], depth: int) -> list[Record]:
+def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record], depth: int) -> list[Record]:
     """Places the records of the complete archive that stands before a `data.pkl` which an in-place edit appended;
     returns the new ones, by offset."""
     source, end_at = archive.source, pickle.header - END.size
@@ -518,24 +518,24 @@ def _place_as_before(archive: Archive, pickle: Record, records: list[Record], de
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
     _place_records(earlier, depth + 1)
     if not earlier.records.keys() <= archive.records.keys() or pickle.name not in earlier.records:
-        raise Ambiguous(f"{source} holds two archives that are not two states of one")
+        raise Ambiguous(f"{source} holds two archives that are not states of the same one")
     fresh = []
     for record in records:
-        before = earlier.records.get(record.name)
-        if before is None or record.name.endswith("/data.pkl"):
+        old = earlier.records.get(record.name)
+        if old is None or record.name.endswith("/data.pkl"):
             fresh.append(record)
-        elif any(getattr(record, each) != getattr(before, each) for each in _KEPT):
+        elif any(getattr(record, name) != getattr(old, name) for name in _KEPT):
             raise Ambiguous(f"{source}: the record {record} differs from its earlier state inside the file")
         else:
-            record.data_at, record.end = before.data_at, before.end
+            record.data_at, record.end = old.data_at, old.end
     archive.superseded, archive.edits = earlier.end, earlier.edits + 1
-    left = earlier.end - sum(record.end - record.header for record in archive.records.values() if record.end)
-    message = f"earlier in-place edits left {left:,} bytes of old pickles and directories inside"
+    leftover = earlier.end - sum(record.end - record.header for record in archive.records.values() if record.end)
+    message = f"earlier in-place edits left {leftover:,} bytes of old pickles and directories inside"
     archive.notes.append(Note("superseded-pickle", message, command("convert", FILE, out=OUT)))
     return fresh
 
 
-_KEPT = ("crc", "stored", "size", "method", "header")  # of a record, by an in-place edit
+_KEPT = ("crc", "stored", "size", "method", "header")  # what an in-place edit keeps of a record
 
 
 def guard(records: bytes) -> bytes:
@@ -554,13 +554,13 @@ def _check_copy(source: Readable, end_at: int, records_end: int, end_records: by
     tail = guard(end_records)
     end64_at, copy_at = end_at - LOCATOR.size - END64.size, end_at + END.size - len(tail)
     seems_two = end64_at >= 0 and source.read(end64_at, 4) == b"PK\x06\x06"
-    for each in (size, min(size, FULL)):
-        seems_two = seems_two or (0 < each <= end_at and source.read(end_at - each, 4) == b"PK\x01\x02")
+    for length in (size, min(size, FULL)):
+        seems_two = seems_two or (0 < length <= end_at and source.read(end_at - length, 4) == b"PK\x01\x02")
     if seems_two:
         with suppress(CkptoolError):
             seems_two = read_archive(source.file.part(source.start, copy_at)).superseded != records_end
     if seems_two:
-        raise Ambiguous(f"{source} is two zip archives, one behind the other")
+        raise Ambiguous(f"{source} is two zip archives, one after the other")
     if records_end > end_at or source.read(copy_at, len(tail)) != tail:
         raise Corrupt(f"{source} has bytes between its zip directory and the end record")
 
@@ -578,8 +578,8 @@ def _is_torn_edit(archive: Archive) -> bool:
     name, tail = names[0].encode(), guard(archive.end_records)
     head = source.read(begin, min(LOCAL.size + len(name), source.size - begin))
     extra = int.from_bytes(head[LOCAL.size - 2 : LOCAL.size], "little")
-    ours = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra) + name
-    if not (head.rstrip(b"\0") and ours.startswith(head.rstrip(b"\0"))):
+    expected = LOCAL.pack(b"PK\x03\x04", 0, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra) + name
+    if not (head.rstrip(b"\0") and expected.startswith(head.rstrip(b"\0"))):
         sector = source.read(begin, min(-begin % SECTOR or SECTOR, source.size - begin))
         if not tail.startswith(sector.lstrip(b"\0")[: END.size]):
             return False
@@ -593,8 +593,8 @@ def _is_torn_edit(archive: Archive) -> bool:
         listed_name = source.read(at + CENTRAL.size, min(n, end - at - CENTRAL.size)).decode("utf-8", "replace")
         if sig != b"PK\x01\x02" or not listed_name or "\0" in listed_name:
             break  # a power cut took it
-        known = None if listed_name.endswith("/data.pkl") else archive.records.get(listed_name)
-        if header != FULL and (header < begin if known is None else header != known.header):
+        record = None if listed_name.endswith("/data.pkl") else archive.records.get(listed_name)
+        if header != FULL and (header < begin if record is None else header != record.header):
             return False
         at += CENTRAL.size + n + m + k
     return True
@@ -614,16 +614,16 @@ def inflated(record: Record, raw: FileRange) -> Computed:
         at, rest, chunks = threads.__dict__.pop("place", (0, memoryview(b""), None))
         if chunks is None or offset < at:
             at, rest, chunks = 0, memoryview(b""), _chunks(record, raw)
-        parts, end = [], min(offset + length, record.size)
+        blocks, end = [], min(offset + length, record.size)
         while at < end:
             rest = rest or memoryview(next(chunks))
             taken = min(len(rest), end - at)
-            parts.append(rest[max(0, offset - at) : taken])
+            blocks.append(rest[max(0, offset - at) : taken])
             at, rest = at + taken, rest[taken:]
         if at == record.size:
             next(chunks, None)  # sees to it that nothing follows
         threads.place = at, rest, chunks
-        return b"".join(parts)
+        return b"".join(blocks)
 
     return Computed(record.size, read)
 
@@ -634,26 +634,26 @@ def _chunks(record: Record, raw: FileRange) -> Iterator[bytes]:
     def wrong(what: str) -> NoReturn:
         raise Corrupt(f"{record.archive.source}: {record} {what}", "Its compressed data was damaged.")
 
-    stream, packed, taken, given = zlib.decompressobj(-15), b"", 0, 0
+    stream, packed, consumed, produced = zlib.decompressobj(-15), b"", 0, 0
     while not stream.eof:
-        if not packed and taken < raw.length:
-            packed = raw.read(taken, 1 << 16)
-            taken += len(packed)
+        if not packed and consumed < raw.length:
+            packed = raw.read(consumed, 1 << 16)
+            consumed += len(packed)
         try:
-            chunk = stream.decompress(packed, min(_INFLATED, record.size - given) or 1)
+            chunk = stream.decompress(packed, min(_INFLATED, record.size - produced) or 1)
         except zlib.error as error:
             wrong(f"cannot be inflated: {error}")
         packed = stream.unconsumed_tail
-        given += len(chunk)
-        if given > record.size:
+        produced += len(chunk)
+        if produced > record.size:
             wrong(f"inflates to more than {record.size:,} bytes")
         if chunk:
             yield chunk
-        elif not packed and taken == raw.length:
+        elif not packed and consumed == raw.length:
             break
-    if given < record.size:
-        wrong(f"inflates to {given:,} bytes, not {record.size:,}")
+    if produced < record.size:
+        wrong(f"inflates to {produced:,} bytes, not {record.size:,}")
     if not stream.eof:
         wrong("ends in the middle of its compressed data")
-    if stream.unused_data or taken < raw.length:
+    if stream.unused_data or consumed < raw.length:
         wrong("has bytes after the end of its compressed data")

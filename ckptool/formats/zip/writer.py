@@ -26,7 +26,7 @@ class ZipLayout:
         self.alignment, self.at, self.checksums = alignment, begin, checksums
         self.sums: list[Crc] = []
         self._segments: list[Segment] = []
-        self._together: list[Record] = []  # the old records that the last of the segments is, if it is a range
+        self._together: list[Record] = []  # the old records in the last segment, if that is a range
         self._lines: list[tuple[bytes, Crc | None]] = []  # of the directory; a new record's lacks the checksum
         self._directory_size = 0
 
@@ -71,11 +71,11 @@ class ZipLayout:
         if not copied:
             return
         source, length = record.archive.source, record.end - record.header
-        file, begin, before = source.file, source.start + record.header, self._segments[-1] if self._segments else None
-        follows = isinstance(before, FileRange) and before.file is file and before.offset + before.length == begin
-        if isinstance(before, FileRange) and follows and not file.far:
+        file, begin, last = source.file, source.start + record.header, self._segments[-1] if self._segments else None
+        follows = isinstance(last, FileRange) and last.file is file and last.offset + last.length == begin
+        if isinstance(last, FileRange) and follows and not file.far:
             self._together.append(record)  # thousands of small records are one range
-            before.length += length
+            last.length += length
         else:
             self._together = [record]
             self._segments.append(FileRange(file, begin, length, partial(_confirm, self._together)))
@@ -102,15 +102,15 @@ def _confirm(records: Sequence[Record]) -> None:
 
 
 def _summed(data: Deferred, total: Crc) -> bytes:
-    made = data.make()
-    total.value = zlib.crc32(made)
-    return made
+    content = data.make()
+    total.value = zlib.crc32(content)
+    return content
 
 
 def zip64_extra(values: tuple[int, int, int], short: Sequence[int] = (0, 0, 0)) -> bytes:
-    """The extra field with those of size, stored size and place that do not fit into 32 bits, or stand nowhere else, as
-    `short` has them full."""
-    wide = [value for value, each in zip(values, short, strict=True) if value >= FULL or each == FULL]
+    """The extra field with those of size, stored size and place that do not fit into 32 bits, or that stand nowhere
+    else, since their field in `short` is full."""
+    wide = [value for value, field in zip(values, short, strict=True) if value >= FULL or field == FULL]
     return struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
 
 
