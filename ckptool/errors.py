@@ -118,7 +118,7 @@ class MissingKey(UsageError, KeyError):
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         if len(longer) > 1 and not dotted:
             only = Command(("--only", f"{name}.*"), f"only={f'{name}.*'!r}")
-            self.fix = escaped(f"{self.fix} All {len(longer):,} that begin so, where a command takes it: {only}")
+            self.fix = escaped(f"{self.fix} For all {len(longer):,} that begin so, if the command has it: {only}")
         return self.why if attribute == "why" else self.fix
 
 
@@ -155,7 +155,7 @@ class NotAFolder(FileProblem, NotADirectoryError):
 
 
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
-    """The name is a link, and what it leads to is not there."""
+    """The name is a link whose target does not exist."""
 
 
 class FileChanged(FileProblem, code="file-changed"):
@@ -192,8 +192,8 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
-    """Two readers of this file would see two different things."""
+class Ambiguous(CkptoolError, code="ambiguous", why="Different readers would see different things in it."):
+    """Different programs would read different things from this file."""
 
 
 _TOO_MUCH = "No real checkpoint has so much of it; the file is probably malicious."

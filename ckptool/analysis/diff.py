@@ -114,7 +114,7 @@ class Diff(Report):
         yield f"ignored: {', '.join(self.ignored)}" if self.ignored else None
         if self.only:
             patterns = listed(self.only, 20)
-            yield f"compared only what matches {patterns}; nothing else was read, and no ties were looked for"
+            yield f"compared only what matches {patterns}; nothing else was read, and ties were not compared"
 
     def summary(self, left: str, right: str) -> str:
         """What the verdict rests on, in a line.  left, right: what the two are called."""

@@ -288,7 +288,7 @@ class Comparer:
                 names = [text for text, _ in children(node) if type(text) is str and without_wrappers(text) == key]
                 what = f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}"
                 fix = f"Compare them under their own names: without {arg('ignore')} prefix"
-                raise Conflict(what, "Which of the two to compare is not known.", fix)
+                raise Conflict(what, "It is unclear which of the two to compare.", fix)
             parts[key] = part
             if key is not name:
                 segments[key] = segment

@@ -98,7 +98,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     for path, tensor in pairs:
         allowance -= tensor.nbytes
         if allowance < 0:
-            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored"
+            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than are stored"
             why = "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly."
             raise LimitExceeded(what, why, f"Name another part: {arg(at=ADDRESS)}")
         views[_view(tensor)] = tensor
@@ -192,15 +192,15 @@ def read_digests(file: PathLike) -> Digests:
     covers all of it."""
     source = Source(file)
     if source.size > MAX_FILE:
-        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")
+        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"ckptool reads at most {MAX_FILE:,}.")
     record: Any = None
     schema: str | None = None
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(source.read(0, source.size))
         schema = str(record["schema"])[:60]
     if schema != SCHEMA:
-        what = f"{source} is not a file of digests, or is one of another version"
-        why = f"Its schema is {schema}, and not {SCHEMA}." if schema else "It is not a JSON object with a schema."
+        what = f"{source} is not a file of digests, or has an unsupported version"
+        why = f"Its schema is {schema}, not {SCHEMA}." if schema else "It is not a JSON object with a `schema`."
         raise Unsupported(what, why, f"Create one: {command('verify', FILE, write_digest=Slot('DIGESTS'))}")
     with suppress(ValueError, KeyError, TypeError):
         rows = map(TensorDigest._make, record["tensors"])

@@ -58,7 +58,7 @@ def text_for_git(path: str) -> list[str]:
         objects = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
         path = os.path.join(objects, oid[:2], oid[2:4], oid)
         if not os.path.isfile(path):
-            head = ["a git-lfs pointer: the file itself is not here", f"oid sha256:{oid}", f"size {int(pointer[2])}"]
+            head = ["a git-lfs pointer: the file is not here", f"oid sha256:{oid}", f"size {int(pointer[2])}"]
             return [*head, f"To compare the files: git lfs pull; git update-ref -d {CACHE}"]
         source = Source(path)
     try:

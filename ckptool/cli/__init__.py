@@ -107,7 +107,7 @@ def _run(words: list[str], results: list[Json]) -> int:
     if first not in VERBS:
         name, names, closest = " ".join(words[: 2 if subcommands else 1]), [*VERBS, *ALIASES], ""
         if name.startswith("-"):
-            raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
+            raise UsageError(f"ckptool has no option {name}", "Options come after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
             files = (file for file in os.listdir() if "." in name or file.startswith(f"{name}."))
             closest = commands.nearest(name, files)
@@ -173,7 +173,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     """
     as_json, as_form = typed["as_json"], typed["as_form"]
     if as_json and as_form not in (None, "json"):
-        raise UsageError(f"--json and --format {as_form} exclude each other", "An answer has one form.", "Choose one.")
+        raise UsageError(f"--json and --format {as_form} exclude each other", "Output has one format.", "Choose one.")
     FORM.set("json" if as_json else as_form or "text")
     args = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
     args["as_json"] = FORM.get() == "json"
@@ -195,7 +195,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     if is_output:
         chosen = [at for at, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if args.get(name)]
         if len(chosen) != 1:
-            what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+            what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs an output"
             why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
             ways = "A new file: -o OUT" + "; several into a folder: -d DIR" * ("folder" in typed)
             ways += "; the file itself: --in-place" * ("in_place" in typed)

@@ -220,8 +220,8 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
         surplus = surplus if len(surplus) < 80 else f"{surplus[:79]}…"
         what, why = f"too many arguments for ckptool {verb}: {surplus}", f"{why}; a part of a file is FILE#ADDRESS"
     if surplus and was_redirected(surplus.split()):
-        return UsageError(f"ckptool {verb} was given {surplus}, which is a part of a rule", *QUOTE_RULES)
+        return UsageError(f"ckptool {verb} was given {surplus}, which is part of a rule", *QUOTE_RULES)
     file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
-    why = f"The file {file} begins with a dash, as options do." if file else why
+    why = f"{file} is a file, but begins with a dash, as options do." if file else why
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"
     return UsageError(what, why, fix)

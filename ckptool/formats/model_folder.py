@@ -71,18 +71,18 @@ class ModelFolder:
         how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
         texts = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
-            texts = [f"no {CONFIG} is beside the input; convert --like DIR takes that of another folder of the model"]
+            texts = [f"no {CONFIG} is beside the input; to take one from another folder: convert --like DIR"]
         return [*texts, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
-def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
-    """The folder to write the weights `tree` to, which are of `part`. like: a folder of the same model.
+def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
+    """The folder to write the weights `tree` to, which are of `model`. like: a folder of the same model.
 
     dequantized: the weights no longer are what a `quantization_config` says.
     Raises `UsageError` where `like` has no configuration.
     """
     tree = tree if isinstance(tree, dict) else {}
-    for place in _config_folders(part) if like is None else [like]:
+    for place in _config_folders(model) if like is None else [like]:
         names = names_in(place)
         configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
         library = _library(configs, tree)
@@ -91,10 +91,10 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     else:
         if like is None:
             return ModelFolder()
-        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
+        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that ckptool knows"
         raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
     if not library:
-        reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
+        reasons = {name: "of no library that ckptool knows" if config else _NO_JSON for name, config in configs.items()}
         return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
     files: dict[str, Data] = {}
     left, changes = list[str](), list[str]()
@@ -102,7 +102,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
         elif name == MODULES:
-            left.append(f"{name} (other modules, as of pooling; for all, change a copy of the folder)")
+            left.append(f"{name} (other modules, such as pooling; to keep all, edit a copy of the folder)")
         elif _COMPANION.fullmatch(name):
             data = _companion(place, name)
             if isinstance(data, str):
@@ -114,7 +114,7 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
         with suppress(ValueError, RecursionError):  # what is not UTF-8, or nested a thousand levels deep, stays
             config = json.loads(files[CONFIG].read(0, files[CONFIG].length))
             if len(dtypes) == 1 and (changed := with_dtype(config, *dtypes)) != config:
-                changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
+                changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, like the weights")
                 config = changed
             sections = _sections(config) if dequantized else []
             removed = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
@@ -124,13 +124,13 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
-def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def configuration(model: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
     the file itself: nanoGPT's `model_args`, Megatron's `args`; else of `like`, a folder of the same model. Empty where
     there is none that can be read."""
-    if config := config_beside(part, CONFIG, PARAMS):
+    if config := config_beside(model, CONFIG, PARAMS):
         return config
-    tree = part.tree if isinstance(part.tree, dict) else {}
+    tree = model.tree if isinstance(model.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
         tree = next((share for share in ranks.values() if isinstance(share, dict)), tree)
     arguments = tree.get("model_args", tree.get("args"))
@@ -140,43 +140,43 @@ def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) 
     return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
-def _config_folders(part: Checkpoint) -> Iterator[str]:
+def _config_folders(model: Checkpoint) -> Iterator[str]:
     """The folders where the configuration of a checkpoint may be, the likeliest first."""
-    if part.source is None:
+    if model.source is None:
         return
-    path = absolute(part.source.path)
-    folder = path if isinstance(part.source, Folder) else os.path.dirname(path)
-    if part.source.far:
+    path = absolute(model.source.path)
+    folder = path if isinstance(model.source, Folder) else os.path.dirname(path)
+    if model.source.far:
         yield folder
         return
     above = [os.path.dirname(folder)] if _TAG.fullmatch(os.path.basename(folder)) else []
-    member = part.base[0] if part.base and type(part.base[0]) is str else ""
+    member = model.base[0] if model.base and type(model.base[0]) is str else ""
     below = [member] if member and member in names_in(folder) else []
     yield from (os.path.join(folder, name) for name in below if not os.path.islink(os.path.join(folder, name)))
     yield from (folder, *above)
     yield from (inner for place in (folder, *above) if not os.path.islink(inner := os.path.join(place, "huggingface")))
 
 
-def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
+def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _config_folders(part) for name in names if name in names_in(place))
+    configs = (_json(place, name) for place in _config_folders(model) for name in names if name in names_in(place))
     return next(filter(None, configs), None)
 
 
-def left_config(part: Checkpoint, path: str) -> list[str]:
+def left_config(model: Checkpoint, path: str) -> list[str]:
     """What is said where weights beside a configuration are written into one file without a suffix."""
-    if is_url(path) or not config_beside(part, CONFIG):
+    if is_url(path) or not config_beside(model, CONFIG):
         return []
     return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
 
 
-def left_adapter(part: Checkpoint, path: str) -> tuple[Note, ...]:
+def left_adapter(model: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
-    if "lora_alpha" not in (config_beside(part, ADAPTER) or {}):
+    if "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
         return ()
     if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
         return ()
-    return (Note("adapter", f"left out: {ADAPTER}, which says its alpha; with -o DIR/ it goes along"),)
+    return (Note("adapter", f"left out: {ADAPTER}, which has its alpha; -o DIR/ copies it, too"),)
 
 
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
@@ -207,7 +207,7 @@ def _companion(place: str, name: str) -> FileRange | str:
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:
-        return f"{source.size:,} bytes, more than a tokenizer or a configuration has"
+        return f"{source.size:,} bytes, too large for a tokenizer or configuration"
     if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
         return "a checkpoint, not a tokenizer"
     return FileRange(source, 0, source.size)
@@ -238,7 +238,7 @@ def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(node for node in config.values() if isinstance(node, dict))]
 
 
-def quantization_config(part: Checkpoint) -> dict[str, Any]:
+def quantization_config(model: Checkpoint) -> dict[str, Any]:
     """The quantization of the configuration beside a checkpoint; empty where that has none."""
-    configs = (node.get(key) for node in _sections(configuration(part)) for key in QUANTIZATION)
+    configs = (node.get(key) for node in _sections(configuration(model)) for key in QUANTIZATION)
     return next((config for config in configs if isinstance(config, dict)), {})

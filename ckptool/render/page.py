@@ -119,7 +119,7 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
     """Four questions, answered as far as values were read: question, tone (`good`, `bad`, `warn`), answer, detail."""
     if file.inspection is None:
-        yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, stands below."
+        yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, is below."
         return
     codes = {note.code for note in file.inspection.notes}
     blocking = sum(finding.blocks for finding in file.diagnosis.findings)

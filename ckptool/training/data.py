@@ -40,13 +40,13 @@ Collate = Callable[[list[Any]], Any]
 Position = dict[str, Any]
 Shard = Callable[[list[Any]], list[Any]]
 Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
-Parts = list[tuple[Any, int, int]]  # the same of a step, collated
+Parts = list[tuple[Any, int, int]]  # the shares of a step, collated
 _END = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on the device. size: its samples.  total: how many samples it stands for among all processes."""
+    """One micro-batch on the device. size: its samples.  total: those of the micro-batch in all processes together."""
 
     data: Any
     size: int
@@ -77,13 +77,13 @@ class Samples:
         self.held_out: list[int] = []
         if self.is_stream:
             if settings.val_fraction or settings.sampler:
-                what = f"data: {settings.name} is a stream, of which nothing can be held out or chosen by a sampler"
+                what = f"data: {settings.name} is a stream, so nothing can be held out or chosen by a sampler"
                 ways = (arg(set=way) for way in ("data.val.name=file.py:NAME", "data.val_fraction=0"))
                 raise UsageError(what, "", "Name a validation set: {}; or none: {}".format(*ways))
             self.val, self.train_count = [], len(dataset) if hasattr(dataset, "__len__") else 0
         else:
             if hasattr(dataset, "state_dict"):
-                what = f"data: {settings.name} has a state_dict, and gives samples by number"
+                what = f"data: {settings.name} has a state_dict, but gives samples by index"
                 raise UsageError(what, "Its state would not be saved.", "Make it an IterableDataset.")
             count = len(dataset)
             shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
@@ -109,7 +109,7 @@ class Samples:
         return self.epoch_count // batch if self.settings.drop_last else -(-self.epoch_count // batch)
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
+        """The micro-batches of each step, from the trainer's next to the run's last. Closing it ends its workers."""
         world, micro_steps = trainer.world, trainer.config.train.accumulate
         steps = range(trainer.step, trainer.total_steps)
         source: Any = Picked(self.dataset, self.collate, self.seed)
@@ -127,10 +127,10 @@ class Samples:
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
         for step in steps:
-            epoch, place = divmod(step, per_epoch)
-            if place == 0 or ordered is None:
+            epoch, index = divmod(step, per_epoch)
+            if index == 0 or ordered is None:
                 ordered = self._order(epoch)
-            samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
+            samples = [(epoch, self.train[i]) for i in ordered[index * batch : (index + 1) * batch]]
             yield shares(samples, micro_steps, shard)
 
     def _order(self, epoch: int) -> list[int]:
@@ -153,7 +153,7 @@ class Samples:
         fits = all(0 <= index < len(dataset) for index in indices)
         if not fits or (epoch and len(indices) != self.epoch_count):
             what = f"data.sampler: {name} gave {counted(len(indices), 'place')} of {len(dataset):,} in epoch {epoch}"
-            raise UsageError(what, "All are below that number, and every epoch has the length of the first.")
+            raise UsageError(what, "Indices have to be below that length, and every epoch as long as the first.")
         return indices
 
     def _loaded(self, dataset: Any, requests: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
@@ -185,8 +185,8 @@ class Samples:
         """The batches to evaluate on, in order, with the randomness of an epoch. Closing it ends its workers."""
         dataset, indices = _held_out(self.settings.test) if on == "test" else (self.val, self.held_out)
         batch = self.settings.batch
-        places = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
-        requests = [[(chunk, len(chunk), len(chunk))] for chunk in places]
+        pairs = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
+        requests = [[(chunk, len(chunk), len(chunk))] for chunk in pairs]
         source = Picked(dataset, self.collate, self.seed, evaluated=True)
         with closing(self._loaded(source, requests, device)) as loader:
             for ((data, size, total),), _ in loader:
@@ -204,25 +204,25 @@ class Picked(Dataset[Any]):
         self.seed, self.epoch = derived(seed, "sample"), -1
 
     def __getitems__(self, shares: list[Share]) -> tuple[Parts, None]:
-        """The micro-batches of a step, collated; it has no position of its own."""
+        """The collated micro-batches of a step, without a position: a stream has one here."""
         # In a generator a StopIteration of the user's code is an error, and not the end of the data.
-        return [*((self._collated(places), size, total) for places, size, total in shares)], None
+        return [*((self._collated(pairs), size, total) for pairs, size, total in shares)], None
 
-    def _collated(self, places: list[tuple[int, int]]) -> Any:
+    def _collated(self, pairs: list[tuple[int, int]]) -> Any:
         """The collated samples of a micro-batch, all of one epoch."""
-        epoch = places[0][0]
+        epoch = pairs[0][0]
         if epoch != self.epoch:
             if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
                 own_numbers(self.dataset)
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
+        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # draws nothing
         columns: Any = getattr(self.dataset, "tensors", ())
         if plain and self.collate is stacked and all(isinstance(column, torch.Tensor) for column in columns):
-            return list(self.dataset[[index for _, index in places]])  # one look-up in each column
+            return list(self.dataset[[index for _, index in pairs]])  # one look-up in each column
         samples = []
-        for _, index in places:
+        for _, index in pairs:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
             samples.append(self.dataset[index])
         return self.collate(samples)
@@ -266,7 +266,7 @@ class Reader:
 
     @property
     def position(self) -> Position:
-        """The place of the next sample, as it is saved."""
+        """The position of the next sample, as it is saved."""
         return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.is_resumable else {})
 
     def next_samples(self, count: int) -> list[Any]:
@@ -281,11 +281,11 @@ class Reader:
         return samples
 
     def take(self, batch: int, drop_last: bool) -> list[Any]:
-        """The samples of a step, of the next epoch where this one is at its end."""
+        """The samples of a step, from the next epoch if this one is at its end."""
         while len(samples := self.next_samples(batch)) < batch:
             if self.taken < (batch if drop_last else 1):
                 ends = f"the stream ends after {counted(self.taken, 'sample')}"
-                raise UsageError(f"data: {ends}", f"There is no batch of {batch} in it.")
+                raise UsageError(f"data: {ends}", f"It has no batch of {batch}.")
             self._begin(self.epoch + 1)  # at once: a stream that has ended may report its initial state
             if samples and not drop_last:
                 break
@@ -334,7 +334,7 @@ def shares(samples: list[Any], micro_steps: int, shard: Shard) -> list[Share]:
 
 
 def own_numbers(dataset: Any) -> None:
-    """Gives a worker its own copy of numbers in shared memory, such as the epoch: another may be in another epoch."""
+    """Gives a worker its own copy of numbers in shared memory, such as the epoch, which may differ between workers."""
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.untyped_storage().is_shared():
             setattr(dataset, name, value.clone())
@@ -418,9 +418,9 @@ def load_data(settings: Data, seed: int) -> Samples:
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
     """A data set to evaluate on, and the indices in it. Raises `UsageError` for a stream."""
     if settings is None:
-        raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
+        raise UsageError("there is no test set", "data.test is not set.", arg(set="data.test.name=file.py:NAME"))
     dataset = DATA.make(settings.name, settings.args)
     if is_stream(dataset):
-        what = f"data: {settings.name} is a stream, and a set to evaluate on has a length and items"
-        raise UsageError(what, "", "Give a Dataset, or of a short stream a list: list(stream)")
+        what = f"data: {settings.name} is a stream, but a data set for evaluation needs a length and items"
+        raise UsageError(what, "", "Give a Dataset, or make a short stream a list: list(stream)")
     return dataset, list(range(len(dataset)))

@@ -53,7 +53,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
         except Exception as error:
             is_whole = 0 < trainer.step == run.step
             if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
-                with suppress(Exception):  # the first error is the news
+                with suppress(Exception):  # the first error is the one to raise
                     trainer.facts |= hooks.facts() if trainer.pending else {}
                     run.save_now()
                     if isinstance(error, CkptoolError):
@@ -71,7 +71,7 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
     config = trainer.config
     if is_due(trainer, trainer.eval_every):
         metrics = measured(trainer, lambda: run.stopping)
-        if metrics is None:  # to be done again
+        if metrics is None:  # the run is to stop; the evaluation is done again on resume
             trainer.facts |= hooks.facts() if trainer.world.is_first else {}
             return
         run.metrics = metrics
@@ -107,7 +107,7 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
     if settings.metric not in metrics:
         raise UsageError(
             f"eval.metric is {settings.metric}, which the task does not give",
-            f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
+            f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on.",
             arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
         )
     if trainer.step % trainer.eval_every:
@@ -168,7 +168,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     """
     world, scaler, config, task = trainer.world, trainer.scaler, trainer.config, trainer.config.task
     update, runners = trainer.updates[phase.model], trainer.runners
-    if config.strategy == "ddp":  # the others unwrapped, with no gradients to exchange
+    if config.strategy == "ddp":  # other models are not wrapped: they have no gradients to exchange
         runners = {**trainer.models, phase.model: runners[phase.model]}
     optimizer, kind = update.optimizer, update.kind
     optimizer.zero_grad(set_to_none=True)
@@ -180,9 +180,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             form = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
-                f"task: the loss of {task} is {form}, not a tensor of one number",
+                f"task: the loss of {task} is {form}, not a tensor of one element",
                 "Gradients are computed from it.",
-                "Return the mean over the samples of the batch.",
+                "Return the mean over the batch.",
             )
         loss = loss.reshape(())
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
@@ -216,7 +216,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     elif config.train.on_nonfinite == "stop":
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
-            "The run stopped there; its checkpoints are as they were.",
+            "The run stopped there; its checkpoints are unchanged.",
             f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:

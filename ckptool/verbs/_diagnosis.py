@@ -113,7 +113,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         findings = []
         for reason in unfiltered:  # no verb that writes takes a part: only commands on the whole help
             if reason.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
-                advice = "Copy again what is missing or does not belong to it; or take what is there: "
+                advice = "Copy what is missing or does not belong again; or take what is there: "
                 take = command("convert", FILE, part=True, out=OUT_PT)
                 reason = replace(reason, advice=advice, advised=(take,), says="")
             elif reason.code != PART:
@@ -171,7 +171,7 @@ def _of_container(contents: Listing, file: str, values: RefusedValues, sole: Sta
         reason = replace(reason, commands=())
     elif code == FOLDER and sole is not None:
         take = command("convert", FILE / address(sole.path), out=OUT_PT)
-        advice = f"It takes the weights alone; without #{address(sole.path)}, everything."
+        advice = f"It takes only the weights; without  #{address(sole.path)}, everything."
         reason = replace(reason, commands=(take,), advice=advice)
     elif not container.is_program and reason.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)

@@ -40,8 +40,8 @@ SIBLINGS = 1_000  # shown at most: textual draws more of them too slowly
 def browse(file: File) -> Page:
     """Walks through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
 
-    Values are read where the cursor stands. Gives back the addresses that were copied. Raises `UsageError` where there
-    is no terminal, `MissingExtra` without textual.
+    Values are read for the tensor at the cursor. Returns the addresses that were copied. Raises `UsageError` where
+    there is no terminal, `MissingExtra` without textual.
     """
     if not all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__)):
         name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else FILE

@@ -56,10 +56,10 @@ def doctor(
 
     `fix` does what these commands do, and writes the result once: the weights at the top of a file that
     `torch.load(weights_only=True)` loads, and with `against` only if the model takes them. In place the file keeps its
-    tree. What is in memory is given back.
-    An error message without a file is answered from that alone. The model may be itself, a module.
-    Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding, and with
-    `fix`, where no command mends it, `Unsupported`.
+    tree. For input in memory, returns the result.
+    An error message is explained without a file, too. The model may be a module.
+    Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding, or, with
+    `fix` and no command that fixes it, `Unsupported`.
     """
     from ckptool.verbs._diagnosis import of_opened, of_unopened  # what only the work needs, and not the help
 
@@ -67,7 +67,7 @@ def doctor(
     if error is not None:
         if fix:
             what = f"doctor was given both {arg('error')} and {arg('fix')}"
-            raise UsageError(what, "A message names no values to write.", "Give the file alone.")
+            raise UsageError(what, "A message has no values to write.", "Give only the file.")
         devices: list[str] | None = None  # of the file's tensors, but for the CPU, where it can be opened
         with suppress(CkptoolError):
             places = {tensor.location for _, tensor in tensors(open_file(file).taken.tree)} if file else None
@@ -145,7 +145,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
             error.fill({FILE: as_argument(path)} if path else {})
             raise error.within(path) from error.__cause__
         if result is None:
-            raise _refusal(diagnoses, path, in_place, "A part of it is lost. ")
+            raise _refusal(diagnoses, path, in_place, "Part of it is lost. ")
         outcome = ("", (), dict[str, Any]())  # what `recover` did is its note
         if isinstance(result, Written):
             outcome, result = (result.summary, result.rows, result.facts), result.made[0]

@@ -27,7 +27,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
-from ckptool.formats import torch_zip
+from ckptool.formats import marks, torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
@@ -93,12 +93,14 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
         lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+    if marks.RECOVERED in checkpoint.metadata:
+        lost[tree_pickle.MARK] = ""
     reserved = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]
     if reserved:
         raise Unsupported(
-            f"{reserved[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first."
+            f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", "It would be lost.", "Rename it first."
         )
     notes: tuple[Note, ...] = ()
     if lost:
@@ -108,7 +110,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
         losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        lead = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
+        lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
         notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
     heap = [(file.size, rank) for rank, file in enumerate(saving.files)]
@@ -122,7 +124,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     table = table_pickle(flat, saving.chunks)
     if (size := sum(part.length for part in table)) > MAX_METADATA:
         what = f"the table would have {size:,} bytes"
-        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
+        raise LimitExceeded(what, f"The limit is {MAX_METADATA:,}.", f"Write it for fewer ranks:  {arg('ranks')}")
     files[METADATA] = table
     return Plan(files, saving.checks, notes=notes)
 
@@ -141,14 +143,14 @@ class _Zip:
     ) -> None:
         storage = Storage(Computed(nbytes, lambda offset, length: b""), location)
         entry = TensorEntry(storage, dtype, shape, stride)
-        (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
-        parts = list(segments)
-        at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
-        payload = parts[at] if nbytes else None
-        self.head = _bytes_of(parts[:at])
+        (layout,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
+        segments = list(layout)
+        at = next((number for number, segment in enumerate(segments) if isinstance(segment, Checksummed)), 0)
+        payload = segments[at] if nbytes else None
+        self.head = _bytes_of(segments[:at])
         self._crc = payload.crc if isinstance(payload, Checksummed) else Crc()
-        self._after = parts[at + (payload is not None) :]
-        self.tail_length = sum(part.length for part in self._after)
+        self._after = segments[at + (payload is not None) :]
+        self.tail_length = sum(segment.length for segment in self._after)
         self.size = len(self.head) + nbytes + self.tail_length
 
     def tail(self, crc: Crc) -> bytes:
@@ -156,9 +158,9 @@ class _Zip:
         return _bytes_of(self._after)
 
 
-def _bytes_of(parts: list[Segment]) -> bytes:
+def _bytes_of(segments: list[Segment]) -> bytes:
     """The bytes of segments that are all in memory."""
-    return b"".join(part.make() if isinstance(part, Deferred) else cast(InlineBytes, part).content for part in parts)
+    return b"".join(s.make() if isinstance(s, Deferred) else cast(InlineBytes, s).content for s in segments)
 
 
 _zip_of = lru_cache(1024)(_Zip)
@@ -282,7 +284,7 @@ class _Saving:
         plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
         (layout,) = plan.files.values()
         segments = list(layout)
-        if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
+        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
             segments = [InlineBytes(_bytes_of(segments))]
         self.checks += plan.checks
         self.files[0].place(item := Place(None, 0, plan.nbytes))

@@ -35,12 +35,12 @@ from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages,
 FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
-KEYS = "keys that are not text"
+KEYS = "keys that are not strings"
 EMPTY = "empty dictionaries"
 ORDERED = "ordered dictionaries and what is set on them (_metadata)"
-SHARED = "objects that stand in several places"
-PARAMETERS = "what is a Parameter"
-OPTIMIZERS = "that keys of an optimizer are flat, or its numbers text"
+SHARED = "objects that appear in several places"
+PARAMETERS = "which tensors are Parameters"
+OPTIMIZERS = "an optimizer's flat keys, or numbers kept as strings"
 RESTORED = "optimizer-keys"  # of the notes
 
 
@@ -56,8 +56,8 @@ class FlatNames:
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
             raise Unsupported(
-                "a dcp folder holds a dictionary, nothing else",
-                "torch.distributed.checkpoint saves dictionaries alone.",
+                "a dcp folder holds a dictionary and nothing else",
+                "torch.distributed.checkpoint saves only dictionaries.",
                 f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
             )
         self.values: dict[str, Any] = {}
@@ -74,15 +74,15 @@ class FlatNames:
             for key, value in items:
                 inner_path: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
                 inner_place = (*place, key)
-                parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+                nodes = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
                 is_holder = isinstance(value, dict)
-                if not is_holder and not any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts):
+                if not is_holder and not any(isinstance(node, (dict, TensorEntry, Composite)) for node in nodes):
                     self.add(inner_path, inner_place, value)
                     continue
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     raise Conflict(
                         f"{address(inner_place)} contains itself",
-                        "It has no end of names. Nothing was written.",
+                        "Its names would never end. Nothing was written.",
                         f"Leave it out first: {command('edit', FILE, drop=escape(address(inner_place)), out=OUT)}",
                     )
                 self.hold(value, inner_place)
@@ -100,12 +100,12 @@ class FlatNames:
         if name in self.values:
             raise Unsupported(
                 f"{address(place)} and another entry would both be called {name}",
-                "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
+                "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written.",
                 f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
             )
         if len(self.values) >= self.max_names:
             names = counted(self.max_names, "name")
-            raise LimitExceeded(f"more than {names}", "Objects that share parts have a name for each.")
+            raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
         self.values[name], self.paths[name] = value, path
         if isinstance(value, TensorEntry) and value.flags.parameter:
             self.lost.setdefault(PARAMETERS, address(place))
@@ -135,7 +135,7 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     for path, optimizer in list(optimizers(unflat)):
         numbered = optimizer_keys.with_numbers(optimizer)
         if numbered is not optimizer:
-            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as text"
+            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
             notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
             unflat = replaced_at(unflat, path, numbered) if path else numbered
     return unflat, notes
@@ -149,8 +149,9 @@ MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's 
 BEGINNING = 16 << 10  # of each tensor
 
 VIEWS = "tensors that share memory as different views"
-STRIDES = "strides of what is divided or has gaps"
+STRIDES = "strides of tensors that are sharded or have gaps"
 LAZY = "conjugate and negative views"
+MARK = "the mark of a recovered file"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
 
@@ -167,10 +168,10 @@ class Home:
     stop: int
     axes: list[int] | None = None
 
-    def holds(self, part: TensorEntry | StorageRef) -> bool:
+    def holds(self, view: TensorEntry | StorageRef) -> bool:
         """True if all bytes that a view touches are there."""
-        start, stop = part.span() if isinstance(part, TensorEntry) else (0, part.storage.nbytes)
-        size = part.dtype.itemsize if part.dtype is not None else 1
+        start, stop = view.span() if isinstance(view, TensorEntry) else (0, view.storage.nbytes)
+        size = view.dtype.itemsize if view.dtype is not None else 1
         return self.start <= start and stop <= self.stop and self.start % size == 0
 
 
@@ -184,14 +185,14 @@ def lost_in_table(flat: FlatNames) -> dict[str, str]:
     views: dict[int, Any] = {}  # id of a storage -> the view, or the name of the object, that it is in
     for name, value in flat.values.items():
         is_tensor = isinstance(value, TensorEntry)
-        for part in [value] if is_tensor else visit(value):
-            if not isinstance(part, _HAVE_IDENTITY) or part == ():
+        for node in [value] if is_tensor else visit(value):
+            if not isinstance(node, _HAVE_IDENTITY) or node == ():
                 continue
-            if owners.setdefault(id(part), name) != name:
+            if owners.setdefault(id(node), name) != name:
                 lost.setdefault(SHARED, name)
-            if isinstance(part, (TensorEntry, StorageRef)):
-                view = part.view if is_tensor and isinstance(part, TensorEntry) else name
-                if views.setdefault(id(part.storage), view) != view:
+            if isinstance(node, (TensorEntry, StorageRef)):
+                view = node.view if is_tensor and isinstance(node, TensorEntry) else name
+                if views.setdefault(id(node.storage), view) != view:
                     lost.setdefault(VIEWS, name)
         if isinstance(value, TensorEntry) and (value.flags.conj or value.flags.neg):
             lost.setdefault(LAZY, name)
@@ -203,14 +204,14 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
     homes: of storages, by their id. Raises `LimitExceeded` for a pickle that would not be read.
     """
-    views = [part for part in visit(checkpoint.tree) if isinstance(part, (TensorEntry, StorageRef))]
-    away = {id(part.storage) for part in views if id(part.storage) in homes and not homes[id(part.storage)].holds(part)}
+    views = [view for view in visit(checkpoint.tree) if isinstance(view, (TensorEntry, StorageRef))]
+    away = {id(view.storage) for view in views if id(view.storage) in homes and not homes[id(view.storage)].holds(view)}
     raw: list[Storage] = []
     placed: dict[int, tuple[Storage, int]] = {}  # id of a storage -> that of its home, and where this begins in it
     keys: dict[int, str] = {}
 
-    def at_home(part: Any) -> Any:
-        storage = part.storage
+    def at_home(view: Any) -> Any:
+        storage = view.storage
         if id(storage) not in placed:
             home = homes.get(id(storage)) if id(storage) not in away else None
             if home is None:
@@ -219,9 +220,9 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
             target = Storage(Computed(home.stop - home.start, storage.data.read), storage.location)
             placed[id(storage)], keys[id(target)] = (target, home.start), key_of(home.name, home.axes)
         target, begin = placed[id(storage)]
-        if isinstance(part, StorageRef):
-            return replace(part, storage=target)
-        return replace(part, storage=target, offset=part.offset - begin // part.dtype.itemsize)
+        if isinstance(view, StorageRef):
+            return replace(view, storage=target)
+        return replace(view, storage=target, offset=view.offset - begin // view.dtype.itemsize)
 
     mark = checkpoint.metadata.get(marks.RECOVERED)
     tree = trees.rebuild(checkpoint.tree, at_home)
@@ -252,22 +253,22 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
         pickle = decoded(content, PickledStorages(held | values | entries), NAME)
         aside, loaded = pickle.aside(), pickle.root
         if pickle.discarded or loaded.keys() != {"tree", "recovered"}:
-            raise Corrupt("it is not what ckptool writes")
+            raise Corrupt("ckptool did not write it")
         tree, mark = loaded["tree"], loaded["recovered"]
         tree_values = FlatNames(tree).values
         if tree_values.keys() != values.keys():
-            raise Conflict("it names other values than the table")
+            raise Conflict("its names differ from the table's")
         budget = [MAX_COMPARED]
         for name, value in values.items():
             if not _is_same(tree_values[name], value, budget):
-                raise Conflict(f"it has another {name} than the table")
+                raise Conflict(f"its {name} differs from the table's")
         metadata = {marks.RECOVERED: mark} if type(mark) is str else {}
         return tree, metadata, list(marks.recovered_notes(metadata)), ()
     except CkptoolError as error:
         why = error.what
     except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
-    what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
+    what = f"{NAME} was ignored, so types of keys, ties and the like are as torch sees them: {why}"
     return None, {}, [Note(IGNORED, what)], aside
 
 
