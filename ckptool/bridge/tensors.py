@@ -42,7 +42,7 @@ def _is_absent(location: str) -> bool:
         return False
 
 
-def _at_home(storage: torch.UntypedStorage, location: str, saved: str) -> torch.UntypedStorage:
+def _moved(storage: torch.UntypedStorage, location: str, saved: str) -> torch.UntypedStorage:
     """The storage on the device that `location` names. saved: where it was saved."""
     if location == "cpu":
         return storage
@@ -70,7 +70,7 @@ class Storages:
 
     def __init__(self, map_location: Any, map_files: bool) -> None:
         if untyped._guards.detect_fake_mode(None) is not None:
-            what, why = "nothing is loaded under torch's FakeTensorMode", "Its tensors have no bytes."
+            what, why = "nothing is loaded under torch's FakeTensorMode", "Fake tensors have no data."
             raise Unsupported(what, why, "Load it outside that mode; for shapes alone: map_location='meta'")
         self.map_location, self.map_files = map_location, map_files
         self.device: torch.device | None = None
@@ -92,13 +92,13 @@ class Storages:
     def restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         """The storage on the device that `map_location` names. location: where it was saved."""
         if self.device is not None:
-            return _at_home(storage, str(self.device), location)
+            return _moved(storage, str(self.device), location)
         if self.map_location is None:
-            return storage if _is_absent(location) else _at_home(storage, location, location)
+            return storage if _is_absent(location) else _moved(storage, location, location)
         if isinstance(self.map_location, dict):
-            return _at_home(storage, str(self.map_location.get(location, location)), location)
+            return _moved(storage, str(self.map_location.get(location, location)), location)
         result = self.map_location(storage, location)
-        return _at_home(storage, location, location) if result is None else getattr(result, "_untyped_storage", result)
+        return _moved(storage, location, location) if result is None else getattr(result, "_untyped_storage", result)
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         live = self.live.get(id(storage))
@@ -118,7 +118,7 @@ class Storages:
                 self.mapped.add(id(data))
                 data.ready()
                 return self.restore(self._map(data.file)[start : start + data.length], storage.location)
-        return self.restore(_in_memory(data, storage.crc), storage.location)
+        return self.restore(_read(data, storage.crc), storage.location)
 
     def _map(self, file: Source) -> torch.UntypedStorage:
         """The whole file, mapped once, copy-on-write; every storage in it keeps the map alive."""
@@ -135,13 +135,13 @@ class Storages:
         return self.maps[file]
 
 
-def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
+def _read(data: Data, crc: int | None) -> torch.UntypedStorage:
     """The bytes in memory of their own; raises `Corrupt` where their checksum is not `crc`."""
     try:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
         what = f"a storage of {data.length:,} bytes does not fit into memory"
-        raise LimitExceeded(what, "So much memory is not free.", "Choose a part of the file: FILE#ADDRESS") from error
+        raise LimitExceeded(what, "Not enough memory is free.", "Choose a part of the file: FILE#ADDRESS") from error
     if not data.length:
         return storage
     memory, total = memoryview(cast(Any, _bytes_of(storage).numpy())), Crc(expected=crc, name=name_of(data))
@@ -260,7 +260,7 @@ def _with_attributes(builder: Builder, tensor: Any, state: Any = None) -> Any:
     states = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
     attributes = [(key, value) for part in states for key, value in part.items()]
     if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
-        what, why = "a tensor with attributes that have no plain names", "Setting them could change what it is."
+        what, why = "a tensor whose attribute names are not identifiers", "They could change what it is."
         raise Corrupt(what, why)
 
     def later(of: Of) -> None:
@@ -276,8 +276,8 @@ def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
     cache = arguments.get("_metadata_cache") or {}
     tensors, options = {"values", "offsets", "lengths"}, {"_ragged_idx", "_metadata_cache", "requires_grad"}
     if not isinstance(cache, dict) or not set(arguments) <= tensors | options:
-        return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
-    parts = {name: _bare(arguments[name]) for name in arguments if name in tensors}
+        return builder.refuse(node, "a jagged nested tensor with arguments that torch never writes")
+    parts = {name: _without_attributes(arguments[name]) for name in arguments if name in tensors}
 
     def make(*built: Any) -> Any:
         from torch.nested._internal.nested_tensor import NestedTensor
@@ -286,10 +286,10 @@ def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
         live["_metadata_cache"] = dict(zip(cache, built[len(parts) :], strict=True))
         return cast(Any, NestedTensor)(**live)
 
-    return builder.parts(node, (*parts.values(), *map(_bare, cache.values())), make)
+    return builder.parts(node, (*parts.values(), *map(_without_attributes, cache.values())), make)
 
 
-def _bare(part: Any) -> Any:
+def _without_attributes(part: Any) -> Any:
     """A tensor without its attributes; on parts of a nested tensor they are notes of torch's compiler."""
     if isinstance(part, Composite) and is_from_type(part):
         return BUILDERS[part.made.args[0]](part.made.args[2])
@@ -377,7 +377,7 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
             elements = counted(buffer.numel(), "element")
-            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {elements}")
+            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside its {elements}")
 
 
 _REBUILD: dict[str, Callable[..., Any]] = {

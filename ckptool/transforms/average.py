@@ -92,10 +92,10 @@ class _Merged:
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
 
-    def piece(self, place: int, *blocks: Array) -> Array:
+    def piece(self, index: int, *blocks: Array) -> Array:
         if self.formula is None:
             self.formula = METHODS[self.how.method].formula(self)
-        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        start = index * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
         total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
         return rounded(total, self.dtype) if self.dtype.name != "f64" else total
 
@@ -244,7 +244,7 @@ def _elected_sum(delta: Deltas, weights: Sequence[float]) -> Array:
     divisors: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
     divisors[divisors == 0] = 1
     total /= divisors
-    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    numpy.copyto(total, votes, where=votes != votes)  # NaN in one file is NaN in the result
     return cast(Array, total)
 
 
@@ -265,9 +265,9 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
     if merged.count <= _SMALL:
         copies: list[Array] = []
         scan(lambda magnitudes: copies.append(magnitudes.copy()))
-        place = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
-        return int(copies[0][place]), place
-    threshold, remaining, place, width = 0, count, 0, 64 if merged.kind == "f8" else 32
+        index = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
+        return int(copies[0][index]), index
+    threshold, remaining, index, width = 0, count, 0, 64 if merged.kind == "f8" else 32
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
 
@@ -284,14 +284,14 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
         threshold, remaining = threshold << _DIGIT | digit, remaining - int(larger[digit])
 
     def last(magnitudes: Array) -> bool:
-        nonlocal place, remaining
+        nonlocal index, remaining
         equal = numpy.flatnonzero(magnitudes == threshold)
         is_last = len(equal) >= remaining
-        place, remaining = place + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
+        index, remaining = index + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
         return is_last
 
     scan(last)
-    return threshold, place
+    return threshold, index
 
 
 def _magnitudes(delta: Array) -> Array:
@@ -343,17 +343,17 @@ def _problems(
     scale, t = options.get("scale", 1.0), options.get("t", 0.5)
     has_base = "base" in METHODS[method].takes
     if has_base and "base" not in options:
-        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
+        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from a base."
     if method == "slerp" and files != 2:
         yield f"{arg(method='slerp')} was given {counted(files, 'file')}", "It takes two."
     if files < 2 - has_base:
-        yield "average needs at least two files", f"With {arg('base')}, one."
+        yield "average needs at least two files", f"With {arg('base')}, one is enough."
     if not math.isfinite(scale):
         yield f"{_LAMBDA} {scale} is not a finite number", ""
     if not 0 <= t <= 1:
         yield f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."
     if len(densities) not in (1, files):
-        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "One, or one each."
+        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "Give one, or one per file."
     if not all(1e-9 <= density <= 1 for density in densities):
         yield f"{arg('density')} {','.join(f'{density:g}' for density in densities)} is not from 1e-9 to 1", ""
     for name in (name for name in options if name != "weights" and name not in METHODS[method].takes):
@@ -367,13 +367,13 @@ def _problems(
     weights = options.get("weights", [1.0] * files)
     if len(weights) != files:
         what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
-        yield what, "Each file has one, in the same order."
+        yield what, "Give one per file, in the same order."
     if not math.isfinite(sum(weights)):
-        yield f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum."
+        yield f"the weights add up to {sum(weights)}", "Each has to be a finite number, and so does their sum."
     if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
         yield (
-            "slerp was given weights that are negative, or 0 in all",
-            "The second one's share is the place on the arc.",
+            "slerp was given weights that are negative or add up to 0",
+            "The second file's share is the position on the arc.",
         )
 
 
@@ -383,8 +383,8 @@ def _problems(
 def average(
     nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
-    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and the
-    names of what is the last one's, each with the reason. Reads nothing yet.
+    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and
+    which entries are the last one's, each with the reason. Reads nothing yet.
 
     nodes: where `how` has a base, it comes first.
     Raises `Conflict` naming what they disagree on, `Unsupported` for tensors that have no plain values.
@@ -398,8 +398,8 @@ def average(
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
         if wrapped and all(keys == plain[-1] for keys in plain):
             strip = command("strip-module", wrapped[0], out=OUT)
-            raise Conflict(what, why, f"Only a prefix differs; take it off: {strip}")
-        raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
+            raise Conflict(what, why, f"Only a prefix differs; remove it: {strip}")
+        raise Conflict(what, why, f"See all differences: {command('diff', names[0], names[-1])}")
     first_names: dict[Any, str] = {}  # of a tensor with several names the first by sorting, whatever order they are in
     largest: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages in all files: the largest tensor on them
     for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
@@ -419,10 +419,10 @@ def average(
             kind = "an array of numpy"
         earlier = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
         if kind and not all(diff(other, Checkpoint({"": value}, DEFAULT), statistics=False).same for other in earlier):
-            what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
+            what = f"{key!s} is a special tensor ({kind}); its mean cannot be computed"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
             fix += "torch.from_numpy(array)"
-            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", fix)
+            raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not isinstance(value, TensorEntry):
             from_last[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
@@ -432,7 +432,7 @@ def average(
             averaged += 1
             entries = [node[key] for node in nodes]
             sources = largest.get(tuple(id(entry.storage) for entry in entries), [])
-            places = {_place(*pair) for pair in zip(entries, sources, strict=False)}
+            places = {_place_inside(*pair) for pair in zip(entries, sources, strict=False)}
             is_part = len(places) == 1 and None not in places
             sources = sources if is_part else entries
             view = tuple(entry.view for entry in sources)
@@ -448,7 +448,7 @@ def average(
     return tree, averaged, from_last
 
 
-def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
+def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
     """The stride and offset of a tensor in a contiguous one on the same storage; None if not all of it is inside."""
     (begin, end), (first, last) = part.span(), whole.span()
     is_inside = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy

@@ -139,7 +139,7 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
     elif old.kind in _WHOLE and (new.kind in _WHOLE or new.name in ("f32", "f64")):
         import numpy
 
-        # numpy says that f64 holds i64.
+        # numpy counts i64 as safe in f64, too.
         is_exact = numpy.can_cast(old.to_numpy(), new.to_numpy()) and (old.itemsize, new.name) != (8, "f64")
     elif {old.name, new.name} == {"c64", "c128"}:
         is_exact = new.name == "c128"
@@ -263,8 +263,8 @@ def cast_roots(
     before: dict[int, TensorEntry] = {}
     for entry in chosen.values():
         if before.setdefault(id(entry.storage), entry).dtype is not entry.dtype:
-            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
-            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
+            what = f"the storage of {names[id(entry.storage)]} is viewed as two dtypes"
+            raise Conflict(what, "It is unclear which of the two its elements are.")
     for path, node in walk(checkpoint.tree):
         for segment, part in children(node):
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]

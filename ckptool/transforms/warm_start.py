@@ -120,13 +120,13 @@ def plan_warm_start(
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    matched = _matched(tensors, root.node, target, options)
+    matched = _match_names(tensors, root.node, target, options)
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
     texts += [f"of the target: {text}" for text in target.remarks]
     notes = [*(Note("root", text) for text in texts if text), *matched.notes]
-    chosen, mismatched = _fitting(tensors, matched, target, options, groups, notes)
+    chosen, mismatched = _fit_tensors(tensors, matched, target, options, groups, notes)
 
     refused, tied, through = list[Refusal](), list[Tied](), set[str]()
     for names in groups:  # one name of a tied tensor represents the others
@@ -200,7 +200,7 @@ class _Matched(NamedTuple):
     notes: list[Note]
 
 
-def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
+def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
     targets, notes, excluded = target.tensors, list[Note](), set[str]()
     # By the rules for the key, else by those for its form without wrappers.
@@ -214,7 +214,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
     refuse_collisions(names, "the checkpoint")
     if COUNTER in names and COUNTER not in targets and names[COUNTER] == COUNTER:
         del names[COUNTER]
-        notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
+        notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is not a weight"))
     keys = {name: key for key, name in names.items()}
     paired_names = paired(keys, targets, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
     pairs = {goal: keys[name] for goal, name in paired_names.items()}
@@ -224,7 +224,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
         ("name", "target", bare),
     ):
         prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(prefixed))))
-        texts = (f"{prefix} taken off {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
+        texts = (f"{prefix} removed from {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
         notes += [Note("prefix", text) for text in texts]
 
     taken, free = {*pairs.values()}, dict[str, str]()
@@ -238,10 +238,10 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
     names = {key: name for key, name in names.items() if key not in dropped}
     if older:
         shown = listed([f"{key} → {name}" for name, key in older.items()], 2)
-        notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
+        notes.append(Note("older-names", f"names of an older torch, read as torch reads them: {shown}"))
     if supplied:
         shown = listed(supplied, 2)
-        notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
+        notes.append(Note("supplied", f"an older torch did not save them; torch fills them in: {shown}"))
 
     if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
         goals = {key: goal for goal, key in pairs.items()}
@@ -258,7 +258,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
 # Fit -----------------------------------------------------------------------------------------------------------------
 
 
-def _fitting(
+def _fit_tensors(
     tensors: Mapping[str, Tensor],
     matched: _Matched,
     target: Target,
@@ -381,8 +381,8 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
     if target.values is None and own_names:
         raise Conflict(
             f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names)}",
-            "A spec says names, shapes and types. Nothing was written.",
-            f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
+            "A spec has only names, shapes and types. Nothing was written.",
+            f"Use a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
     results: dict[str, Tensor] = {}
