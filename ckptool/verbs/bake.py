@@ -92,7 +92,7 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
             groups.setdefault((weight, match["new"] is not None), {})[role] = key
     folded, skipped = dict[str, str](), dict[str, str]()
-    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, the new name and tensor; None: dropped
     for (weight, new), keys in groups.items():
         kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
         if kind == _SPECTRAL:
