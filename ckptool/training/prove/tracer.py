@@ -217,7 +217,7 @@ class Tracer:
     # The variables of the program ----------------------------------------------------------------------------------
 
     def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """`moving.reachable` from the variables; schedulers, scalers and modules that no optimizer trains have entries."""
+        """`moving.reachable` from the variables, with entries for schedulers, scalers, and modules of no optimizer."""
         torch, begin = sys.modules["torch"], time.monotonic()
         entries, objects = self.moving.reachable(self.roots())
         rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
