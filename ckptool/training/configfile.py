@@ -88,7 +88,8 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
         if kind == "extra_forbidden":
             *_, (_, section) = ((None, Config), *descend(place[:-1]))
             close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
-            words = f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
+            meant = _places_of(str(place[-1]), values) or [dotted((*place[:-1], name)) for name in close]
+            words = f"unknown key {key}" + (f"; did you mean {', or '.join(meant)}?" if meant else "")
         elif kind == "missing":
             words = f"{key} is missing"
         else:  # several problems are several branches of a union
@@ -103,6 +104,17 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
         TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started."),
         "All keys with what they mean: ckptool train --init",
     )
+
+
+def _places_of(key: str, values: dict[str, Any]) -> list[str]:
+    """Where a section has a key of this name, which was written in another one."""
+    places: list[Place] = []
+    for name, field in keys_of(Config).items():
+        if key in keys_of(section_in(field.annotation)):
+            sections = values.get(name)
+            owners = list(sections) if is_named(field) and isinstance(sections, dict) else []
+            places += [(name, owner, key) for owner in owners] if is_named(field) else [(name, key)]
+    return [dotted(place) for place in places]
 
 
 def _place(loc: Place, values: Any, missing: bool) -> Place:

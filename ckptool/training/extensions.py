@@ -100,7 +100,7 @@ class Choice:
             return call_user_code(code, self.key, name, *first, **args) if names_code(name) else code(*first, **args)
         except CkptoolError:
             raise
-        except (TypeError, ValueError, ArithmeticError) as error:
+        except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
             raise UsageError(
                 f"{self.key}: {name} does not take these arguments: {error}",
                 f"It takes: {takes}." if takes else self.typed,

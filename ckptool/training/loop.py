@@ -57,8 +57,8 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
                     trainer.facts |= hooks.facts() if trainer.pending else {}
                     run.save_now()
                     if isinstance(error, CkptoolError):
-                        saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
-                        error.fix = Text(error.fix, " " * bool(error.fix), saved)
+                        saved = f"step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
+                        error.fix = Text(error.fix, "; " * bool(error.fix), saved)
             if trainer.world.is_first:
                 words = error.what if isinstance(error, CkptoolError) else f"{type(error).__name__}: {error}"
                 with suppress(CkptoolError):

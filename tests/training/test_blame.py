@@ -173,6 +173,20 @@ def test_ckptools_own_errors_stay_bugs(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(in_words(found.value), Bug) is (raised is not RunFailed)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"data": {"name": "blobs", "args": {"samples": -3}}},
+        {"data": {"name": "blobs", "args": {"inputs": "x"}}},
+        {"models": {"main": {"name": "mlp", "args": {"hidden": [-1]}}}},
+        {"models": {"main": {"name": "mlp", "args": {"dropout": 2}}}},
+    ],
+)
+def test_arguments_that_what_is_built_in_refuses_are_the_users(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="does not take these arguments"):
+        start(config(run=tmp_path / "run", **keys))
+
+
 # Processes that do not meet ------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,8 @@ WRONG_LINES = {
     "models:\n  Main: {nmae: mlp}": "run.yaml:4: unknown key models.Main.nmae; did you mean models.Main.name?",
     "save:\n  evry: 3": "run.yaml:4: unknown key save.evry; did you mean save.every?",
     "profile: {wiat: 3}": "run.yaml:3: unknown key profile.wiat; did you mean profile.wait?",
+    "steps: 3": "run.yaml:3: unknown key steps; did you mean train.steps?",  # not `stop`
+    "ema: 0.9": "run.yaml:3: unknown key ema; did you mean train.ema, or eval.ema?",
     "zzz: 3": "run.yaml:3: unknown key zzz",
     "data: {batch: 0}": "run.yaml:3: data.batch: should be greater than 0 (it is 0)",
     "data: {batch: many}": "run.yaml:3: data.batch: should be a whole number (it is 'many')",

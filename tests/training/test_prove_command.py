@@ -265,6 +265,7 @@ def step(number: int, **facts: Any) -> TracedStep:
         "bank": f"value: list of {number}",
         "ema": f"weights: EMA {number}",
         "rates": f"scheduler: StepLR {number}",
+        "scaler": f"scaler: GradScaler {number}",
         "env.x": f"attribute: {number}",
     }
     values: dict[str, Any] = {"inputs": [f"batch {number}"], "state": str(number), "lr": [1.0]}
@@ -337,6 +338,10 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"found": {"i": "value: 0"}}, ["`i` (value) is 5 in the unbroken run and 0 after the restart"]),
     (
+        {"found": {"scaler": "scaler: GradScaler x"}},
+        ["scaler: `scaler` (GradScaler) has a different state than in the unbroken run"],
+    ),
+    (
         {"found": {"bank": "value: list of 0"}, "inputs": ["x"]},
         [BATCH, "`bank` (value) is list of 5 in the unbroken run and list of 0 after the restart"],
     ),
@@ -353,6 +358,18 @@ def test_causes_come_before_effects(change: dict[str, Any], causes: list[str]) -
     if "a generator" in causes[-1]:
         assert found and len(found.causes) == 1  # it is put back together with the batch that was drawn with it
     assert REFERENCE.divergence(life(4, step(4), step(5))) is None
+
+
+def test_a_counter_that_alone_differs_at_the_restart_is_named_after_what_it_led_to() -> None:
+    entries = [{"i": "value: 0"}, {"i": "value: 0", "a.rng": "generator: x"}]
+    found = REFERENCE.divergence(life(4, step(4, found=entries[0]), step(5, found=entries[1]), step(6, weights="x")))
+    assert sentences(found) == (
+        6,
+        [
+            "`a.rng`, a generator, is in a different state",
+            "`i` (value) is 4 in the unbroken run and 0 after the restart",
+        ],
+    )
 
 
 def test_of_two_optimizers_the_one_whose_step_differs_is_looked_at() -> None:

@@ -159,7 +159,7 @@ def test_an_error_between_two_steps_costs_no_step(tmp_path: Path, where: str) ->
     run = str(tmp_path / "parts" / "run")
     step = int(max((tmp_path / "parts/run/checkpoints").glob("*.pt")).stem[5:])
     assert step == 7 or (where.startswith("data") and 5 < step < 10)
-    assert f"Step {step} is saved; resume: ckptool resume {run}" in raised.value.fix
+    assert f"step {step} is saved; resume: ckptool resume {run}" in raised.value.fix
     failed = [fact for fact in Lines(f"{run}/history.jsonl").read() if fact["event"] == "failed"]
     assert [(fact["step"], "LookupError: lost" in fact["error"]) for fact in failed] == [(step, True)]
     (tmp_path / "do").unlink(missing_ok=True)

@@ -11,18 +11,31 @@ from typing import NamedTuple
 
 from ckptool.errors import printable
 from ckptool.training.moving import ATTRIBUTE, BUFFER, GENERATOR, MODULE_ATTRIBUTE, NOT_PERSISTENT, VALUE, kind_of
-from ckptool.training.prove.tracer import SCHEDULER, WEIGHTS
+from ckptool.training.prove.tracer import SCALER, SCHEDULER, WEIGHTS
 from ckptool.training.reports import ANY
 
 BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
 # Each kind may cause those after it; the kinds of `_EFFECTS` are effects, as a rule.
-_ORDER = (BATCH, SCHEDULER, RATE, STATE, MODULE_ATTRIBUTE, NOT_PERSISTENT, WEIGHTS, RANDOM, GENERATOR, ATTRIBUTE)
+_ORDER = (
+    BATCH,
+    SCHEDULER,
+    RATE,
+    SCALER,
+    STATE,
+    MODULE_ATTRIBUTE,
+    NOT_PERSISTENT,
+    WEIGHTS,
+    RANDOM,
+    GENERATOR,
+    ATTRIBUTE,
+)
 _EFFECTS = (BUFFER, VALUE)
 _MEMORY = re.compile(r"value: \w+ of \d+")  # a container and its length: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
     SCHEDULER: "scheduler: `{name}` ({of}) has a different state than in the unbroken run",
+    SCALER: "scaler: `{name}` ({of}) has a different state than in the unbroken run",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
     STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
     WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, differ from the unbroken run's",
@@ -163,7 +176,11 @@ class Reference:
         # The weights of another optimizer show in this one's batch before it steps again; its state was there earlier.
         states = [(STATE, one.optimizer) in self.differing(start + at, other) for at, (one, other) in enumerate(pairs)]
         index = states[:index].index(True) if True in states[:index] else index
-        return Divergence(start + index + 1, self.causes(start + index, pairs[index][1]))
+        causes = self.causes(start + index, pairs[index][1])
+        initial = self.differing(start, pairs[0][1])
+        if index and all(key[0] in _EFFECTS for key in initial):  # all objects were restored: a counter was not
+            causes += [cause for cause in self.causes(start, pairs[0][1], initial) if cause not in causes]
+        return Divergence(start + index + 1, causes)
 
     def elsewhere(self, pairs: list[tuple[TracedStep, TracedStep]], start: int) -> Divergence:
         """Where the facts that differ at the end, beside the weights, began to differ."""

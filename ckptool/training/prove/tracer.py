@@ -31,7 +31,11 @@ PATIENCE = 60.0  # seconds that it waits for `prove`
 MOST = 8  # calls of models between two steps that are looked at
 FREE, SHARE = 1.0, 0.15  # seconds, and share of the time since the first step, that looking may take
 
-WEIGHTS, SCHEDULER = "weights", "scheduler"  # of modules that no optimizer trains; kinds like those of `moving`
+WEIGHTS, SCHEDULER, SCALER = (
+    "weights",
+    "scheduler",
+    "scaler",
+)  # of modules that no optimizer trains; kinds like those of `moving`
 
 
 class Tracer:
@@ -213,15 +217,16 @@ class Tracer:
     # The variables of the program ----------------------------------------------------------------------------------
 
     def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """`moving.reachable` from the variables, with entries for schedulers, and modules that no optimizer trains."""
+        """`moving.reachable` from the variables, with entries for schedulers, scalers, and modules of no optimizer."""
         torch, begin = sys.modules["torch"], time.monotonic()
         entries, objects = self.moving.reachable(self.roots())
         rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         groups = [group for value in of_class(objects, torch.optim.Optimizer).values() for group in value.param_groups]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        for name, value in of_class(objects, rates).items():
-            text = repr(plain(value.state_dict())).encode()
-            entries[name] = f"{SCHEDULER}: {type(value).__name__} {self.moving.digest(text)}"
+        for kind, classes in ((SCHEDULER, rates), (SCALER, getattr(torch.amp, "GradScaler", ()))):
+            for name, value in of_class(objects, classes).items():
+                text = repr(plain(value.state_dict())).encode()
+                entries[name] = f"{kind}: {type(value).__name__} {self.moving.digest(text)}"
         prefixes: tuple[str, ...] = ()
         for name, value in of_class(objects, torch.nn.Module).items():
             parameters = list(value.parameters())
