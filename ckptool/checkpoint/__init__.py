@@ -329,8 +329,8 @@ class Composite(ArrayLike):
         return (part for part in visit(self.made) if isinstance(part, (TensorEntry, StorageRef)))
 
     def settle(self) -> int:
-        """Looks for its parts, now that nothing in it changes; gives how many nodes were looked at, and an eighth of
-        the values in them, which are passed over."""
+        """Collects its parts, now that nothing in it changes; returns how many nodes it went through, plus an eighth of
+        the values in them, which are only skipped."""
         nodes = list(visit(self.made))
         parts = tuple(part for part in nodes if isinstance(part, (TensorEntry, StorageRef)))
         object.__setattr__(self, "found", parts)

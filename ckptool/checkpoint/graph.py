@@ -152,7 +152,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Stops the garbage collector: among hundreds of thousands of new objects it would search, and find nothing."""
+    """Pauses the garbage collector: it would search hundreds of thousands of new objects, and find nothing."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -238,24 +238,24 @@ class GraphMapper:
 
     def _from_parts(self, value: Any, from_parts: FromParts) -> Any:
         stack = [(value, from_parts, iter(from_parts.parts))]
-        inside = {id(value)}
+        ancestors = {id(value)}
         while stack:
             value, from_parts, parts = stack[-1]
             for part in parts:
                 if type(part) in SCALARS or id(part) in self.results:
                     continue
-                if id(part) in inside:
+                if id(part) in ancestors:
                     what = "a value that contains itself in a way that cannot be built"
                     raise Corrupt(what, "No program writes this; the file is probably malicious.")
                 result = self.handled(part)
                 if type(result) is FromParts:
                     stack.append((part, result, iter(result.parts)))
-                    inside.add(id(part))
+                    ancestors.add(id(part))
                     break
                 self._keep(part, result)
             else:
                 stack.pop()
-                inside.discard(id(value))
+                ancestors.discard(id(value))
                 self._keep(value, from_parts.make(list(map(self.of, from_parts.parts))))
         return self.results[id(value)]
 

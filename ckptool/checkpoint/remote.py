@@ -273,7 +273,7 @@ class RemoteObject:
     def __init__(self, url: str) -> None:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.process, (self.ask, self.is_tagged) = os.getpid(), asking(url)
-        self.pieces: list[_Piece] = []  # by their places
+        self.pieces: list[_Piece] = []  # sorted by `start`
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         head: Future[bytes] = Future()
         head.set_result(_begun(self.fetch(0, END)).result())
@@ -331,8 +331,8 @@ class RemoteObject:
             self.pieces = [piece for piece in self.pieces if piece.data.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
-                begin, before = self.readers.pop(threading.get_ident(), (0, -1))
-                if 0 <= at - before <= NEAR:  # as much as it has read already, but not what another has read
+                begin, last_stop = self.readers.pop(threading.get_ident(), (0, -1))
+                if 0 <= at - last_stop <= NEAR:  # as much as it has read already, but not what another has read
                     others = (start for start, _ in self.readers.values() if start >= end)
                     ahead = min(max(at - begin, END), WINDOW, min(others, default=self.size) - at)
                 self.readers[threading.get_ident()] = begin if ahead else at, end
@@ -369,7 +369,7 @@ class RemoteObject:
         if limit == TABLE:  # what follows may be there
             stop = min(stop, after if piece is None else max(end, after))
         if limit == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
-            missing = start  # that was not asked for
+            missing = start  # the first byte that was not requested
             while (piece := self._at(missing)[0]) is not None and missing < self.size:
                 missing = piece.stop
             stop = max(end, stop - (stop - missing) % PART)
@@ -441,7 +441,7 @@ def _listing(folder: str) -> _Listing:
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
-    listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
+    listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # not the links that sort the page
     listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
@@ -550,7 +550,7 @@ class RemoteFolder(Folder):
 
     def each(self, names: Sequence[str]) -> Iterator[Source]:
         def begin(context: Context, url: str) -> None:
-            with suppress(CkptoolError, _IsFolder):  # who opens it is told
+            with suppress(CkptoolError, _IsFolder):  # whoever opens it gets the error
                 source = context.run(_object, url)
                 source.expect([(max(0, source.size - END), source.size)])  # where every reader looks for a zip's end
 

@@ -93,8 +93,8 @@ def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
 
 def in_storage_order(entry: TensorEntry) -> TensorEntry | None:
     """The same values as a contiguous view with permuted dimensions; None if they leave gaps or overlap."""
-    turned = entry.permute(storage_axes(entry))
-    return turned if turned.is_contiguous else None
+    permuted = entry.permute(storage_axes(entry))
+    return permuted if permuted.is_contiguous else None
 
 
 def storage_axes(entry: TensorEntry) -> list[int]:

@@ -128,7 +128,7 @@ def method_of(role: str) -> str:
 
 
 def is_factor(role: str) -> bool:
-    """True for one of the tensors that a change is computed from, as no other checkpoint has."""
+    """True for a tensor that a change is computed from; other checkpoints have none."""
     return method_of(role) in (LORA, LOHA, LOKR)
 
 

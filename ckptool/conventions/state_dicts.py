@@ -100,12 +100,12 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
         }
     if () in special or not isinstance(tree, (dict, list, tuple, Object)) or not (special or isinstance(tree, dict)):
         return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
-    above = {path[:length] for path in special for length in range(len(path))} | {()}
+    ancestors = {path[:length] for path in special for length in range(len(path))} | {()}
     roots: list[StateDict] = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if path in above and path not in special:
+        if path in ancestors and path not in special:
             below = node.items() if isinstance(node, dict) else children(node)
             stack += reversed([((*path, key), value) for key, value in below])
         else:
@@ -300,7 +300,7 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
 
 
 def is_beside(key: Any, value: Any) -> bool:
-    """True for an entry among weights that belongs to the training, by its name: torchtitan's `train_state`."""
+    """True for an entry among weights whose name says that it belongs to the training: torchtitan's `train_state`."""
     if not isinstance(value, (dict, list, tuple)) or type(key) is not str or "." in key:
         return False
     return is_optimizer(value) or bool(_OTHER_WORDS.search(key) or _TRAINING_STATE.fullmatch(key))
@@ -417,9 +417,9 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
     names = dict.fromkeys(names)
     wanted = dict.fromkeys(wanted)
     pairs = {name: name for name in wanted if name in names}
-    bare = [(without_wrappers(name), name) for name in wanted if name not in pairs]
-    counts = Counter(short for short, _ in bare)
-    targets = {short: name for short, name in bare if counts[short] == 1}
+    short_names = [(without_wrappers(name), name) for name in wanted if name not in pairs]
+    counts = Counter(short for short, _ in short_names)
+    targets = {short: name for short, name in short_names if counts[short] == 1}
     for name in names if targets else ():
         if name in wanted or (target := targets.get(without_wrappers(name))) is None:
             continue
@@ -431,12 +431,12 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
     return pairs
 
 
-def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | None) -> str:
+def of_positions(name: str, old: Sequence[int] | None, new: Sequence[int] | None) -> str:
     """How `--resize` computes a square grid's positions for another grid: a ViT at another size. Empty for others."""
-    if "pos" not in name.lower() or not have or not want or min(len(have), len(want)) < 2 or have[-1] != want[-1]:
+    if "pos" not in name.lower() or not old or not new or min(len(old), len(new)) < 2 or old[-1] != new[-1]:
         return ""
     for first in (0, 1, 2):
-        if all(count > first and isqrt(count - first) ** 2 == count - first for count in (have[-2], want[-2])):
+        if all(count > first and isqrt(count - first) ** 2 == count - first for count in (old[-2], new[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""
 

@@ -23,8 +23,8 @@ Number = Callable[[Arithmetic], int]
 @dataclass(slots=True)
 class Scope:
     """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, each of which is
-    computed of the configuration, of the shapes (`size('NAME', AXIS)`), of how many keys there are
-    (`count('NAME.{n}.*')`), and of the variables before it.
+    computed from the configuration, the shapes (`size('NAME', AXIS)`), how many keys there are
+    (`count('NAME.{n}.*')`), and the variables before it.
     """
 
     given: Mapping[str, int]
@@ -38,7 +38,7 @@ class Scope:
         for name, expression in self.variables.items():
             try:
                 self._found[name] = expression.value(self.lookup, self.functions)
-            except Unbound as error:  # of what the variable is computed of: the variable itself can be set
+            except Unbound as error:  # a name that the variable is computed from: the variable itself can be set
                 self._found[name] = error if error.of_rules else unbound(name, expression.text, error.name)
             except UsageError as error:
                 self._found[name] = error
@@ -90,7 +90,7 @@ class Scope:
         return lambda expression: expression.value(lookup)
 
     def refuse_unused(self, names: Collection[str]) -> None:
-        """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
+        """Raises `UsageError` for a name that was set and is in no rule. names: those in the rules."""
         if idle := [name for name in self.given if name not in names]:
             what = f"{arg(set=idle[0])}: no rule has a variable of that name"
             raise UsageError(what, f"The rules have {listed(sorted(names)) or 'none'}.")

@@ -59,8 +59,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         check_upload(path, overwrite=overwrite, names=replaceable)
         return path
     real = _real_path(target)
-    if elsewhere := refused_place(path, writing=True):
-        raise elsewhere
+    if problem := refused_place(path, writing=True):
+        raise problem
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
