@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import each, resolved
+from ckptool.checkpoint.arrays import elementwise, resolved
 from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
@@ -378,7 +378,7 @@ class _Use:
         by = self._number(0)
         if not by:
             return tensor
-        return each(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
+        return elementwise(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
 
     interleave = deinterleave = weave
     unrope = rope
