@@ -236,14 +236,14 @@ def _copy(source: Array, out: Array) -> None:
     """Fills `out`; where rows become columns, in tiles that stay in the processor's cache."""
     if source.itemsize in (1, 2, 4, 8):  # numbers are copied quicker than bytes of no type
         source, out = source.view(f"u{source.itemsize}"), out.view(f"u{source.itemsize}")
-    last = out.ndim - 1
+    last_axis = out.ndim - 1
     across = min(range(out.ndim), key=lambda axis: (source.strides[axis] or 1 << 62, -axis))
-    if across == last:
+    if across == last_axis:
         out[...] = source
         return
-    before, between = (slice(None),) * across, (slice(None),) * (last - across - 1)
+    before, between = (slice(None),) * across, (slice(None),) * (last_axis - across - 1)
     for at in range(0, out.shape[across], _TILE[1]):
-        for place in range(0, out.shape[last], _TILE[0]):
+        for place in range(0, out.shape[last_axis], _TILE[0]):
             tile = (*before, slice(at, at + _TILE[1]), *between, slice(place, place + _TILE[0]))
             out[tile] = source[tile]
 

@@ -92,24 +92,24 @@ def is_optimizer(node: Any) -> bool:
 def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     """The parts of a checkpoint, in order: model roots and optimizers at any depth, and their siblings on the way."""
     tree = checkpoint.tree
-    special = {root.path: root for root in _special(tree, checkpoint.base)}
-    for root in [root for root in special.values() if root.is_model and root.module is None]:
+    by_path = {root.path: root for root in _roots(tree, checkpoint.base)}
+    for root in [root for root in by_path.values() if root.is_model and root.module is None]:
         beside = ((*root.path, key) for key, value in root.node.items() if is_beside(key, value))
-        special |= {
-            path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in special
+        by_path |= {
+            path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in by_path
         }
-    if () in special or not isinstance(tree, (dict, list, tuple, Object)) or not (special or isinstance(tree, dict)):
-        return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
-    ancestors = {path[:length] for path in special for length in range(len(path))} | {()}
+    if () in by_path or not isinstance(tree, (dict, list, tuple, Object)) or not (by_path or isinstance(tree, dict)):
+        return list(by_path.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
+    ancestors = {path[:length] for path in by_path for length in range(len(path))} | {()}
     roots: list[StateDict] = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if path in ancestors and path not in special:
-            below = node.items() if isinstance(node, dict) else children(node)
-            stack += reversed([((*path, key), value) for key, value in below])
+        if path in ancestors and path not in by_path:
+            parts = node.items() if isinstance(node, dict) else children(node)
+            stack += reversed([((*path, key), value) for key, value in parts])
         else:
-            roots.append(special.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
+            roots.append(by_path.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
     return roots
 
 
@@ -119,7 +119,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, which has no
     keys to change.
     """
-    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
+    roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if modules := [root for root in roots if root.module is not None]:
@@ -144,7 +144,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             is_tensor = isinstance(node, (TensorEntry, Composite))
             raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
         return [replace(root, base=checkpoint.base)]
-    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
+    roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
     array_roots = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and array_roots):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
@@ -193,7 +193,7 @@ def array_state_dicts(tree: Any) -> list[StateDict]:
 
     Those that look like weights, if any do.
     """
-    roots = [root for root in _special(tree, arrays=True) if root.arrays is not None]
+    roots = [root for root in _roots(tree, arrays=True) if root.arrays is not None]
     return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
 
 
@@ -232,7 +232,7 @@ def kinds_of(roots: Iterable[StateDict]) -> list[str]:
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
-def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
+def _roots(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
     also dictionaries of numpy arrays, whose inside is searched."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
@@ -363,7 +363,7 @@ def optimizer_detail(node: Any) -> str:
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every optimizer's state dict in a tree, with its path."""
-    for root in _special(tree):
+    for root in _roots(tree):
         if root.kind == OPTIMIZER:
             yield root.path, root.node
 

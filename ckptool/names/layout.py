@@ -215,8 +215,8 @@ class LayoutRules:
         lacking = next((text for text in side.has if not _holds(text, node)), "")
         without = f": there is no {lacking}" if lacking else ""
         what = f"the weights are not of the layout {self.name}{without}"
-        have = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
-        return NoMatch(what, f"{'; '.join(have)}. Nothing was written.")
+        sentences = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
+        return NoMatch(what, f"{'; '.join(sentences)}. Nothing was written.")
 
 
 def read_layout(path: str) -> LayoutRules:

@@ -138,11 +138,11 @@ def steps_of(
     scope: Scope | None = None,
     *,
     ranges: Mapping[str, int] = {},
-    there: Collection[object] = (),
+    all_names: Collection[object] = (),
 ) -> tuple[list[Step], list[str]]:
     """The steps for some names, each taken by the first rule that matches it, and the names that no rule takes.
 
-    scope, ranges: of the numbers in names.  there: all names, as some rules want another one beside theirs.
+    scope, ranges: of the numbers in names.  all_names: as some rules want another name beside theirs.
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
     """
     scope = scope or Scope({}, {}, {}, {})
@@ -154,17 +154,17 @@ def steps_of(
                 continue
             try:
                 groups = rule.old[number].match(key, scope.lookup, ranges)
-                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in there):
+                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in all_names):
                     continue
             except UsageError as error:
                 raise rule.within(error) from None
             overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over)) if rule.over else ()
             if overs:
                 groups = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-            place = (id(rule), *sorted(groups.items()))
-            if place not in steps:
-                steps[place] = Step(rule, groups, {})
-            keys = steps[place].inputs.setdefault(overs, [None] * len(rule.old))
+            step_key = (id(rule), *sorted(groups.items()))
+            if step_key not in steps:
+                steps[step_key] = Step(rule, groups, {})
+            keys = steps[step_key].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
                 raise rule.error(what, "The rule takes one of them.")

@@ -166,7 +166,7 @@ def plan_steps(
         unfilled = []
     left_out = {*tied, *unfilled}
     gone, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
-    steps, rest = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), there=node)
+    steps, rest = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), all_names=node)
     dropped = [*tied, *(key for step in gone for key in step.keys)]
     return TranslatedRoot(translation, scope, steps, rest, dropped, tied, unfilled)
 
