@@ -462,7 +462,7 @@ opened: ContextVar[dict[str, Any] | None] = ContextVar("opened", default=None)  
 
 @contextmanager
 def while_open() -> Iterator[None]:
-    """Inside this, a remote file is asked for once, however often it is opened."""
+    """Inside this, a remote file is requested once, however often it is opened."""
     token = opened.set({} if opened.get() is None else opened.get())
     try:
         yield

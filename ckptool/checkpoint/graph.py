@@ -83,15 +83,15 @@ def alike(one: Any, other: Any, limit: int | None = None, equal: Callable[[Any, 
 
 MAX_DEPTH = 1_000
 
-# The characters that all addresses in a tree may have together, if they were written out: so many, and so many more for
-# each node.
+# The characters that all addresses in a tree may have together, if they were written out: a fixed number, and so many
+# more for each node.
 FREE_TEXT = 16 << 20
 TEXT_PER_NODE = 256
-# How many values objects may hold, each counted for every object that holds it: so many, and so many for each node.
+# How many values objects may hold, each counted for every object that holds it: a fixed number, and more for each node.
 FREE_HELD = 100_000
 HELD_PER_NODE = 8
-# How many containers a file may hold: so many, and one more for every so many bytes. torch's own protocol takes at
-# least that many for each, and twice as many for an object.
+# How many containers a file may hold: a fixed number, and one more for every few bytes. torch's own protocol takes at
+# least that many bytes for each, and twice as many for an object.
 FREE_CONTAINERS = 50_000
 BYTES_PER_CONTAINER = 6
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})

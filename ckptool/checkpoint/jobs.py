@@ -1,4 +1,4 @@
-"""Who may do work that takes long (`Jobs`), and the signals that end it."""
+"""Who may do long work (`Jobs`), and the signals that end it."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def named_urls(text: str) -> str:
 
 
 def given_url(name: str) -> str:
-    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    """The URL that a name stands for; with the password for its host, if another URL came with one."""
     host = "/".join(name.split("/", 3)[:3])
     return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
 

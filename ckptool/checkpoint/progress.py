@@ -39,7 +39,7 @@ is_watched = False
 
 @contextmanager
 def reading(total: int | Callable[[], int], files: int = 0) -> Iterator[Pass]:
-    """A pass over so many bytes, in so many files if their number is shown."""
+    """A pass over `total` bytes, in a number of files if that is to be shown."""
     if not is_watched:
         yield Pass(0)
         return

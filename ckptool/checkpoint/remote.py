@@ -33,10 +33,10 @@ from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
 NEAR = 4 << 10  # bytes that may lie between two reads of one that goes front to back
-PART, AT_ONCE = 1 << 20, 16  # bytes of a range of values, and the ranges that are asked for at once
+PART, AT_ONCE = 1 << 20, 16  # bytes of a range of values, and the ranges that are requested at once
 WINDOW = PART * AT_ONCE // 2  # bytes that one reader is read ahead of
 KEPT, MOST_KEPT = PART * AT_ONCE, 1_024  # bytes and pieces of all objects that are kept, or on their way
-TABLE = 64 << 20  # bytes that are asked for as one range
+TABLE = 64 << 20  # bytes that are requested as one range
 TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doubled before the third
 
 
@@ -338,7 +338,7 @@ class RemoteObject:
                 self.readers[threading.get_ident()] = begin if ahead else at, end
         while at < end:
             with _lock:
-                piece = self._at(at)[0]  # before a table that is more than what is kept takes its place
+                piece = self._at(at)[0]  # before a table that is larger than the cache takes its place
                 self._ask_ahead(at, end, ahead, table)
                 piece = piece or self._at(at)[0]
             assert piece is not None
@@ -362,7 +362,7 @@ class RemoteObject:
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if limit == PART else TABLE))
         if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
-        if not ahead and end - at < PART:  # somewhere else: with what is around it
+        if not ahead and end - at < PART:  # a read elsewhere: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
             if stop > self.size - END:
                 start, stop = max(0, min(start, self.size - END)), self.size
@@ -397,7 +397,7 @@ class RemoteObject:
         insort(self.pieces, piece, key=lambda each: each.start)
         with _lock:
             _cache[id(piece)] = ref(self), piece
-            cached = [*_cache.values()]  # whoever ends meanwhile drops its own
+            cached = [*_cache.values()]  # an object that ends meanwhile drops its own
             total = sum(each.stop - each.start for _, each in cached)
             while len(cached) > 1 and (total > KEPT or len(cached) > MOST_KEPT):
                 owner, oldest = cached.pop(0)

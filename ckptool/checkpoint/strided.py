@@ -31,7 +31,7 @@ EDGE = 3
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
 _GAP_FILE = 8 << 10
-_GAP_COMPUTED = 256 << 10  # so does what is on another machine
+_GAP_COMPUTED = 256 << 10  # so does a remote file
 
 
 def subrange(data: Data, offset: int, length: int) -> Data:

@@ -22,8 +22,8 @@ Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
 Key = TypeVar("Key")
 
-# A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to so
-# many nodes in all, and so many for each node; after that only once. Objects that share parts have a name for each.
+# A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to a
+# number of nodes in all, and more for each node; after that only once. Objects that share parts have a name for each.
 REPEATED_NODES = 10_000
 REPEATED_PER_NODE = 4
 
@@ -167,7 +167,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 
     Below a pickled module, the names of its state dict are found as well.
 
-    Raises `MissingKey` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
+    Raises `MissingKey`, which lists what is there, if nothing is; `Ambiguous` if the keys 0 and '0' both are.
     """
     path: Path = ()
     node = tree

@@ -32,9 +32,9 @@ EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight that several tensors stand for.
+    """A weight that is stored as several tensors.
 
-    name: what the weight itself is called.  parts: by role.  keys: of all of them in the state dict, that of the codes
+    name: what the weight itself is called.  parts: by role.  keys: those of all parts in the state dict, the codes'
     first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.
     grid, block: how many scales there are along each dimension, and the size of what shares one.
     facts: what else the arithmetic needs.

@@ -1,6 +1,6 @@
 """Names in rules: text with variables, as the pattern of a side that is matched and as the template of the other.
 
-`*` stands for anything, dots included; `{name}` for something without a dot; `{n+1}` is arithmetic, of digits;
+`*` stands for anything, dots included; `{name}` for something without a dot; `{n+1}` is arithmetic on digits;
 `{q,k,v}` is several names, one for each. `\\*`, `\\{`, `\\,` and `\\:` are those characters. `re:` begins a regular
 expression.
 
@@ -344,7 +344,7 @@ def _number(numbers: Mapping[str, int], lookup: Lookup, name: str) -> int | None
 
 
 def split_names(side: str) -> list[str]:
-    """The names of a side: those between commas, each `{a,b}` in one of its ways."""
+    """The names of a side, which commas separate, with each `{a,b}` written out."""
     if "," not in side:
         return [side.strip()]
     depth, parts = 0, [""]

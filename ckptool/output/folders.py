@@ -94,7 +94,7 @@ def _real_path(target: str | os.PathLike[str]) -> str:
 
 
 def _refuse_foreign(shown: str, folder: str, names: Iterable[str], may_go: Callable[[str], Any]) -> None:
-    """Raises `Conflict` for a folder that holds files beside those that may go."""
+    """Raises `Conflict` for a folder that holds other files than those that may go."""
     foreign = [
         name
         for name in sorted(names)
